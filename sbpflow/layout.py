@@ -1,0 +1,80 @@
+"""A layout: where a logical tensor lives (placement) and how (one sbp per placement axis).
+
+The only source of truth for shapes and slices of parts; nothing downstream decides them again.
+"""
+
+from dataclasses import dataclass
+
+from sbpflow.errors import SbpError
+from sbpflow.placement import Placement
+from sbpflow.sbp import NdSbp, Sbp, Split, balanced_sizes, dual, format_nd_sbp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``nd_sbp`` has one entry per axis of ``placement``.
+
+    Axes that split the same dim apply one after the other: axis 0 splits the dim, axis 1 splits
+    the piece axis 0 left.
+    """
+
+    placement: Placement
+    nd_sbp: NdSbp
+
+    def __post_init__(self) -> None:
+        if len(self.nd_sbp) != self.placement.ndim:
+            raise SbpError(
+                f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, "
+                f"the placement has {self.placement.ndim} axes {self.placement.shape}"
+            )
+        for axis, sbp in enumerate(self.nd_sbp):
+            if isinstance(sbp, Split) and sbp.sizes is not None:
+                if len(sbp.sizes) != self.placement.shape[axis]:
+                    raise SbpError(
+                        f"{sbp} has sizes {sbp.sizes}; axis {axis} of the placement needs "
+                        f"{self.placement.shape[axis]} of them"
+                    )
+
+    def __str__(self) -> str:
+        return f"{format_nd_sbp(self.nd_sbp)}@{list(self.placement.ranks)}"
+
+    def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
+        """Which part of a tensor of ``shape`` this rank holds; ``None`` outside the placement.
+
+        B and P hold the full extent of what the other axes left.
+        """
+        coord = self.placement.coord(rank)
+        if coord is None:
+            return None
+        starts, lengths = [0] * len(shape), list(shape)
+        for axis, sbp in enumerate(self.nd_sbp):
+            if isinstance(sbp, Split):
+                if sbp.dim >= len(shape):
+                    raise SbpError(f"{sbp} needs a tensor of more than {sbp.dim} dims, not {shape}")
+                sizes = split_sizes(sbp, lengths[sbp.dim], self.placement.shape[axis])
+                starts[sbp.dim] += sum(sizes[: coord[axis]])
+                lengths[sbp.dim] = sizes[coord[axis]]
+        return tuple(slice(s, s + n) for s, n in zip(starts, lengths, strict=True))
+
+    def part_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+        """Shape of this rank's part; ``None`` outside the placement."""
+        slices = self.part_slices(shape, rank)
+        return None if slices is None else tuple(s.stop - s.start for s in slices)
+
+    def dual(self) -> "Layout":
+        """The layout of the gradient: S stays, B and P change places."""
+        return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
+
+
+def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
+    """Lengths of the pieces that ``sbp`` cuts from a dim of ``size``."""
+    if sbp.sizes is None:
+        return balanced_sizes(size, parts)
+    if sum(sbp.sizes) != size:
+        raise SbpError(f"{sbp} has sizes {sbp.sizes}, summing to {sum(sbp.sizes)}; dim is {size}")
+    return sbp.sizes
+
+
+def line_layout(device_type: str, num_ranks: int, sbp: Sbp) -> Layout:
+    """A 1-D layout over ranks 0 .. num_ranks-1."""
+    return Layout(Placement.line(device_type, num_ranks), (sbp,))

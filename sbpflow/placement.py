@@ -1,0 +1,99 @@
+"""A placement: which global ranks hold a tensor, as an n-D grid. A value; it owns no process group.
+
+Keeping groups out (``sbpflow.dist.World`` has them) lets ``explain`` and the planner reason about
+placements of worlds that are not running.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sbpflow.errors import SbpError
+
+NestedRanks = int | Sequence["NestedRanks"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``ranks`` are global ranks in row-major order over ``shape``; any subset of the world."""
+
+    device_type: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise SbpError("a placement needs at least one rank")
+        if math.prod(self.shape) != len(self.ranks):
+            raise SbpError(f"{len(self.ranks)} ranks do not fill a grid of shape {self.shape}")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise SbpError(f"ranks {self.ranks} repeat; each rank may appear once")
+        if min(self.ranks) < 0:
+            raise SbpError(f"ranks {self.ranks} must be 0 or more")
+
+    @staticmethod
+    def of(device_type: str, ranks: NestedRanks) -> "Placement":
+        """Build from a nested list: ``[0, 1]`` is a line, ``[[0, 1], [2, 3]]`` a 2 x 2 grid."""
+        if isinstance(ranks, int):
+            return Placement(device_type, (ranks,), (1,))
+        flat: list[int] = []
+        shape: list[int] = []
+        _flatten(ranks, 0, flat, shape)
+        return Placement(device_type, tuple(flat), tuple(shape))
+
+    @staticmethod
+    def line(device_type: str, num_ranks: int) -> "Placement":
+        """Ranks 0 .. num_ranks-1 along one axis."""
+        return Placement(device_type, tuple(range(num_ranks)), (num_ranks,))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._index
+
+    def coord(self, rank: int) -> tuple[int, ...] | None:
+        """Grid coordinates of a global rank; ``None`` outside the placement."""
+        index = self._index.get(rank)
+        if index is None:
+            return None
+        coord: list[int] = []
+        for size in reversed(self.shape):
+            index, here = divmod(index, size)
+            coord.append(here)
+        return tuple(reversed(coord))
+
+    def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The lines of ranks that differ only along ``axis``, each in coordinate order."""
+        stride = math.prod(self.shape[axis + 1 :])
+        starts = [
+            index for index in range(self.size) if (index // stride) % self.shape[axis] == 0
+        ]
+        return tuple(
+            tuple(self.ranks[start + step * stride] for step in range(self.shape[axis]))
+            for start in starts
+        )
+
+
+def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: list[int]) -> None:
+    if depth == len(shape):
+        shape.append(len(ranks))
+    if len(ranks) != shape[depth]:
+        raise SbpError(f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries")
+    for entry in ranks:
+        if isinstance(entry, int):
+            if depth + 1 < len(shape):
+                raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
+            flat.append(entry)
+        else:
+            _flatten(entry, depth + 1, flat, shape)

@@ -1,0 +1,103 @@
+"""The three ways a tensor can lie along one axis of a placement: Split, Broadcast, Partial.
+
+Values only: no ranks, no devices, no communication. Vocabulary and the balanced rule follow OneFlow
+(oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from sbpflow.errors import SbpError
+
+Reduction = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Each coordinate holds a consecutive piece of ``dim``.
+
+    ``sizes`` gives the pieces, one per coordinate (zero allowed); ``None`` means balanced: the
+    first ``n % parts`` pieces get one element more.
+    """
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise SbpError(f"S({self.dim}): the dim must be 0 or more; count from the front")
+        if self.sizes is not None and any(size < 0 for size in self.sizes):
+            raise SbpError(f"S({self.dim}): sizes {self.sizes} must be 0 or more")
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Every coordinate holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every coordinate holds a term of the full shape; the value is their sum (or max, or min)."""
+
+    op: Reduction = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+
+Sbp = Split | Broadcast | Partial
+NdSbp = tuple[Sbp, ...]
+
+_SBP = re.compile(r"S\((?P<dim>\d+)\)|(?P<broadcast>B)|P(?:\((?P<op>sum|max|min)\))?")
+
+
+def parse_sbp(text: str) -> Sbp:
+    """Read ``S(0)``, ``B``, ``P`` or ``P(max)``; anything else raises SbpError."""
+    match = _SBP.fullmatch(text.strip())
+    if match is None:
+        raise SbpError(f"{text!r} is not a layout; write S(0), S(1), B, P, P(max) or P(min)")
+    if match["dim"] is not None:
+        return Split(int(match["dim"]))
+    if match["broadcast"] is not None:
+        return Broadcast()
+    op = match["op"]
+    return Partial("max" if op == "max" else "min" if op == "min" else "sum")
+
+
+def parse_nd_sbp(text: str) -> NdSbp:
+    """Read one sbp, ``S(0)``, or one per placement axis, ``(S(0), B)``."""
+    stripped = text.strip()
+    if not (stripped.startswith("(") and stripped.endswith(")")):
+        return (parse_sbp(stripped),)
+    return tuple(parse_sbp(part) for part in stripped[1:-1].split(",") if part.strip())
+
+
+def format_nd_sbp(nd_sbp: NdSbp) -> str:
+    """Write what ``parse_nd_sbp`` reads; explicit sizes are not part of the text."""
+    if len(nd_sbp) == 1:
+        return str(nd_sbp[0])
+    return "(" + ", ".join(str(sbp) for sbp in nd_sbp) + ")"
+
+
+def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Lengths of ``parts`` consecutive pieces of ``size``: the first ``size % parts`` get one more."""
+    quotient, remainder = divmod(size, parts)
+    return tuple(quotient + (part < remainder) for part in range(parts))
+
+
+def dual(sbp: Sbp) -> Sbp:
+    """The sbp of the gradient of a tensor that lies as ``sbp``: S <-> S, B <-> P."""
+    if isinstance(sbp, Broadcast):
+        return Partial()
+    if isinstance(sbp, Partial):
+        if sbp.op != "sum":
+            raise SbpError(f"{sbp} is not linear and has no dual; reduce it to B or S first")
+        return Broadcast()
+    return sbp
