@@ -1,1 +1,1 @@
-"""Embedding tables under any layout: plan, storages, exchanges, and the collection that runs them."""
+"""Embedding tables under any layout: plan, storages, exchanges, and their collection."""

@@ -29,7 +29,7 @@ class LocalAddresses:
         )
 
     def access(self, ids: Tensor, *, pooled: bool) -> Access:
-        """Bags per (sample, table), or per sample if ``pooled``; rows held elsewhere are left out."""
+        """A bag per (sample, table), or per sample if ``pooled``; rows held elsewhere stay out."""
         batch, tables = ids.shape
         addresses = ids + self._shift
         bag = tables if pooled else 1

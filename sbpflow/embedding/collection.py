@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.dist import World
-from sbpflow.embedding.groups import GROUPS, VECTORS, BatchIds, Group
+from sbpflow.embedding.groups import GROUPS, BatchIds, Group
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.kernels import (
     KernelChoice,
@@ -89,7 +89,7 @@ class EmbeddingCollection:
         return outputs
 
     def apply_gradients(self) -> None:
-        """Update the rows that the last training ``forward`` touched from its outputs' ``.grad``."""
+        """Update the rows the last training ``forward`` touched, from its outputs' ``.grad``."""
         outputs, self._outputs = self._outputs, {}
         grads = {name: out.grad for name, out in outputs.items()}
         for index, group in enumerate(self._groups):
@@ -131,9 +131,10 @@ class EmbeddingCollection:
         bad = (ids < 0) | (ids >= self._limits)
         if bool(bad.any()):
             row, column = (int(place) for place in bad.nonzero()[0])
+            last = int(self._limits[column]) - 1
             raise DataError(
                 f"field {self.plan.features[column]}: id {int(ids[row, column])} in row {row} of "
-                f"rank {self._world.rank}'s part of the batch; use 0..{int(self._limits[column]) - 1}"
+                f"rank {self._world.rank}'s part of the batch; use 0..{last}"
             )
 
     def _make_storage(
