@@ -4,6 +4,8 @@ The one place beside ``boxing`` that calls a collective, because the sizes depen
 OneFlow's distributed gather (its scheme 3) and EMBark's unique-based groups work this way.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,11 +43,10 @@ class UniqueExchange:
         counts_step, ids_step, _, _ = self._steps
         cuts = torch.searchsorted(unique, self._bases.to(unique.device)).tolist()
         edges = [0, *cuts, unique.numel()]
-        asked = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+        asked = [stop - start for start, stop in pairwise(edges)]
         received = self._swap_counts(counts_step, asked)
-        rows = self._swap(
-            ids_step, self._local_rows(unique, edges, ids_step.dtype), asked, received
-        )
+        local = self._local_rows(unique, edges, ids_step.dtype)
+        rows = self._swap(ids_step, local, asked, received)
         return Request(asked, received, rows.to(torch.int64))
 
     def answer(self, request: Request, vectors: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class UniqueExchange:
     def _local_rows(self, unique: Tensor, edges: list[int], dtype: torch.dtype) -> Tensor:
         bases = [0, *self._bases.tolist()]
         rows = unique.clone()
-        for base, start, stop in zip(bases, edges, edges[1:], strict=False):
+        for base, (start, stop) in zip(bases, pairwise(edges), strict=True):
             rows[start:stop] -= base
         return rows.to(dtype)
 

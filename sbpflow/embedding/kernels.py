@@ -29,7 +29,7 @@ class KernelChoice:
 def fbgemm_fault() -> str | None:
     """Why FBGEMM cannot be used here, or ``None``."""
     try:
-        import fbgemm_gpu  # noqa: F401 - imported for its operators
+        import fbgemm_gpu
         import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401
     except ModuleNotFoundError:
         return "FBGEMM is not installed"

@@ -33,7 +33,7 @@ IDS_DTYPE = torch.int32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One shard inside a rank's storage: table[row_start:row_stop, col_start:col_stop] at ``base``."""
+    """One shard in a rank's storage: table[row_start:row_stop, col_start:col_stop] at ``base``."""
 
     table: TableConfig
     row_start: int
@@ -155,9 +155,8 @@ class GroupPlan:
     @property
     def owners(self) -> tuple[int, ...]:
         """Ranks that store rows of this group, ascending."""
-        ranks = {
-            rank for stack in self.stacks for lay in stack.layouts for rank in lay.placement.ranks
-        }
+        layouts = [layout for stack in self.stacks for layout in stack.layouts]
+        ranks = {rank for layout in layouts for rank in layout.placement.ranks}
         return tuple(sorted(ranks))
 
     def rank_width(self, rank: int) -> int:

@@ -46,7 +46,7 @@ class Access:
 
     def inverse(self) -> Tensor:
         """[n] int64: which unique row each address is."""
-        rows, order, starts = self.unique()
+        _, order, starts = self.unique()
         first = torch.zeros_like(order)
         first[starts[1:]] = 1
         inverse = torch.empty_like(order)
@@ -54,7 +54,7 @@ class Access:
         return inverse
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows, [unique, width] sums of the bags' ``grads`` [bags, width]) in batch order."""
+        """(unique rows, their sums [unique, width] of the bags' ``grads``), added in batch order."""
         rows, order, starts = self.unique()
         if rows.numel() == 0:
             return rows, grads.new_zeros(0, grads.shape[1])
@@ -67,7 +67,7 @@ class Access:
 
 
 class Storage(Protocol):
-    """Rows of one rank's shards. A host tier fetches in ``prefetch`` and may evict in ``release``."""
+    """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``."""
 
     @property
     def weights(self) -> Tensor:

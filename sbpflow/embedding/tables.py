@@ -27,7 +27,7 @@ class TableConfig:
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
             raise ConfigError(
-                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be 1 or more"
+                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
             )
 
     @property
