@@ -25,8 +25,9 @@ from sbpflow.embedding.kernels import (
 from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.plan import EmbeddingPlan, GroupPlan, Piece, Stack
 from sbpflow.embedding.storage import Storage
-from sbpflow.embedding.tables import OutputConfig
+from sbpflow.embedding.tables import OutputConfig, TableConfig
 from sbpflow.errors import DataError
+from sbpflow.layout import Layout
 
 IDS = "ids"
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
@@ -106,6 +107,14 @@ class EmbeddingCollection:
             for piece in stack.pieces(self._world.rank):
                 rows = slice(piece.base, piece.base + piece.num_rows)
                 yield StoredPiece(piece, weights[rows], {k: v[rows] for k, v in state.items()})
+
+    def layout_of(self, table: TableConfig) -> Layout:
+        """Where and how the table lies."""
+        for group in self.plan.groups:
+            for stack in group.stacks:
+                if table in stack.tables:
+                    return stack.layouts[stack.tables.index(table)]
+        raise KeyError(table.name)
 
     def memory_bytes(self) -> int:
         """Bytes of rows and optimizer state on this rank."""

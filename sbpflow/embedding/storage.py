@@ -54,7 +54,7 @@ class Access:
         return inverse
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows, their sums [unique, width] of the bags' ``grads``), added in batch order."""
+        """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
         rows, order, starts = self.unique()
         if rows.numel() == 0:
             return rows, grads.new_zeros(0, grads.shape[1])
