@@ -1,10 +1,12 @@
-"""Runs planned conversions on plain local tensors. The only user of c10d beside the embedding exchange.
+"""Runs planned conversions on plain local tensors.
 
-Follows the steps of ``boxing_plan`` and decides nothing. No autograd here: ``global_tensor`` pairs
-each conversion with its adjoint.
+Follows the steps of ``boxing_plan`` and decides nothing. Collectives of c10d are called here and in
+the embedding exchange, nowhere else. No autograd: ``global_tensor`` pairs each conversion with its
+adjoint.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,14 +18,16 @@ from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
 from sbpflow.errors import SbpError
 
+Finish = Callable[[], Tensor | None]
+
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Pending:
     """A conversion under way. ``wait`` once; until then leave the input part as it is."""
 
-    def __init__(self, finish: Callable[[], Tensor | None]) -> None:
-        self._finish: Callable[[], Tensor | None] | None = finish
+    def __init__(self, finish: Finish) -> None:
+        self._finish: Finish | None = finish
 
     def wait(self) -> Tensor | None:
         """The result, when it is there; ``None`` outside the destination."""
@@ -49,29 +53,42 @@ class Boxing:
                 self.world.group(group, channel)
 
     def run(
-        self, steps: Sequence[BoxingStep], part: Tensor | None, channel: str = "main"
+        self,
+        steps: Sequence[BoxingStep],
+        part: Tensor | None,
+        channel: str = "main",
+        *,
+        donate: bool = False,
     ) -> Tensor | None:
         """Convert this rank's part, a plain tensor (``None`` outside the source placement).
 
         Returns the new part, or ``None`` outside the destination. It may share memory with
-        ``part`` where nothing had to be copied. Raises SbpError if ``part`` does not have the
+        ``part`` where nothing had to be copied. ``donate`` allows ``part`` to be overwritten, which
+        saves an all-reduce its copy. Raises SbpError if ``part`` does not have the
         shape or dtype of the first step.
         """
         for step in steps:
-            part = self._issue(step, part, channel)()
+            part = self._issue(step, part, channel, donate)()
         return part
 
     def start(
-        self, steps: Sequence[BoxingStep], part: Tensor | None, channel: str = "main"
+        self,
+        steps: Sequence[BoxingStep],
+        part: Tensor | None,
+        channel: str = "main",
+        *,
+        donate: bool = False,
     ) -> Pending:
         """As ``run``, but returns once the first transfer is under way."""
         for index, step in enumerate(steps):
-            finish = self._issue(step, part, channel)
+            finish = self._issue(step, part, channel, donate)
             if step.groups:
-                rest = steps[index + 1 :]
-                return Pending(lambda: self.run(rest, finish(), channel))
+                return Pending(partial(self._go_on, steps[index + 1 :], finish, channel))
             part = finish()
         return Pending(lambda: part)
+
+    def _go_on(self, rest: Sequence[BoxingStep], finish: Finish, channel: str) -> Tensor | None:
+        return self.run(rest, finish(), channel)
 
     def _program(self, step: BoxingStep) -> Program:
         known = self._programs.get(id(step))
@@ -79,9 +96,7 @@ class Boxing:
             known = self._programs[id(step)] = (step, compile_step(step, self.world.rank))
         return known[1]
 
-    def _issue(
-        self, step: BoxingStep, part: Tensor | None, channel: str
-    ) -> Callable[[], Tensor | None]:
+    def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
         """Begin one step; the function returned waits for it and gives the new part."""
         program = self._program(step)
         part = self._accept(program, part)
@@ -96,9 +111,10 @@ class Boxing:
         world.log.add(
             CommRecord(step.id, step.collective, channel, program.group, program.bytes_sent)
         )
-        return _COLLECTIVES[step.collective](
-            program, program.pack(part), world.group(program.group, channel)
-        )
+        packed = program.pack(part)
+        if step.collective == "all_reduce" and not (donate and packed.is_contiguous()):
+            packed = packed.clone(memory_format=torch.contiguous_format)
+        return _COLLECTIVES[step.collective](program, packed, world.group(program.group, channel))
 
     def _accept(self, program: Program, part: Tensor | None) -> Tensor:
         step = program.step
@@ -117,34 +133,25 @@ class Boxing:
         return part
 
 
-def _run_all_gather(
-    program: Program, packed: Tensor, group: dist.ProcessGroup
-) -> Callable[[], Tensor | None]:
+def _run_all_gather(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     gathered = packed.new_empty(packed.numel() * len(program.group or ()))
     work = all_gather_single(gathered, packed, group=group, async_op=True)
     return lambda: (work.wait(), program.unpack(gathered))[1]
 
 
-def _run_all_reduce(
-    program: Program, packed: Tensor, group: dist.ProcessGroup
-) -> Callable[[], Tensor | None]:
-    total = packed.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(total, _REDUCE_OPS[program.reduction], group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(total))[1]
+def _run_all_reduce(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
+    work = dist.all_reduce(packed, _REDUCE_OPS[program.reduction], group=group, async_op=True)
+    return lambda: (work.wait(), program.unpack(packed))[1]
 
 
-def _run_reduce_scatter(
-    program: Program, packed: Tensor, group: dist.ProcessGroup
-) -> Callable[[], Tensor | None]:
+def _run_reduce_scatter(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     reduced = packed.new_empty(packed.numel() // len(program.group or ()))
     op = _REDUCE_OPS[program.reduction]
     work = reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
     return lambda: (work.wait(), program.unpack(reduced))[1]
 
 
-def _run_all_to_all(
-    program: Program, packed: Tensor, group: dist.ProcessGroup
-) -> Callable[[], Tensor | None]:
+def _run_all_to_all(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     received = packed.new_empty(sum(program.receive_sizes))
     work = dist.all_to_all_single(
         received,

@@ -23,7 +23,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rank ``src`` gives ``box`` (indices of the full tensor) to rank ``dst``; they may be equal."""
+    """Rank ``src`` gives ``box``, in indices of the full tensor, to ``dst``; they may be equal."""
 
     src: int
     dst: int
