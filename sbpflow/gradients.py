@@ -6,6 +6,7 @@ needs nothing. Parameters whose gradients travel alike share a flat bucket.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,44 @@ from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial, Split
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+
+
+class Laid(Protocol):
+    """What planning needs to know of a parameter; a GlobalTensor will do."""
+
+    @property
+    def layout(self) -> Layout:
+        """Where and how it lies."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter and its gradient."""
+        ...
+
+
+LaidT = TypeVar("LaidT", bound=Laid)
+
+
+def plan_gradients(
+    parameters: Sequence[Laid],
+    *,
+    backend: str,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    id: str = "dense",
+) -> tuple[BoxingStep, ...]:
+    """The steps a ``GradientSync`` over these parameters will run; pure, for ``explain``."""
+    buckets = _fill_buckets(parameters, bucket_bytes)
+    return tuple(
+        step
+        for n, members in enumerate(buckets)
+        for step in _bucket_steps(members, f"{id}/bwd/{n}", backend)
+    )
 
 
 @dataclass(slots=True)
@@ -42,7 +81,10 @@ class GradientSync:
     ) -> None:
         self.channel = channel
         self._buckets = [
-            _Bucket(members, _bucket_steps(members, f"{id}/bwd/{n}"))
+            _Bucket(
+                members,
+                _bucket_steps(members, f"{id}/bwd/{n}", members[0].boxing.world.backend),
+            )
             for n, members in enumerate(_fill_buckets(parameters, bucket_bytes))
         ]
 
@@ -87,12 +129,10 @@ def sync_gradients(parameters: Sequence[GlobalTensor], *, id: str = "dense") -> 
     GradientSync(parameters, id=id).run()
 
 
-def _fill_buckets(
-    parameters: Sequence[GlobalTensor], bucket_bytes: int
-) -> list[list[GlobalTensor]]:
+def _fill_buckets(parameters: Sequence[LaidT], bucket_bytes: int) -> list[list[LaidT]]:
     """Parameters of one travel pattern, last first as backward makes them, up to a size each."""
-    done: list[list[GlobalTensor]] = []
-    open_: dict[object, list[GlobalTensor]] = {}
+    done: list[list[LaidT]] = []
+    open_: dict[object, list[LaidT]] = {}
     filled: dict[object, int] = {}
     for parameter in reversed(parameters):
         if not any(isinstance(sbp, Broadcast | Partial) for sbp in parameter.layout.nd_sbp):
@@ -110,7 +150,7 @@ def _fill_buckets(
     return done + list(open_.values())
 
 
-def _pattern(parameter: GlobalTensor) -> object:
+def _pattern(parameter: Laid) -> object:
     """Parameters of equal patterns may share a bucket; others have one of their own."""
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)
@@ -120,9 +160,8 @@ def _pattern(parameter: GlobalTensor) -> object:
     return layout.placement, kinds, parameter.dtype
 
 
-def _bucket_steps(parameters: list[GlobalTensor], id: str) -> tuple[BoxingStep, ...]:
+def _bucket_steps(parameters: Sequence[Laid], id: str, backend: str) -> tuple[BoxingStep, ...]:
     first = parameters[0]
-    backend = first.boxing.world.backend
     if len(parameters) == 1:
         shape, layout = first.shape, first.layout
     else:
@@ -131,7 +170,7 @@ def _bucket_steps(parameters: list[GlobalTensor], id: str) -> tuple[BoxingStep, 
     return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id, backend=backend)
 
 
-def _flat_layout(parameters: list[GlobalTensor]) -> Layout:
+def _flat_layout(parameters: Sequence[Laid]) -> Layout:
     """The layout of the parts laid end to end: a split has the sizes that come together."""
     layout = parameters[0].layout
     nd_sbp = tuple(
@@ -141,7 +180,7 @@ def _flat_layout(parameters: list[GlobalTensor]) -> Layout:
     return Layout(layout.placement, nd_sbp)
 
 
-def _sizes_along(parameters: list[GlobalTensor], axis: int) -> tuple[int, ...]:
+def _sizes_along(parameters: Sequence[Laid], axis: int) -> tuple[int, ...]:
     placement = parameters[0].layout.placement
     return tuple(
         sum(_part_numel(parameter, rank) for parameter in parameters)
@@ -149,14 +188,14 @@ def _sizes_along(parameters: list[GlobalTensor], axis: int) -> tuple[int, ...]:
     )
 
 
-def _flat_length(parameters: list[GlobalTensor], layout: Layout) -> int:
+def _flat_length(parameters: Sequence[Laid], layout: Layout) -> int:
     for sbp in layout.nd_sbp:
         if isinstance(sbp, Split):
             return sum(sbp.sizes or ())
     return sum(_part_numel(parameter, layout.placement.ranks[0]) for parameter in parameters)
 
 
-def _part_numel(parameter: GlobalTensor, rank: int) -> int:
+def _part_numel(parameter: Laid, rank: int) -> int:
     count = 1
     for length in parameter.layout.part_shape(parameter.shape, rank) or (0,):
         count *= length

@@ -154,7 +154,7 @@ def _serve(
     path: list[str],
 ) -> None:
     sys.path[:] = path
-    sink = open(stderr, "w", buffering=1)  # noqa: SIM115 -- lives as long as the process
+    sink = open(stderr, "w", buffering=1)
     os.dup2(sink.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=sink, all_threads=True)
     # Several NCCL ranks may share one GPU only if each claims to be another host.

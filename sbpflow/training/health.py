@@ -58,7 +58,9 @@ class LossWatch:
         bad = (~torch.isfinite(batch.dense)).sum(0).to(torch.int64)
         counts = _on_all(self._boxing, bad, Partial(), "health/fields").tolist()
         named = ", ".join(
-            f"{name} ({count} rows)" for name, count in zip(self._names, counts, strict=True) if count
+            f"{name} ({count} rows)"
+            for name, count in zip(self._names, counts, strict=True)
+            if count
         )
         cause = (
             f"the batch holds values that are not numbers in {named}"
@@ -71,7 +73,7 @@ class LossWatch:
 def check_replicas(
     parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
 ) -> None:
-    """Raise TrainingError on every rank if a tensor laid out B differs between ranks, bit by bit."""
+    """Raise TrainingError on every rank if a B tensor is not the same, bit by bit, on all."""
     sums: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if _is_replicated(parameter.layout):

@@ -14,11 +14,13 @@ from sbpflow import ops
 from sbpflow.boxing import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.initial import stream_key
-from sbpflow.global_tensor import GlobalTensor
+from sbpflow.global_tensor import GlobalTensor, parameter
+from sbpflow.gradients import GradientSync
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Split, balanced_sizes
-from sbpflow.training.gradients import DenseGradients
+from sbpflow.sbp import Broadcast, Split, balanced_sizes
+
+LOSS_SHAPE = (1,)
 
 
 class Batch(Protocol):
@@ -86,7 +88,6 @@ class Trainer:
         model: Model,
         embeddings: EmbeddingCollection,
         optimizer: torch.optim.Optimizer | None,
-        gradients: DenseGradients,
         boxing: Boxing,
         *,
         dtype: torch.dtype,
@@ -95,10 +96,19 @@ class Trainer:
         self._model = model
         self._embeddings = embeddings
         self._optimizer = optimizer
-        self._gradients = gradients
         self._boxing = boxing
         self._dtype = dtype
         self._seed = seed
+        self._line = Placement.line(boxing.world.device.type, boxing.world.size)
+        # The loss is P like the gradients: as the "gradient" of one more number it costs no
+        # collective of its own.
+        self._loss = parameter(
+            torch.zeros(1, dtype=dtype, device=boxing.world.device),
+            Layout(self._line, (Broadcast(),)),
+            LOSS_SHAPE,
+            boxing,
+        )
+        self.gradients = GradientSync([*model.parameters.values(), self._loss])
         self.num_steps = 0
 
     def step(self, batch: Batch) -> Tensor:
@@ -108,13 +118,14 @@ class Trainer:
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
         loss = ops.bce_with_logits(logits, labels)
         loss.backward()
-        pending = self._gradients.start(loss)
+        self._loss.part.grad = loss.part.detach().reshape(LOSS_SHAPE)
+        pending = self.gradients.start()
         self._embeddings.apply_gradients()
-        mean_loss = pending.wait()
+        pending.wait()
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return mean_loss
+        return self._loss.part.grad.squeeze(0)
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
@@ -135,6 +146,6 @@ class Trainer:
         """Rows of the batch as a global tensor, S(0); sizes are explicit if some rank has none."""
         world = self._boxing.world
         sizes = balanced_sizes(num_rows, world.size) if num_rows < world.size else None
-        layout = Layout(Placement.line(world.device.type, world.size), (Split(0, sizes),))
+        layout = Layout(self._line, (Split(0, sizes),))
         shape = (num_rows, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)

@@ -45,9 +45,7 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], ReferenceWdl]:
     for out in case.outputs():
         for table in out.tables:
             weights = torch.empty(table.shape, dtype=torch.float64)
-            fill_uniform(
-                weights, seed=SEED, name=table.name, bound=0.05, num_columns=table.dim
-            )
+            fill_uniform(weights, seed=SEED, name=table.name, bound=0.05, num_columns=table.dim)
             tables[table.name] = (case.features().index(table.feature), weights)
     rule = SparseRule(case.optimizer.name, case.optimizer.lr)
     model = ReferenceWdl({}, tables, [], rule)
