@@ -76,9 +76,7 @@ class Placement:
     def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """The lines of ranks that differ only along ``axis``, each in coordinate order."""
         stride = math.prod(self.shape[axis + 1 :])
-        starts = [
-            index for index in range(self.size) if (index // stride) % self.shape[axis] == 0
-        ]
+        starts = [index for index in range(self.size) if (index // stride) % self.shape[axis] == 0]
         return tuple(
             tuple(self.ranks[start + step * stride] for step in range(self.shape[axis]))
             for start in starts
@@ -89,7 +87,9 @@ def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: l
     if depth == len(shape):
         shape.append(len(ranks))
     if len(ranks) != shape[depth]:
-        raise SbpError(f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries")
+        raise SbpError(
+            f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries"
+        )
     for entry in ranks:
         if isinstance(entry, int):
             if depth + 1 < len(shape):
