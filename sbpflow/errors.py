@@ -18,3 +18,10 @@ class DataError(ValueError):
 
 class PlanError(ValueError):
     """No placement of the tables satisfies the limits given."""
+
+
+class MetricError(ValueError):
+    """A metric is not defined for the predictions or labels given."""
+
+
+USER_ERRORS = (ConfigError, SbpError, DataError, PlanError, MetricError)
