@@ -18,3 +18,14 @@ class DataError(ValueError):
 
 class PlanError(ValueError):
     """No placement of the tables satisfies the limits given."""
+
+
+class MetricError(ValueError):
+    """A metric is not defined for the predictions or labels given."""
+
+
+USER_ERRORS = (ConfigError, SbpError, DataError, PlanError, MetricError)
+
+
+class TrainingError(RuntimeError):
+    """A run cannot go on: its loss is not a number, or copies that must agree do not."""

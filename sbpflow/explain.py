@@ -24,6 +24,7 @@ class DenseParameter:
     name: str
     shape: tuple[int, ...]
     layout: Layout
+    dtype: torch.dtype
     state_per_element: int
 
     def num_elements(self, rank: int) -> int:

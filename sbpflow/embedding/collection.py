@@ -16,9 +16,8 @@ from sbpflow.dist import World
 from sbpflow.embedding.groups import GROUPS, BatchIds, Group
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.kernels import (
-    KernelChoice,
     KernelRequest,
-    choose_kernel,
+    choose_kernels,
     fbgemm_fault,
     make_storage,
 )
@@ -57,8 +56,7 @@ class EmbeddingCollection:
         self.plan = plan
         self._world = world
         self._boxing = boxing
-        self._request: KernelRequest = kernel
-        self.kernels: dict[str, KernelChoice] = {}
+        self.kernels = choose_kernels(plan, kernel, fbgemm_fault())
         self._groups: list[Group] = [
             GROUPS[group.exchange](group, world, boxing, self._make_storage)
             for group in plan.groups
@@ -150,21 +148,10 @@ class EmbeddingCollection:
         self, group: GroupPlan, index: int, sum_over_columns: SumOverColumns | None
     ) -> Storage:
         stack, rank = group.stacks[index], self._world.rank
-        width = stack.width(rank) or stack.dim
-        choice = choose_kernel(
-            self._request,
-            width=width,
-            optimizer=self.plan.optimizer,
-            dtype=self.plan.dtype,
-            column_split=stack.is_column_split(),
-            fault=fbgemm_fault(),
-        )
-        for table in stack.tables:
-            self.kernels[table.name] = choice
         return make_storage(
-            choice,
+            self.kernels[stack.tables[0].name],
             stack.num_rows(rank),
-            width,
+            stack.width(rank) or stack.dim,
             dim=stack.dim,
             optimizer=self.plan.optimizer,
             dtype=self.plan.dtype,

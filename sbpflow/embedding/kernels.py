@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from sbpflow.embedding.optimizers import SparseOptimizer, SumOverColumns
+from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.storage import FbgemmStorage, Storage, TorchStorage
 from sbpflow.errors import ConfigError
 
@@ -71,6 +72,26 @@ def choose_kernel(
     if column_split and optimizer.name == "rowwise_adagrad":
         return KernelChoice("torch", "the row's Adagrad state spans the ranks that share it")
     return KernelChoice("fbgemm", "same meaning, fused update")
+
+
+def choose_kernels(
+    plan: EmbeddingPlan, request: KernelRequest, fault: str | None
+) -> dict[str, KernelChoice]:
+    """The kernel of every table by name; the same on every rank."""
+    choices: dict[str, KernelChoice] = {}
+    for group in plan.groups:
+        for stack in group.stacks:
+            widths = {stack.width(rank) for rank in stack.holders()}
+            choice = choose_kernel(
+                request,
+                width=next((w for w in sorted(widths) if w % 4), min(widths)),
+                optimizer=plan.optimizer,
+                dtype=plan.dtype,
+                column_split=stack.is_column_split(),
+                fault=fault,
+            )
+            choices |= {table.name: choice for table in stack.tables}
+    return choices
 
 
 def make_storage(

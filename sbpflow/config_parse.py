@@ -1,0 +1,312 @@
+"""Turn a YAML tree into frozen dataclasses, refusing everything that does not fit.
+
+Knows types, ranges and near matches; knows no key of sbpflow. The classes in ``config.py`` say what
+exists; this file only reads them (annotations, defaults, ``Range`` and ``Example`` marks).
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+import yaml
+
+from sbpflow.errors import ConfigError
+
+Tree = Mapping[str, Any]
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number, for ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = [(">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below)]
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in parts if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A value that passes, for keys whose default cannot serve as one."""
+
+    value: Any
+
+
+def build(cls: type[C], tree: object) -> C:
+    """An instance of the dataclass ``cls`` from a mapping; groups are dataclasses in turn."""
+    try:
+        return _build(cls, tree, "")
+    except _UnknownKeyError as error:
+        raise ConfigError(error.message(_all_keys(cls, ""))) from None
+
+
+class _UnknownKeyError(ConfigError):
+    def __init__(self, key: str, siblings: list[str]) -> None:
+        super().__init__(key)
+        self.key, self.siblings = key, siblings
+
+    def message(self, everywhere: list[str]) -> str:
+        """Near matches beside the key first, then the same name in other groups."""
+        group, _, name = self.key.rpartition(".")
+        near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
+        if not near:
+            leaves = {key.rpartition(".")[2] for key in everywhere}
+            alike = difflib.get_close_matches(name, leaves, 1)
+            near = [key for key in everywhere if key.rpartition(".")[2] in alike]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        return f"{self.key}: unknown key; {hint}{group or 'the top level'} has {', '.join(self.siblings)}"
+
+
+def _build(cls: type[C], tree: object, key: str) -> C:
+    if not isinstance(tree, Mapping):
+        _refuse(key, tree, "a group of keys", _first_key(cls))
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = _fields(cls)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in fields:
+            raise _UnknownKeyError(_join(key, str(name)), list(fields))
+        example = _example(fields[name], hints[name])
+        values[name] = parse(value, hints[name], _join(key, name), example)
+    for name, field in fields.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            example = show(_example(field, hints[name]))
+            raise ConfigError(f"{_join(key, name)}: not given; for example {name}: {example}")
+    return cls(**values)
+
+
+def parse(value: object, kind: Any, key: str, example: object) -> Any:
+    """``value`` as the annotated type ``kind``, or a ConfigError that shows ``example``."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _parse_marked(value, args, key, example)
+    if origin in (typing.Union, types.UnionType):
+        return _parse_union(value, args, key, example)
+    if origin is Literal:
+        return _parse_literal(value, args, key)
+    if origin is tuple:
+        return _parse_tuple(value, kind, key, example)
+    if origin in (Mapping, dict):
+        return _parse_mapping(value, args[1], key, example)
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast("type[Any]", kind), value, key)
+    return _SCALARS[kind](value, key, example)
+
+
+def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
+    parsed = parse(value, args[0], key, example)
+    for mark in args[1:]:
+        if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
+            raise ConfigError(f"{key}: {value!r} is not {mark}{_eg(key, example)}")
+    return parsed
+
+
+def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
+    """``T | None``, ``int | tuple``, or dataclasses told apart by their ``name`` key."""
+    kinds = [arg for arg in args if arg is not types.NoneType]
+    if value is None and len(kinds) < len(args):
+        return None
+    if len(kinds) == 1:
+        return parse(value, kinds[0], key, example)
+    if dataclasses.is_dataclass(kinds[0]):
+        return _parse_tagged(value, kinds, key, example)
+    is_list = isinstance(value, list | tuple)
+    kind = next(kind for kind in kinds if (typing.get_origin(kind) is tuple) == is_list)
+    return parse(value, kind, key, example)
+
+
+def _parse_tagged(value: object, kinds: list[Any], key: str, example: object) -> Any:
+    if not isinstance(value, Mapping):
+        _refuse(key, value, "a group of keys", example)
+    by_name = {_tag(kind): kind for kind in kinds}
+    name = value.get("name", _tag(type(example)))
+    if not isinstance(name, str) or name not in by_name:
+        raise ConfigError(f"{key}.name: {name!r} is not known; use one of {', '.join(by_name)}")
+    for other in value:
+        users = [tag for tag, kind in by_name.items() if other in _fields(kind)]
+        if users and name not in users:
+            whole = show(by_name[name]())
+            raise ConfigError(
+                f"{key}.{other}: {name} has no such setting ({', '.join(users)} has); remove it, "
+                f"or give the group whole, for example {key}: {whole}"
+            )
+    return _build(by_name[name], value, key)
+
+
+def _parse_literal(value: object, choices: tuple[str, ...], key: str) -> str:
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    if text in choices:
+        return text
+    near = difflib.get_close_matches(str(value), choices, 1)
+    raise ConfigError(
+        f"{key}: {value!r} is not one of {', '.join(choices)}{_eg(key, (near or choices)[0])}"
+    )
+
+
+def _parse_tuple(value: object, kind: Any, key: str, example: object) -> tuple[Any, ...]:
+    args = typing.get_args(kind)
+    if not isinstance(value, list | tuple):
+        _refuse(key, value, _kind_name(kind), example)
+    items = typing.cast("Sequence[object]", value)
+    kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+    if len(items) != len(kinds):
+        _refuse(key, value, _kind_name(kind), example)
+    shown = example[0] if isinstance(example, tuple) and example else _example_of(args[0])
+    return tuple(
+        parse(item, kinds[index], f"{key}[{index}]", shown) for index, item in enumerate(items)
+    )
+
+
+def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        _refuse(key, value, "a group of keys", example)
+    return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}
+
+
+def _parse_bool(value: object, key: str, example: object) -> bool:
+    return value if isinstance(value, bool) else _refuse(key, value, _kind_name(bool), example)
+
+
+def _parse_int(value: object, key: str, example: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    _refuse(key, value, _kind_name(int), example)
+
+
+def _parse_float(value: object, key: str, example: object) -> float:
+    """YAML 1.1 reads ``1e-3`` (no dot) as text, so text that is a number counts as one."""
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    _refuse(key, value, _kind_name(float), example)
+
+
+def _parse_str(value: object, key: str, example: object) -> str:
+    return value if isinstance(value, str) else _refuse(key, value, _kind_name(str), example)
+
+
+def _parse_path(value: object, key: str, example: object) -> Path:
+    if isinstance(value, str) and value:
+        return Path(value)
+    _refuse(key, value, _kind_name(Path), example)
+
+
+_SCALARS: dict[Any, Callable[[object, str, object], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    Path: _parse_path,
+}
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text (put quotes around it)",
+    Path: "a path (text)",
+}
+
+
+def _kind_name(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _kind_name(args[0])
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list, each entry {_kind_name(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}, each {_kind_name(args[0])}"
+    return _NAMES.get(kind, "a group of keys")
+
+
+def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn:
+    given = "nothing" if value is None else f"{show(value)} ({type(value).__name__})"
+    raise ConfigError(f"{key or 'config'}: {given} is not {expected}{_eg(key, example)}")
+
+
+def _eg(key: str, example: object) -> str:
+    return "" if example is None else f"; for example {key.rpartition('.')[2]}: {show(example)}"
+
+
+def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def _all_keys(kind: Any, prefix: str) -> list[str]:
+    """Every dotted key below ``kind``, alternatives included."""
+    if _is_group(kind):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        return [key for n, hint in hints.items() for key in _all_keys(hint, _join(prefix, n))]
+    groups = [arg for arg in typing.get_args(kind) if _is_group(arg)]
+    return sorted({key for group in groups for key in _all_keys(group, prefix)}) or [prefix]
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _tag(kind: Any) -> str:
+    return str(_fields(kind)["name"].default)
+
+
+def _example(field: "dataclasses.Field[Any]", hint: Any) -> object:
+    if field.default is not MISSING and field.default is not None:
+        return field.default
+    marked = _example_of(hint)
+    if marked is None and field.default_factory is not MISSING:
+        return field.default_factory()
+    return marked
+
+
+def _example_of(hint: Any) -> object:
+    marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
+    return next((mark.value for mark in marks if isinstance(mark, Example)), None)
+
+
+def _first_key(cls: type[Any]) -> object:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    name, field = next(iter(_fields(cls).items()))
+    return {name: _example(field, hints[name])}
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def plain(value: Any) -> Any:
+    """The YAML form of a config value: dicts, lists, text and numbers only."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def show(value: object) -> str:
+    """``value`` on one line, as a user would type it in YAML."""
+    text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("...\n").strip()

@@ -1,0 +1,209 @@
+"""How ranks that leave early agree on one message, through the rendezvous store.
+
+Each leaving rank posts why; the first to post waits a moment for the others, and alone prints. A
+rank that posts nothing has died or hangs, which is how the survivors can name it. No process group
+is used, for it may be what broke. When to leave is decided in ``launch.py``, not here.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from sbpflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Kind = Literal["mistake", "crash", "lost_peer", "interrupt", "terminated"]
+
+_GRACE_S = 1.5  # for the other ranks to post: all of it is spent only if one hangs or is dead
+_CONNECT_S = 60.0  # for rank 0 to be up: ranks of one run start within this of each other
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Why one rank leaves; ``text`` is what a user should read."""
+
+    kind: Kind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """This process among the ranks of a run, as the launcher's environment describes them."""
+
+    rank: int
+    world_size: int
+    store: "Store | None"
+    serves: bool = False
+
+    @staticmethod
+    def connect() -> "Rendezvous":
+        """Join torchrun's store or, where ranks were started by hand, the one that rank 0 serves.
+
+        ConfigError where the port is taken or nobody answers.
+        """
+        rank, world_size = _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
+        if world_size == 1:
+            return Rendezvous(rank, world_size, None)
+        from torch.distributed import PrefixStore
+
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "by-hand")
+        store = PrefixStore(f"sbpflow/{run_id}/{attempt}", _open_store(serves))
+        return Rendezvous(rank, world_size, store, serves)
+
+    def leave(self, words: Words) -> None:
+        """Post ``words``; return when one rank has printed what all posted, or time is up."""
+        alone = {self.rank: words}
+        if self.store is None:
+            _print(compose(alone, self.world_size))
+            return
+        try:
+            self._leave_through(self.store, words)
+        except RuntimeError:  # the store is gone, and with it whoever served it
+            _print(compose(alone, self.world_size))
+
+    def _leave_through(self, store: "Store", words: Words) -> None:
+        store.set(f"words/{self.rank}", json.dumps(asdict(words)))
+        if store.add("leaving", 1) == 1:
+            _print(compose(self._posts(store), self.world_size))
+            store.set("printed", "1")
+        else:
+            _wait(lambda: store.check(["printed"]), 2 * _GRACE_S)
+        store.add("gone", 1)
+        if self.serves:  # the store ends with this process, the others still read "printed"
+            _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
+
+    def _posts(self, store: "Store") -> dict[int, Words]:
+        keys = [f"words/{rank}" for rank in range(self.world_size)]
+        _wait(lambda: store.check(keys), _GRACE_S)
+        found = [rank for rank, key in enumerate(keys) if store.check([key])]
+        return {rank: Words(**json.loads(store.get(keys[rank]))) for rank in found}
+
+
+def compose(posts: Mapping[int, Words], world_size: int) -> str:
+    """The one message: mistakes first, for the rest follows from them; "" where all is said."""
+    mistakes: dict[str, list[int]] = {}
+    for rank, words in sorted(posts.items()):
+        if words.kind == "mistake":
+            mistakes.setdefault(words.text, []).append(rank)
+    if mistakes:
+        return "\n".join(
+            f"error: {text}" + (f" [{_ranks(ranks)}]" if len(ranks) < world_size else "")
+            for text, ranks in mistakes.items()
+        )
+    kinds = {words.kind for words in posts.values()}
+    if "crash" in kinds:
+        return ""  # a traceback says it
+    if "interrupt" in kinds:
+        return "stopped by Ctrl-C"
+    silent = sorted(set(range(world_size)) - set(posts))
+    if "lost_peer" not in kinds and not silent:
+        return "stopped by SIGTERM"
+    detail = next((words.text for words in posts.values() if words.kind == "lost_peer"), "SIGTERM")
+    return f"error: {_lost(silent)} ({detail})"
+
+
+def _lost(silent: list[int]) -> str:
+    look = (
+        "look above for its own message, then for the kernel's out-of-memory killer (dmesg), the "
+        "memory of that machine, and its network"
+    )
+    if silent:
+        return f"{_ranks(silent)} died or does not answer; {look}"
+    return f"a connection between ranks broke although all ranks are alive; {look}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
+def _open_store(serves: bool) -> "Store":
+    from torch.distributed import DistNetworkError, TCPStore
+
+    host, port = os.environ.get("MASTER_ADDR", ""), _env_int("MASTER_PORT", -1)
+    if not host or not 0 <= port < 2**16:
+        raise ConfigError(
+            f"MASTER_ADDR={host!r} MASTER_PORT={port}: WORLD_SIZE is above 1, so the ranks need a "
+            "place to meet; start with torchrun, or set for example MASTER_ADDR=127.0.0.1 "
+            "MASTER_PORT=29501"
+        )
+    timeout = timedelta(seconds=_CONNECT_S)
+    opened: list[Store | BaseException] = []
+
+    def open_store() -> None:
+        try:
+            opened.append(
+                TCPStore(
+                    host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
+                )
+            )
+        except (DistNetworkError, RuntimeError) as error:
+            opened.append(error)
+
+    # In a thread: against a listener that is no TCPStore the constructor ignores its timeout.
+    thread = threading.Thread(target=open_store, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S + 5)
+    store = opened[0] if opened else TimeoutError("the listener there is not a rank of this run")
+    if isinstance(store, BaseException):
+        raise _no_store(host, port, serves, store) from store
+    return store
+
+
+def _no_store(host: str, port: int, serves: bool, error: BaseException) -> ConfigError:
+    if is_port_in_use(error):
+        return port_in_use(port)
+    what = "cannot listen on" if serves else "rank 0 does not answer at"
+    return ConfigError(
+        f"MASTER_ADDR, MASTER_PORT: {what} {host}:{port} ({first_line(error)}); check that rank 0 "
+        "runs, that its name and port are right, and that no firewall is between"
+    )
+
+
+def is_port_in_use(error: BaseException) -> bool:
+    return "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
+
+
+def port_in_use(port: int | str) -> ConfigError:
+    return ConfigError(
+        f"MASTER_PORT: port {port} is in use, probably by another run; start with torchrun "
+        f"--standalone, or give a free port such as --master-port {int(port) % 60000 + 1101}"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ frames that torch appends."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={text!r} in the environment is not a whole number; start with torchrun"
+        ) from error
+
+
+def _wait(ready: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _print(text: str) -> None:
+    if text:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            sys.stderr.write(f"\n{text}\n")
+            sys.stderr.flush()
