@@ -20,7 +20,9 @@ PROFILE = Path(__file__).with_name("criteo_profile.json")
 def density_at(segment: Segment, rank: float) -> float:
     """Mass per rank at ``rank``."""
     power = 1.0 - segment.slope
-    return segment.mass * power * rank**-segment.slope / (segment.stop**power - segment.start**power)
+    return (
+        segment.mass * power * rank**-segment.slope / (segment.stop**power - segment.start**power)
+    )
 
 
 def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
@@ -33,7 +35,9 @@ def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
     return Segment(start, stop, mass, (low + high) / 2 + 1e-9)
 
 
-def expected_counts(head: list[float], segments: list[Segment], num_rows: float) -> tuple[float, float]:
+def expected_counts(
+    head: list[float], segments: list[Segment], num_rows: float
+) -> tuple[float, float]:
     """Expected distinct values and singletons among ``num_rows`` draws."""
     lam = num_rows * np.array(head)
     distinct, singles = float((1 - np.exp(-lam)).sum()), float((lam * np.exp(-lam)).sum())
@@ -98,7 +102,9 @@ def main() -> None:
             "size": column["full_cardinality"],
             "missing": column["missing"],
             "head": [round(mass, 7) for mass in head],
-            "segments": [[round(v, 7) for v in (s.start, s.stop, s.mass, s.slope)] for s in segments],
+            "segments": [
+                [round(v, 7) for v in (s.start, s.stop, s.mass, s.slope)] for s in segments
+            ],
         }
     ints = {
         name: {key: c[key] for key in ("missing", "neg", "zero", "quantile_pct", "quantile")}

@@ -18,7 +18,9 @@ _LEVELS = 3
 _TOLERANCE = 0.02
 
 
-def assign_ids(counts: Counts, reserved: tuple[int, int], seed: int, name: str) -> NDArray[np.int32]:
+def assign_ids(
+    counts: Counts, reserved: tuple[int, int], seed: int, name: str
+) -> NDArray[np.int32]:
     """Give each kept value (``counts`` lookups each) an id of 2.. in a seeded, levelled order.
 
     ``reserved`` are the lookups of ids 0 (missing) and 1 (rare). Depends on nothing but the arguments.

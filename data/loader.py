@@ -263,5 +263,7 @@ def open_loader(
         tail=tail,
     )
     if loader.num_dropped_rows:
-        _LOG.info("%s: %d rows at the end of each epoch are dropped", split, loader.num_dropped_rows)
+        _LOG.info(
+            "%s: %d rows at the end of each epoch are dropped", split, loader.num_dropped_rows
+        )
     return loader

@@ -93,7 +93,7 @@ class Manifest:
         if raw is None:
             return None
         by_split = {name: (value["auc"], value["logloss"]) for name, value in raw.items()}
-        auc, logloss = by_split["test"]
+        auc, logloss = by_split["test" if "test" in by_split else "train"]
         return Bayes(auc, logloss, by_split)
 
     def shards(self, split: str) -> tuple[Shard, ...]:
@@ -142,7 +142,9 @@ def load_manifest(path: str | Path) -> Manifest:
     try:
         raw: object = json.loads((folder / MANIFEST).read_text(encoding="ascii"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{folder / MANIFEST}: not readable as JSON ({error}); {HOW_TO_MAKE}") from error
+        raise DataError(
+            f"{folder / MANIFEST}: not readable as JSON ({error}); {HOW_TO_MAKE}"
+        ) from error
     return Manifest(folder, _checked(folder / MANIFEST, raw))
 
 
@@ -156,6 +158,8 @@ def _checked(file: Path, raw: object) -> Mapping[str, Any]:
             "prepare the set again"
         )
     if content.get("fingerprint") != fingerprint_of(content):
-        raise DataError(f"{file}: the fingerprint does not fit, the file was edited or damaged; "
-                        "prepare the set again")
+        raise DataError(
+            f"{file}: the fingerprint does not fit, the file was edited or damaged; "
+            "prepare the set again"
+        )
     return content

@@ -44,7 +44,9 @@ class RowOrder:
     def _starts(self) -> NDArray[np.int64]:
         """Position of each block in the order, and the end; only the last block may be short."""
         lengths = np.full(len(self._blocks), self.block_rows)
-        lengths[self._blocks == len(self._blocks) - 1] -= len(lengths) * self.block_rows - self.num_rows
+        lengths[self._blocks == len(self._blocks) - 1] -= (
+            len(lengths) * self.block_rows - self.num_rows
+        )
         return np.concatenate([[0], np.cumsum(lengths)])
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -38,7 +38,9 @@ def _open(path: Path, shard: Shard, num_words: int) -> Words:
     try:
         words = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: cannot be opened as a shard ({error}); prepare the set again") from error
+        raise DataError(
+            f"{path}: cannot be opened as a shard ({error}); prepare the set again"
+        ) from error
     if words.dtype != np.int32 or words.shape != (shard.rows, num_words):
         raise DataError(
             f"{path}: holds {words.dtype} {words.shape}, the manifest says int32 "

@@ -44,7 +44,9 @@ def find_inputs(paths: Sequence[Path]) -> tuple[Input, ...]:
         if path.is_dir():
             inside = sorted((p for p in path.iterdir() if _is_data(p)), key=_natural)
             if not inside:
-                raise ConfigError(f"--input {path}: no .tsv, .txt, .csv, .gz or .parquet file in it")
+                raise ConfigError(
+                    f"--input {path}: no .tsv, .txt, .csv, .gz or .parquet file in it"
+                )
             files += inside
         elif path.is_file():
             files.append(path)
@@ -83,7 +85,9 @@ def _line_start(file: IO[bytes], path: Path, offset: int) -> int:
 
 
 def _no_line_end(path: Path) -> DataError:
-    return DataError(f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; this is not a text table")
+    return DataError(
+        f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; this is not a text table"
+    )
 
 
 def gzip_pieces(path: Path, size: int) -> Iterator[bytes]:

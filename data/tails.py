@@ -78,7 +78,12 @@ class Tail:
         first = self.segments[0].start
         shrink = (size - first) / (self.size - first)
         segments = tuple(
-            Segment(first + (s.start - first) * shrink, first + (s.stop - first) * shrink, s.mass, s.slope)
+            Segment(
+                first + (s.start - first) * shrink,
+                first + (s.stop - first) * shrink,
+                s.mass,
+                s.slope,
+            )
             for s in self.segments
         )
         return Tail(size, self.head, segments)
