@@ -3,8 +3,9 @@
 ``train_wdl.py`` executes the result and ``python -m sbpflow explain`` prints it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,26 @@ from sbpflow.training.trainer import LOSS_SHAPE
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
+class IdColumn(Protocol):
+    """A column of ids and the rows of its table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+
+
+class PreparedSet(Protocol):
+    """What is asked of a data set's manifest; the models do not import the data package."""
+
+    @property
+    def dense(self) -> tuple[str, ...]: ...
+    @property
+    def sparse(self) -> Sequence[IdColumn]: ...
+    @property
+    def fields(self) -> Sequence[IdColumn]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """The columns of a prepared set: dense fields, and id columns with their rows, crosses last."""
@@ -32,6 +53,15 @@ class Columns:
     dense: tuple[str, ...]
     fields: Mapping[str, int]
     num_sparse: int
+
+    @staticmethod
+    def of(manifest: PreparedSet) -> "Columns":
+        """Of a prepared set, as ``data.load_manifest`` reads it."""
+        return Columns(
+            dense=manifest.dense,
+            fields={field.name: field.rows for field in manifest.fields},
+            num_sparse=len(manifest.sparse),
+        )
 
 
 def sparse_optimizer(config: Config) -> SparseOptimizer:

@@ -183,6 +183,16 @@ def _meeting_from_environment() -> Rendezvous:
     )
 
 
+def world_size_of_environment() -> int:
+    """How many ranks the launcher started; 1 without one. Needs no process group."""
+    return _meeting_from_environment().size
+
+
+def device_type_of(device: str) -> str:
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
+    return _choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))).type
+
+
 def _choose_device(device: str, local_rank: int) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")

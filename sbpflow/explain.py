@@ -62,13 +62,14 @@ class RunPlan:
 def describe(plan: RunPlan) -> dict[str, Any]:
     """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows."""
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
+    tables = [_describe_table(plan, name) for name in plan.layouts]
     return {
         "world_size": plan.world_size,
         "backend": plan.embeddings.backend,
         "batch_size": plan.batch_size,
-        "tables": [_describe_table(plan, name) for name in plan.layouts],
+        "tables": tables,
         "steps": steps,
-        "ranks": [_describe_rank(plan, rank) for rank in plan.embeddings.world.ranks],
+        "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
         "notes": list(plan.notes),
     }
@@ -138,20 +139,15 @@ def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
     }
 
 
-def _describe_rank(plan: RunPlan, rank: int) -> dict[str, Any]:
-    tables = state = 0
-    for name in plan.layouts:
-        for shard in _describe_table(plan, name)["shards"]:
-            if shard["rank"] == rank:
-                tables += shard["table_bytes"]
-                state += shard["state_bytes"]
+def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    held = [shard for table in tables for shard in table["shards"] if shard["rank"] == rank]
     itemsize = plan.embeddings.dtype.itemsize
     dense = sum(p.num_elements(rank) for p in plan.dense)
     dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
     return {
         "rank": rank,
-        "table_bytes": tables,
-        "table_state_bytes": state,
+        "table_bytes": sum(shard["table_bytes"] for shard in held),
+        "table_state_bytes": sum(shard["state_bytes"] for shard in held),
         "dense_bytes": dense * itemsize,
         "dense_gradient_bytes": dense * itemsize,
         "dense_state_bytes": dense_state * itemsize,

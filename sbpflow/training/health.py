@@ -8,7 +8,7 @@ from torch import Tensor
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_plan import plan_boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.errors import TrainingError
+from sbpflow.errors import ConfigError, TrainingError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
@@ -68,6 +68,21 @@ class LossWatch:
             else "all dense fields of the batch are finite: try a smaller learning rate"
         )
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
+
+
+def check_same(boxing: Boxing, what: str, digest: str) -> None:
+    """Raise ConfigError on every rank unless all ranks have the same hex ``digest``."""
+    world = boxing.world
+    if world.size == 1:
+        return
+    raw = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=world.device)
+    everyone = _on_all(boxing, raw.unsqueeze(0), Split(0), f"health/{what}")
+    others = [rank for rank in range(world.size) if not torch.equal(everyone[rank], everyone[0])]
+    if others:
+        raise ConfigError(
+            f"{what}: ranks {others} differ from rank 0; start every rank with the same files and "
+            "arguments"
+        )
 
 
 def check_replicas(
