@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from sbpflow.config import ModelConfig
 
 from sbpflow import ops
 from sbpflow.boxing import Boxing
+from sbpflow.config import ModelConfig
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError

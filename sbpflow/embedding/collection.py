@@ -220,4 +220,4 @@ class _Assembly:
     def _summed(self, group: GroupPlan, part: Tensor) -> Tensor:
         if not self._sum or group.pooled:
             return part
-        return part.view(part.shape[0], len(group.tables), -1).sum(1)
+        return part.view(part.shape[0], len(group.tables), group.output.width).sum(1)

@@ -126,12 +126,17 @@ class AddressedGroup(Group):
         """Accesses per member and [batch, sum of widths]; pooled groups give [batch, dim]."""
         accesses = self.access(ids)
         parts = [
-            member.storage.lookup(access).view(batch, -1)
+            member.storage.lookup(access).view(batch, self._width(member))
             for member, access in zip(self.members, accesses, strict=True)
         ]
         if len(parts) == 1:
             return accesses, parts[0]
         return accesses, torch.stack(parts).sum(0) if self.plan.pooled else torch.cat(parts, 1)
+
+    def _width(self, member: Member) -> int:
+        """Columns of a member in a part; spelled out because a batch may have no rows."""
+        width = member.storage.weights.shape[1]
+        return width if self.plan.pooled else width * len(member.stack.tables)
 
     def access(self, ids: list[Tensor]) -> list[Access]:
         pooled = self.plan.pooled
@@ -150,9 +155,11 @@ class AddressedGroup(Group):
         for index in range(len(self.plan.stacks)):
             if index in touched:
                 member, access = touched[index]
-                width = member.storage.weights.shape[1]
-                stop = start + width * len(member.stack.tables)
-                part = grad if self.plan.pooled else grad[:, start:stop].reshape(-1, width)
+                width, stop = member.storage.weights.shape[1], start + self._width(member)
+                part = grad
+                if not self.plan.pooled:
+                    rows = grad.shape[0] * len(member.stack.tables)
+                    part = grad[:, start:stop].reshape(rows, width)
                 start = stop
                 member.storage.update(access, part)
             elif index in self.plan.shared_state:
@@ -282,7 +289,8 @@ class UniqueGroup(Group):
         rows = self._exchange.answer(request, self._storage.lookup(asked_here))
         if training:
             self._saved = (wanted, request, asked_here)
-        return rows.index_select(0, wanted.inverse()).view(ids.local.shape[0], -1)
+        expanded = rows.index_select(0, wanted.inverse())
+        return expanded.view(ids.local.shape[0], self.plan.width)
 
     def backward(self, grad: Tensor) -> None:
         if self._saved is None:
