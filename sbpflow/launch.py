@@ -80,7 +80,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         exits.leave(Words("interrupt"), EXIT_INTERRUPT)
     except Terminated:
         exits.leave(Words("terminated"), EXIT_INTERRUPT)
-    except BaseException as error:  # noqa: BLE001  (this is where every error of a rank ends)
+    except BaseException as error:  # every error of a rank ends here
         words, code = classify(error)
         if words.kind == "crash":
             traceback.print_exc()
