@@ -63,6 +63,12 @@ class Rendezvous:
         store = PrefixStore(f"sbpflow/{run_id}/{attempt}", _open_store(serves))
         return Rendezvous(rank, world_size, store, serves)
 
+    def post(self, words: Words) -> None:
+        """Say that this rank is alive and why it will leave; ``leave`` may say it better."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"words/{self.rank}", json.dumps(asdict(words)))
+
     def leave(self, words: Words) -> None:
         """Post ``words``; return when one rank has printed what all posted, or time is up."""
         alone = {self.rank: words}
