@@ -1,6 +1,6 @@
 """``python -m sbpflow doctor``: what of this environment works, and what to do about the rest.
 
-A check runs something of what it names (an operator, a collective), for what is there need not load.
+A check runs something of what it names (an operator, a collective): what is there need not load.
 """
 
 import argparse

@@ -7,7 +7,7 @@ wait at every step. The first steps and whatever runs inside ``paused`` are not 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -29,8 +29,9 @@ class StepRecord:
     extra: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def values(self) -> dict[str, float | None]:
-        """Without the step: what goes into the ``step`` event of metrics.jsonl."""
+        """What goes into the ``step`` event of metrics.jsonl."""
         return {
+            "step": self.step,
             "loss": self.loss,
             "samples_per_s": self.samples_per_s,
             "ms_per_step": self.ms_per_step,
@@ -114,7 +115,7 @@ class Progress:
         return record
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Leave out of all rates what runs inside, such as an evaluation."""
         before = self._clock() - self._since
         yield

@@ -77,17 +77,20 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
 
-    def write(self, event: Event, step: int, values: Mapping[str, Value]) -> None:
-        """One line, on disk when this returns; NaN and infinity are written as null."""
+    def write(self, event: Event, values: Mapping[str, Value]) -> None:
+        """One line, on disk when this returns; NaN and infinity are written as null.
+
+        ``values`` names its own ``step`` (or ``steps``, in the final event), TensorBoard's x axis.
+        """
         if self._file is None:
             return
-        record = {"event": event, "step": step} | {k: _finite(v) for k, v in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        finite = {name: _finite(value) for name, value in values.items()}
+        self._file.write(json.dumps({"event": event, **finite}, allow_nan=False) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(f"{event}/{name}", value, step)
+        step = finite.get("step", finite.get("steps"))
+        for name, value in finite.items():
+            if self._board is not None and name != "step" and isinstance(value, int | float):
+                self._board.add_scalar(f"{event}/{name}", value, step)
 
 
 def _finite(value: Value) -> Value:
