@@ -73,7 +73,8 @@ class _UnknownKeyError(ConfigError):
             alike = difflib.get_close_matches(name, leaves, 1)
             near = [key for key in everywhere if key.rpartition(".")[2] in alike]
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        return f"{self.key}: unknown key; {hint}{group or 'the top level'} has {', '.join(self.siblings)}"
+        known = f"{group or 'the top level'} has {', '.join(self.siblings)}"
+        return f"{self.key}: unknown key; {hint}{known}"
 
 
 def _build(cls: type[C], tree: object, key: str) -> C:

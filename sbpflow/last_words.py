@@ -8,6 +8,7 @@ is used, for it may be what broke. When to leave is decided in ``launch.py``, no
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["mistake", "crash", "lost_peer", "interrupt", "terminated"]
 
 _GRACE_S = 1.5  # for the other ranks to post: all of it is spent only if one hangs or is dead
+_LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
 _CONNECT_S = 60.0  # for rank 0 to be up: ranks of one run start within this of each other
 
 
@@ -61,6 +63,12 @@ class Rendezvous:
         store = PrefixStore(f"sbpflow/{run_id}/{attempt}", _open_store(serves))
         return Rendezvous(rank, world_size, store, serves)
 
+    def post(self, words: Words) -> None:
+        """Say that this rank is alive and why it will leave; ``leave`` may say it better."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"words/{self.rank}", json.dumps(asdict(words)))
+
     def leave(self, words: Words) -> None:
         """Post ``words``; return when one rank has printed what all posted, or time is up."""
         alone = {self.rank: words}
@@ -79,6 +87,7 @@ class Rendezvous:
             store.set("printed", "1")
         else:
             _wait(lambda: store.check(["printed"]), 2 * _GRACE_S)
+            time.sleep(_LATER_S)
         store.add("gone", 1)
         if self.serves:  # the store ends with this process, the others still read "printed"
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
@@ -182,8 +191,10 @@ def port_in_use(port: int | str) -> ConfigError:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the C++ frames that torch appends."""
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+    """What an error says, without the source position and the frames that torch adds."""
+    line = str(error).strip().split("\n", 1)[0]
+    line = re.sub(r"^\[/\S+\]\s*", "", line).split(". ", 1)[0]
+    return line.encode("ascii", "replace").decode() or type(error).__name__
 
 
 def _env_int(name: str, default: int) -> int:

@@ -27,7 +27,7 @@ EXIT_MISTAKE = 2
 EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
 
-_STUCK_S = 3.0  # a signalled main thread that is inside a collective gets this long to come back
+_STUCK_S = 2.0  # a signalled main thread that is inside a collective gets this long to come back
 _CLOSE_S = 10.0  # destroying process groups after success
 
 # What torch 2.11 to 2.13 say when the other end of a collective or of the store is gone.
@@ -80,7 +80,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         exits.leave(Words("interrupt"), EXIT_INTERRUPT)
     except Terminated:
         exits.leave(Words("terminated"), EXIT_INTERRUPT)
-    except BaseException as error:
+    except BaseException as error:  # every error of a rank ends here
         words, code = classify(error)
         if words.kind == "crash":
             traceback.print_exc()
@@ -129,10 +129,11 @@ class _Exits:
             received = os.read(reader, 1)
             if received[0] not in (signal.SIGTERM, signal.SIGINT):
                 continue
-            if self._main_left.wait(_STUCK_S):
-                continue
-            stuck = "interrupt" if received[0] == signal.SIGINT else "terminated"
-            self._end(Words(stuck), EXIT_INTERRUPT)
+            words = Words("interrupt" if received[0] == signal.SIGINT else "terminated")
+            if self.rendezvous is not None and not self._main_left.is_set():
+                self.rendezvous.post(words)
+            if not self._main_left.wait(_STUCK_S):
+                self._end(words, EXIT_INTERRUPT)
 
     def done(self) -> None:
         """The work is over: signals from here on find nothing to interrupt."""

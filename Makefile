@@ -1,0 +1,57 @@
+# demo and test set up .venv alone; gpu uses the interpreter and packages that are there.
+SHELL := /bin/bash
+BIN := .venv/bin
+PYTHON ?= python3
+RANKS ?= 2
+DEMO_ROWS ?= 200000
+# One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint bench gpu clean
+help:
+	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
+	@echo "make test   lint, types, all tests"
+	@echo "make bench  benchmarks of this machine's CPU -> benchmarks/results/"
+	@echo "make gpu    tests and benchmarks that need a GPU, with PYTHON=$(PYTHON) as it is"
+
+.venv/.stamp: pyproject.toml .ci/setup
+	@.ci/setup
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+TRAIN = $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) train_wdl.py --config configs/demo.yaml
+demo: .venv/.stamp .demo/data/manifest.json
+	$(TRAIN)
+	$(TRAIN) model.deep=false run.dir=.demo/wide
+	@$(BIN)/python .ci/demo_report.py .demo/data .demo/wdl .demo/wide
+
+.demo/data/manifest.json: | .venv/.stamp
+	$(BIN)/python -m data synth --rows $(DEMO_ROWS) --output .demo/data
+
+# Every file of these names runs, and writes to benchmarks/results/.
+CPU_BENCHMARKS = $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/cpu_*.py))
+GPU_BENCHMARKS = $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/gpu_*.py))
+GPU_TESTS = $(shell grep -rlE 'mark\.(gpu|nccl)' tests --include='test_*.py')
+
+bench: .venv/.stamp
+	@status=0; for module in $(CPU_BENCHMARKS); do \
+	    echo "== $$module"; $(BIN)/python -m $$module || status=1; done; exit $$status
+
+# Only the files with marked tests, so that packages the others need may be absent. Benchmarks run
+# even if a test fails: time on such a machine is rare.
+gpu:
+	@$(PYTHON) -c 'import torch, pytest, numpy, yaml, tqdm' || { \
+	    echo "make gpu needs torch, pytest, numpy, pyyaml and tqdm in $(PYTHON); name another" \
+	         "interpreter with make gpu PYTHON=..." >&2; exit 1; }
+	@status=0; $(PYTHON) -m pytest -m "gpu or nccl" $(GPU_TESTS) || status=1; \
+	for module in $(GPU_BENCHMARKS); do \
+	    echo "== $$module"; $(PYTHON) -m $$module || status=1; done; exit $$status
+
+clean:
+	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""A stand-in entry point: one way for a rank to end per mode. Started by torchrun in the tests."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.launch import run_main
+
+
+def main() -> int | None:
+    mode, ready = sys.argv[1], Path(sys.argv[2])
+    rank = int(os.environ.get("RANK", "0"))
+    if mode == "mistake_on_all":
+        raise ConfigError("data.batch_size: 1 is too small; for example data.batch_size: 2")
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    (ready / f"rank{rank}").write_text(str(os.getpid()))
+    if mode == "mistake_on_one" and rank == 1:
+        raise DataError("shard 3: row 7 is cut short")
+    if mode == "mistakes_differ":
+        raise DataError(f"shard {rank}: row 7 is cut short")
+    if mode == "crash_on_one" and rank == 1:
+        raise ZeroDivisionError("a bug on one rank")
+    if mode == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "busy":
+        while True:
+            time.sleep(0.05)
+    if mode == "stuck" and rank == 0:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+    if mode in ("mistake_on_one", "crash_on_one", "killed", "stuck"):
+        dist.barrier()
+    return None
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,136 @@
+"""Every way a run can end: exit code, one message, all ranks gone within seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = ROOT / "tests" / "launch" / "entry.py"
+START_S = 60  # torch imports on a loaded machine
+END_S = 20  # to the last rank gone; torchrun would wait 30 before it kills
+
+
+class Run:
+    """One torchrun of entry.py with two ranks, in a process group of its own."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        self.process = subprocess.Popen(
+            [*command, str(ENTRY), mode, str(folder)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def pids(self) -> list[int]:
+        """Process ids of both ranks, once both are past init_process_group."""
+        end = time.monotonic() + START_S
+        files = [self.folder / f"rank{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < end, "the ranks did not start"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+        return [int(file.read_text()) for file in files]
+
+    def output(self, limit_s: float) -> str:
+        """What all ranks wrote, less torchrun's own summary."""
+        text, _ = self.process.communicate(timeout=limit_s)
+        return text
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+        for file in self.folder.glob("rank*"):
+            assert not _alive(int(file.read_text())), f"{file.name} outlived the run"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+    started = Run(request.param, tmp_path)
+    yield started
+    started.close()
+
+
+def exit_codes(output: str) -> list[str]:
+    return sorted(line.split()[2] for line in output.splitlines() if "exitcode  :" in line)
+
+
+def own_traceback(output: str) -> bool:
+    """torchrun raises too; a traceback of ours has run_main in it."""
+    return "sbpflow/launch.py" in output
+
+
+@pytest.mark.parametrize("run", ["mistake_on_all"], indirect=True)
+def test_a_mistake_that_all_ranks_see_is_said_once(run: Run) -> None:
+    output = run.output(START_S)
+    assert output.count("error: data.batch_size: 1 is too small") == 1
+    assert "[rank" not in output
+    assert "2" in exit_codes(output)
+    assert not own_traceback(output)
+    assert run.process.returncode != 0
+
+
+@pytest.mark.parametrize("run", ["mistake_on_one"], indirect=True)
+def test_a_mistake_on_one_rank_is_not_lost_and_ends_all(run: Run) -> None:
+    run.pids()
+    output = run.output(END_S)
+    assert output.count("error: ") == 1
+    assert "error: shard 3: row 7 is cut short [rank 1]" in output
+    assert not own_traceback(output)
+
+
+@pytest.mark.parametrize("run", ["crash_on_one"], indirect=True)
+def test_an_unexpected_error_keeps_its_traceback(run: Run) -> None:
+    run.pids()
+    output = run.output(END_S)
+    assert output.count("ZeroDivisionError: a bug on one rank") == 1
+    assert own_traceback(output)
+    assert "error: " not in output
+
+
+@pytest.mark.parametrize("run", ["killed"], indirect=True)
+def test_survivors_name_the_rank_that_died(run: Run) -> None:
+    run.pids()
+    output = run.output(END_S)
+    assert output.count("error: rank 1 died or does not answer") == 1
+    assert "dmesg" in output
+    assert not own_traceback(output)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+@pytest.mark.parametrize("run", ["stuck"], indirect=True)
+def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signals) -> None:
+    """Rank 1 waits in C++ for rank 0, where no Python handler can run."""
+    run.pids()
+    time.sleep(0.5)
+    run.process.send_signal(signum)
+    output = run.output(END_S)
+    assert output.count("stopped by") == 1
+    assert "error: " not in output
+    assert not own_traceback(output)
+    assert run.process.returncode != 0
+
+
+@pytest.mark.parametrize("run", ["ok"], indirect=True)
+def test_a_run_that_ends_well_is_silent(run: Run) -> None:
+    output = run.output(START_S)
+    assert run.process.returncode == 0
+    assert "error" not in output
