@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from sbpflow.comm_log import CommLog
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.layout import Layout
 
 HEADER_BYTES = 512
 DEFAULT_TIMEOUT_S = 600.0
@@ -119,6 +120,22 @@ class World:
                 raise SbpError("no process group was made; is the world closed?")
             group = self._groups[key] = made
         return group
+
+    def device_of(self, layout: Layout) -> torch.device:
+        """Where this rank's part of a tensor laid out so is; raises SbpError if it has no such."""
+        wanted = layout.placement.device_type
+        if wanted == self.device.type:
+            return self.device
+        if wanted == "cpu":
+            return torch.device("cpu")
+        raise SbpError(
+            f"{layout} is on {wanted}, this world runs on {self.device.type}; place it on "
+            f'{self.device.type}, or start the world with device="{wanted}"'
+        )
+
+    def backend_of(self, layout: Layout) -> str:
+        """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
+        return "nccl" if layout.placement.device_type == "cuda" else "gloo"
 
     def check(self, step_id: str, operation: str) -> None:
         """In the checked mode, compare what every rank is about to do; else nothing.

@@ -223,7 +223,7 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 def _plan(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, boxing: Boxing
 ) -> Steps:
-    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend)
+    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend_of(dst))
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
