@@ -124,7 +124,7 @@ class World:
     def device_of(self, layout: Layout) -> torch.device:
         """Where this rank's part of a tensor laid out so is; raises SbpError if it has no such."""
         wanted = layout.placement.device_type
-        if wanted == self.device.type:
+        if self.device.type in (wanted, "meta"):
             return self.device
         if wanted == "cpu":
             return torch.device("cpu")

@@ -109,6 +109,11 @@ class Layout:
                 )
             lengths[sbp.dim] = {size for length in here for size in balanced_sizes(length, parts)}
 
+    @cached_property
+    def has_extremum(self) -> bool:
+        """Whether an axis is P(max) or P(min), which are not linear and have no dual."""
+        return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
+
     def dual(self) -> "Layout":
         """The layout of the gradient: S stays, B and P change places."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))

@@ -63,6 +63,10 @@ class Placement:
     def __contains__(self, rank: int) -> bool:
         return rank in self._index
 
+    def index(self, rank: int) -> int:
+        """Position of a global rank in row-major order; -1 outside the placement."""
+        return self._index.get(rank, -1)
+
     def coord(self, rank: int) -> tuple[int, ...] | None:
         """Grid coordinates of a global rank; ``None`` outside the placement."""
         index = self._index.get(rank)
