@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbpflow.boxing_program import Program, compile_step
-from sbpflow.boxing_step import BoxingStep
+from sbpflow.boxing_step import GLOO_DTYPES, BoxingStep
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
 from sbpflow.errors import SbpError
@@ -146,35 +146,51 @@ def _record(program: Program, channel: str) -> CommRecord:
     return CommRecord(step.id, step.collective, channel, program.group or (), program.bytes_sent)
 
 
+def _as_sent(buffer: Tensor) -> Tensor:
+    """The same memory under a dtype that gloo moves; nothing is added up, so bits are enough."""
+    if buffer.dtype in GLOO_DTYPES or buffer.dtype == torch.bool or buffer.is_cuda:
+        return buffer
+    same_size = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+    if buffer.dtype.itemsize not in same_size:
+        raise SbpError(f"gloo cannot move {buffer.dtype}; convert the tensor to another dtype")
+    return buffer.view(same_size[buffer.dtype.itemsize])
+
+
+def _finish(work: dist.Work | None, program: Program, buffer: Tensor) -> Tensor | None:
+    if work is not None:
+        work.wait()
+    return program.unpack(buffer)
+
+
 def _run_all_gather(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     gathered = packed.new_empty(packed.numel() * len(program.group or ()))
-    work = all_gather_single(gathered, packed, group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(gathered))[1]
+    work = all_gather_single(_as_sent(gathered), _as_sent(packed), group=group, async_op=True)
+    return partial(_finish, work, program, gathered)
 
 
 def _run_all_reduce(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     work = dist.all_reduce(packed, _REDUCE_OPS[program.reduction], group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(packed))[1]
+    return partial(_finish, work, program, packed)
 
 
 def _run_reduce_scatter(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     reduced = packed.new_empty(packed.numel() // len(program.group or ()))
     op = _REDUCE_OPS[program.reduction]
     work = reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(reduced))[1]
+    return partial(_finish, work, program, reduced)
 
 
 def _run_all_to_all(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     received = packed.new_empty(sum(program.receive_sizes))
     work = dist.all_to_all_single(
-        received,
-        packed,
+        _as_sent(received),
+        _as_sent(packed),
         list(program.receive_sizes),
         list(program.send_sizes),
         group=group,
         async_op=True,
     )
-    return lambda: (work.wait(), program.unpack(received))[1]
+    return partial(_finish, work, program, received)
 
 
 _COLLECTIVES = {

@@ -67,7 +67,9 @@ def compile_step(step: BoxingStep, rank: int) -> Program:
 
 def reduction_of(step: BoxingStep) -> Reduction:
     """How terms combine in this step; sum where there are none."""
-    ops = [s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)]
+    ops: list[Reduction] = [
+        s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)
+    ]
     return ops[0] if ops else "sum"
 
 

@@ -6,7 +6,6 @@ keep explicit sizes on the way in. Data only: gradients do not cross.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,14 +43,13 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
     if from_mesh(mesh) != x.layout.placement:
         raise SbpError(f"the mesh is over {mesh.mesh.tolist()}, {x!r} over another grid; box first")
     chunked = x.detach().to(chunk_layout(x.layout, x.shape), id="to_dtensor")
-    strides = [1, *accumulate(reversed(x.shape[1:]), lambda a, b: a * max(b, 1))]
     return DTensor.from_local(
         chunked.part,
         mesh,
         [_to_theirs(sbp) for sbp in x.layout.nd_sbp],
         run_check=False,
         shape=torch.Size(x.shape),
-        stride=tuple(reversed(strides)) if x.shape else (),
+        stride=torch.empty(x.shape, device="meta").stride(),
     )
 
 

@@ -1,8 +1,8 @@
 """Persistent ranks for tests: one pool of gloo processes per world size, reused by every test.
 
 ``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank
-and returns its values in rank order. If a rank raises, dies or hangs, the pool is killed and built anew
-on the next call, and the failure carries every rank's traceback, or its stack if it sat in a call.
+and returns its values in rank order. If a rank raises, dies or hangs, the pool is killed and the
+next call makes another; the failure carries each rank's traceback, or its stack if it hung.
 """
 
 import faulthandler
