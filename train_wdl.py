@@ -21,12 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from models.wdl import WideDeep
     from sbpflow.boxing import Boxing
     from sbpflow.config import config_hash, data_path, load_config
-    from sbpflow.dist import World, device_type_of, world_size_of_environment
+    from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.embedding.collection import EmbeddingCollection
+    from sbpflow.explain import format_plan
     from sbpflow.training.dense_optimizers import make_dense_optimizer
-    from sbpflow.training.health import LossWatch, check_replicas, check_same
+    from sbpflow.training.health import LossWatch, check_replicas, check_same, gather_text
     from sbpflow.training.loop import fit, num_train_steps
-    from sbpflow.training.report import Report
+    from sbpflow.training.report import Report, setup_logging
     from sbpflow.training.trainer import Trainer
 
     config = load_config(args.config, args.overrides)
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device_type=device_type_of(config.parallel.device),
     )
     world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
+    setup_logging(world.rank)
     boxing = Boxing(world)
     check_same(boxing, "configuration", config_hash(config))
     check_same(boxing, "data set", manifest.fingerprint)
@@ -70,7 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
     num_steps = num_train_steps(config.train, loaders["train"].num_steps)
-    with Report(config, plan, world, num_steps=num_steps, bayes=manifest.bayes) as report:
+    with Report(
+        config,
+        rank=world.rank,
+        num_steps=num_steps,
+        devices=gather_text(boxing, device_name(world.device)),
+        sections={"plan": format_plan(plan, shards=False)},
+        best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
+    ) as report:
         result = fit(
             trainer,
             loaders,
@@ -80,7 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             reporter=report,
         )
         check_replicas(model.parameters, embeddings, boxing)
-        report.final(result)
+        report.final(
+            steps=result.steps,
+            samples_per_s=result.samples_per_s,
+            val=result.val,
+            test=result.test,
+        )
     for loader in loaders.values():
         loader.close()
     world.close()

@@ -128,7 +128,10 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
         held = Rows(args.data, split)
         with torch.no_grad():
             logits = torch.cat(
-                [model(d, i) for d, i in zip(held.dense.split(8192), held.ids.split(8192), strict=True)]
+                [
+                    model(d, i)
+                    for d, i in zip(held.dense.split(8192), held.ids.split(8192), strict=True)
+                ]
             )
         result[f"{split}_auc"] = auc(logits, held.labels)
         result[f"{split}_logloss"] = float(

@@ -11,7 +11,7 @@ import torch
 
 from models.wdl import WdlSpec, wdl_spec
 from sbpflow.config import Config, LazyAdam, RowwiseAdagrad, SparseSgd, check
-from sbpflow.embedding.kernels import choose_kernels, fbgemm_fault
+from sbpflow.embedding.kernels import choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
 from sbpflow.embedding.tables import TableLayout
@@ -124,7 +124,7 @@ def plan_run(
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,
-        kernels=choose_kernels(embeddings, config.parallel.kernel, fbgemm_fault()),
+        kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
         dense_steps=plan_gradients([*dense, loss], backend=backend),
         batch_size=config.data.batch_size,

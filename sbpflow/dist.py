@@ -5,6 +5,7 @@ A World is made once and passed on; nothing here is module state. No tensor of t
 """
 
 import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -213,6 +214,12 @@ def world_size_of_environment() -> int:
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
     return _choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))).type
+
+
+def device_name(device: torch.device) -> str:
+    """The device and what it is, on which host, for summaries."""
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device} ({what}) on {platform.node()}"
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

@@ -1,4 +1,4 @@
-"""The collectives of a step: as explained, by name and bytes, in order; and none can be left out."""
+"""The collectives of a step: as explained, by name and bytes, in order; none can be left out."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from sbpflow.embedding.exchange import UniqueExchange
 from sbpflow.explain import describe
 from sbpflow.training.health import check_replicas
 from tests.ranks import RanksFailed
-from tests.training.wdl_case import make_batches, make_config, make_job
+from tests.training.wdl_case import make_batches, make_config, make_job, to_device
 
 SCHEMES = ["dp", "1", "2", "3"]
 MIXED = {
@@ -28,9 +28,9 @@ def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
     """What the plan says and what the log has, for the second step of a run."""
     job = make_job(world, config)
     first, second = make_batches(3, config.data.batch_size)[:2]
-    job.trainer.step(first.part(world.rank, world.size))
+    job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
     world.log.clear()
-    job.trainer.step(second.part(world.rank, world.size))
+    job.trainer.step(to_device(second.part(world.rank, world.size), world.device))
     return {
         "plan": describe(job.plan),
         "records": [
@@ -118,7 +118,10 @@ def test_scheme_volumes_follow_the_derivations(ranks):
     batch, num_ranks, deep, item = 30, 3, 4 * 5, 8
     wide = batch * item * (num_ranks - 1)
     expected = {
-        "1": {"wide/reduce": wide, "deep/columns": batch * deep * item * (num_ranks - 1) / num_ranks},
+        "1": {
+            "wide/reduce": wide,
+            "deep/columns": batch * deep * item * (num_ranks - 1) / num_ranks,
+        },
         "2": {"wide/reduce": wide, "deep/reduce": batch * deep * item * (num_ranks - 1)},
     }
     for scheme, groups in expected.items():
@@ -216,4 +219,3 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
     )
     assert (changes[:, 0] == changes[:, 1]).all()
     assert changes[:, 1].sum() > 0
-

@@ -130,9 +130,7 @@ def make_job(world: World, config: Config) -> Job:
     embeddings = EmbeddingCollection(
         plan.embeddings, world, boxing, seed=seed, kernel=config.parallel.kernel
     )
-    model = WideDeep(
-        spec, {p.name: p.layout for p in plan.dense}, boxing, seed=seed, dtype=dtype
-    )
+    model = WideDeep(spec, {p.name: p.layout for p in plan.dense}, boxing, seed=seed, dtype=dtype)
     optimizer = make_dense_optimizer(
         config.optimizer.dense, [p.part for p in model.parameters.values()]
     )
