@@ -24,4 +24,8 @@ class MetricError(ValueError):
     """A metric is not defined for the predictions or labels given."""
 
 
-USER_ERRORS = (ConfigError, SbpError, DataError, PlanError, MetricError)
+class TrainingError(ValueError):
+    """A run cannot go on: its loss is not a number, or copies that must agree do not."""
+
+
+USER_ERRORS = (ConfigError, SbpError, DataError, PlanError, MetricError, TrainingError)

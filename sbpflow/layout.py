@@ -61,6 +61,34 @@ class Layout:
         slices = self.part_slices(shape, rank)
         return None if slices is None else tuple(s.stop - s.start for s in slices)
 
+    def check_user(self, shape: tuple[int, ...]) -> None:
+        """Raise SbpError if a balanced split would leave some ranks of a user's tensor empty.
+
+        A dim of 0 is legal, and so are explicit sizes with zeros: those were asked for.
+        """
+        lengths = [{length} for length in shape]
+        for axis, sbp in enumerate(self.nd_sbp):
+            if not isinstance(sbp, Split):
+                continue
+            if sbp.dim >= len(shape):
+                raise SbpError(
+                    f"{self} splits dim {sbp.dim}, but the shape {list(shape)} has only "
+                    f"{len(shape)} dims; use S(0)..S({len(shape) - 1}), B or P"
+                    if shape
+                    else f"{self} splits a tensor without dims; use B or P"
+                )
+            parts = self.placement.shape[axis]
+            here = lengths[sbp.dim]
+            if sbp.sizes is not None:
+                lengths[sbp.dim] = set(sbp.sizes)
+                continue
+            if short := [length for length in here if 0 < length < parts]:
+                raise SbpError(
+                    f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but only "
+                    f"{min(short)} are there; use fewer ranks, another dim, B, or explicit sizes"
+                )
+            lengths[sbp.dim] = {size for length in here for size in balanced_sizes(length, parts)}
+
     def dual(self) -> "Layout":
         """The layout of the gradient: S stays, B and P change places."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))

@@ -5,7 +5,7 @@ placements of worlds that are not running.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,12 +75,16 @@ class Placement:
 
     def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """The lines of ranks that differ only along ``axis``, each in coordinate order."""
-        stride = math.prod(self.shape[axis + 1 :])
-        starts = [index for index in range(self.size) if (index // stride) % self.shape[axis] == 0]
-        return tuple(
-            tuple(self.ranks[start + step * stride] for step in range(self.shape[axis]))
-            for start in starts
-        )
+        return self.plane_groups({axis})
+
+    def plane_groups(self, axes: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that differ only along ``axes``, each in coordinate order."""
+        planes: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            coord = self.coord(rank) or ()
+            fixed = tuple(at for axis, at in enumerate(coord) if axis not in axes)
+            planes.setdefault(fixed, []).append(rank)
+        return tuple(tuple(plane) for plane in planes.values())
 
 
 def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: list[int]) -> None:

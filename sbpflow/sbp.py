@@ -87,7 +87,7 @@ def format_nd_sbp(nd_sbp: NdSbp) -> str:
 
 
 def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Lengths of ``parts`` consecutive pieces of ``size``: the first ``size % parts`` get one more."""
+    """Lengths of consecutive pieces of ``size``: the first ``size % parts`` get one more."""
     quotient, remainder = divmod(size, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 

@@ -1,0 +1,1 @@
+"""Embedding tables under any layout: plan, storages, exchanges, and their collection."""

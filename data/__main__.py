@@ -1,0 +1,119 @@
+"""Command line of the data plane: prepare, synth, verify."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from data.manifest import Manifest, load_manifest
+from data.schema import CRITEO, parse_crosses, read_schema
+from data.shards import verify_shards
+from data.split import parse_split
+from sbpflow.errors import ConfigError, DataError
+
+
+def _prepare(args: argparse.Namespace) -> Manifest:
+    from data.options import PrepareOptions
+    from data.prepare import prepare
+
+    schema = read_schema(args.schema) if args.schema else CRITEO
+    default = "C1xC2,C3xC4" if schema is CRITEO else "none"
+    return prepare(
+        PrepareOptions(
+            inputs=tuple(args.input),
+            output=args.output,
+            split=parse_split(args.split),
+            crosses=parse_crosses(args.crosses or default, schema.sparse),
+            schema=schema,
+            min_count=args.min_count,
+            transform=args.dense,
+            seed=args.seed,
+            max_bad_fraction=args.max_bad_fraction,
+            overwrite=args.overwrite,
+        )
+    )
+
+
+def _synth(args: argparse.Namespace) -> Manifest | None:
+    from data.synth import SynthOptions, synth
+
+    return synth(
+        SynthOptions(
+            rows=args.rows,
+            output=args.output,
+            format=args.format,
+            vocab_scale=args.vocab_scale,
+            ctr=args.ctr,
+            auc=args.auc,
+            seed=args.seed,
+            split=parse_split(args.split),
+        )
+    )
+
+
+def _verify(args: argparse.Namespace) -> Manifest:
+    manifest = load_manifest(args.path)
+    verify_shards(manifest)
+    return manifest
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m data", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser("prepare", help="raw rows to a prepared set")
+    prepare.add_argument("--input", nargs="+", type=Path, required=True)
+    prepare.add_argument("--output", type=Path, required=True)
+    prepare.add_argument("--split", default="time:0.8,0.1,0.1")
+    prepare.add_argument("--min-count", type=int, default=2)
+    prepare.add_argument("--crosses", default=None)
+    prepare.add_argument("--schema", type=Path, default=None)
+    prepare.add_argument("--dense", default="log3")
+    prepare.add_argument("--seed", type=int, default=7)
+    prepare.add_argument("--max-bad-fraction", type=float, default=0.001)
+    prepare.add_argument("--overwrite", action="store_true")
+    prepare.set_defaults(run=_prepare)
+    synth = commands.add_parser("synth", help="generate rows with a known best AUC")
+    synth.add_argument("--rows", type=int, required=True)
+    synth.add_argument("--output", type=Path, required=True)
+    synth.add_argument("--format", choices=("prepared", "tsv"), default="prepared")
+    synth.add_argument("--vocab-scale", type=float, default=1.0)
+    synth.add_argument("--ctr", type=float, default=0.2562)
+    synth.add_argument("--auc", type=float, default=0.80)
+    synth.add_argument("--split", default="time:0.8,0.1,0.1")
+    synth.add_argument("--seed", type=int, default=7)
+    synth.set_defaults(run=_synth)
+    verify = commands.add_parser("verify", help="compare every shard with its checksum")
+    verify.add_argument("path", type=Path)
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _summary(manifest: Manifest) -> str:
+    rows = " ".join(f"{name} {count:,}" for name, count in manifest.splits.items())
+    tables = f"{len(manifest.fields)} tables with {sum(f.rows for f in manifest.fields):,} rows"
+    text = f"{manifest.path}: rows {rows}; {tables}; fingerprint {manifest.fingerprint[:16]}"
+    if manifest.bayes:
+        text += f"\nbest possible on test: AUC {manifest.bayes.auc:.4f}, "
+        text += f"logloss {manifest.bayes.logloss:.4f}"
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; a user's mistake is one message and exit status 2."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = _parser().parse_args(argv)
+    try:
+        manifest = args.run(args)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    if manifest is not None:
+        print(_summary(manifest))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

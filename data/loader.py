@@ -1,0 +1,269 @@
+"""Batches of one rank, cut from the global row order; the state of a read is one row cursor.
+
+Step s of an epoch is rows [sB, (s+1)B) of the order (``data.order``), and a rank takes its balanced
+part of each step. The state therefore fits any world size: restored, a loader goes on with exactly the
+rows of the epoch that were not yet delivered.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.feeds import FEEDS, Backend
+from data.manifest import Manifest
+from data.order import SHUFFLES, RowOrder, Shuffle
+from data.shards import SplitRows, Words
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.sbp import balanced_sizes
+
+Tail = Literal["keep", "drop"]
+State = dict[str, int | str]
+_LOG = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """This rank's rows of one global batch."""
+
+    labels: Tensor
+    """[b] float32"""
+    dense: Tensor
+    """[b, dense] float32"""
+    ids: Tensor
+    """[b, fields] int32, in the order of ``Manifest.fields``"""
+    num_rows: int
+    """rows of the global batch, over all ranks"""
+    step: int
+    """number of the step in the epoch"""
+
+
+class Loader(Protocol):
+    """What training needs of a reader."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a whole epoch, equal on all ranks."""
+        ...
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Deliver the epoch, or what a restored state has left of it."""
+        ...
+
+    def peek(self, num_batches: int) -> list[Tensor]:
+        """The ids of the next batches; the cursor does not move."""
+        ...
+
+    def state_dict(self) -> State:
+        """Where the read is, for any world size."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go on from ``state`` at the next call of ``epoch``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One global batch: its rows of the order, and this rank's part of them."""
+
+    number: int
+    end: int
+    num_rows: int
+    start: int
+    stop: int
+
+
+class RowLoader:
+    """The loader over a prepared split; see ``open_loader`` for the arguments."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        rows: SplitRows,
+        *,
+        split: str,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        backend: Backend,
+        shuffle: Shuffle,
+        seed: int,
+        device: torch.device,
+        tail: Tail,
+    ) -> None:
+        self._manifest, self._rows, self._split = manifest, rows, split
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self._backend: Backend = backend
+        self._shuffle: Shuffle = shuffle
+        self._seed, self._device = seed, device
+        self._tail: Tail = tail
+        self._epoch, self._cursor, self._restored = 0, 0, False
+        self._fields = 1 + len(manifest.dense)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a whole epoch, equal on all ranks."""
+        return self._num_steps(0)
+
+    @property
+    def num_dropped_rows(self) -> int:
+        """Rows at the end of each epoch that ``tail="drop"`` leaves out."""
+        return self._rows.num_rows % self._batch_size if self._tail == "drop" else 0
+
+    def _num_steps(self, cursor: int) -> int:
+        left = self._rows.num_rows - cursor
+        return left // self._batch_size if self._tail == "drop" else -(-left // self._batch_size)
+
+    def _steps(self, cursor: int) -> list[_Step]:
+        first = -(-cursor // self._batch_size)
+        return [
+            self._step(first + k, cursor + k * self._batch_size)
+            for k in range(self._num_steps(cursor))
+        ]
+
+    def _step(self, number: int, start: int) -> _Step:
+        end = min(start + self._batch_size, self._rows.num_rows)
+        sizes = balanced_sizes(end - start, self._world_size)
+        own = start + sum(sizes[: self._rank])
+        return _Step(number, end, end - start, own, own + sizes[self._rank])
+
+    def _order(self, epoch: int) -> RowOrder:
+        return RowOrder(self._rows.num_rows, self._shuffle, self._seed, epoch)
+
+    def _read(self, order: RowOrder, step: _Step) -> Words:
+        words = np.empty((step.stop - step.start, self._rows.num_words), dtype=np.int32)
+        if order.shuffle == "rows":
+            self._rows.gather(order.rows(step.start, step.stop), words)
+            return words
+        done = 0
+        for start, stop in order.runs(step.start, step.stop):
+            self._rows.read(start, stop, words[done : done + stop - start])
+            done += stop - start
+        return words
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored."""
+        self._begin(epoch)
+        order, steps = self._order(epoch), self._steps(self._cursor)
+        filled = [step for step in steps if step.stop > step.start]
+        feed = FEEDS[self._backend](
+            lambda index: self._read(order, filled[index]), len(filled), self._device
+        )
+        for step in steps:
+            words = next(feed) if step.stop > step.start else self._no_rows()
+            self._cursor = step.end
+            yield self._batch(words, step)
+
+    def _begin(self, epoch: int) -> None:
+        if not self._restored or (epoch, self._cursor) == (self._epoch + 1, self._end()):
+            self._epoch, self._cursor = epoch, 0
+        elif epoch != self._epoch:
+            raise DataError(
+                f"epoch({epoch}): the restored state is in epoch {self._epoch} at row "
+                f"{self._cursor}; finish that epoch first"
+            )
+        self._restored = False
+
+    def _end(self) -> int:
+        return self._rows.num_rows - self.num_dropped_rows
+
+    def _no_rows(self) -> Tensor:
+        return torch.empty((0, self._rows.num_words), dtype=torch.int32, device=self._device)
+
+    def _batch(self, words: Tensor, step: _Step) -> Batch:
+        floats = words[:, : self._fields].view(torch.float32)
+        return Batch(
+            labels=floats[:, 0],
+            dense=floats[:, 1:],
+            ids=words[:, self._fields :],
+            num_rows=step.num_rows,
+            step=step.number,
+        )
+
+    def peek(self, num_batches: int) -> list[Tensor]:
+        """Ids [b, fields] int32 (CPU) of the next batches of the epoch; fewer at its end."""
+        order = self._order(self._epoch)
+        steps = self._steps(self._cursor)[:num_batches]
+        return [torch.from_numpy(self._read(order, step)[:, self._fields :]) for step in steps]
+
+    def _identity(self) -> State:
+        return {
+            "fingerprint": self._manifest.fingerprint,
+            "split": self._split,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def state_dict(self) -> State:
+        """Epoch and row cursor, and what must be equal for them to mean the same rows."""
+        return {"epoch": self._epoch, "cursor": self._cursor, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go on from ``state``; DataError when it belongs to another set, split, seed or shuffle."""
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise DataError(
+                    f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, this one "
+                    f"has {value!r}; a read can only go on over the same rows in the same order"
+                )
+        self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
+        self._restored = True
+
+    def close(self) -> None:
+        """Let go of the memory maps; the loader cannot be used afterwards."""
+        self._rows.close()
+
+
+def open_loader(
+    manifest: Manifest,
+    *,
+    split: str = "train",
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    backend: Backend = "dali",
+    shuffle: Shuffle = "blocks",
+    seed: int = 7,
+    device: torch.device | None = None,
+    tail: Tail = "keep",
+) -> RowLoader:
+    """Open one split for one rank.
+
+    ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
+    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both back-ends.
+    """
+    if batch_size < world_size:
+        raise ConfigError(
+            f"data.batch_size: {batch_size} rows cannot be split over {world_size} ranks; "
+            f"use {world_size} or more"
+        )
+    for key, value, legal in (
+        ("data.loader", backend, tuple(FEEDS)),
+        ("data.shuffle", shuffle, SHUFFLES),
+        ("tail", tail, ("keep", "drop")),
+    ):
+        if value not in legal:
+            raise ConfigError(f"{key}: {value!r} must be one of {', '.join(legal)}")
+    rows = SplitRows(manifest, split)
+    loader = RowLoader(
+        manifest,
+        rows,
+        split=split,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        backend=backend,
+        shuffle=shuffle,
+        seed=seed,
+        device=device or torch.device("cpu"),
+        tail=tail,
+    )
+    if loader.num_dropped_rows:
+        _LOG.info(
+            "%s: %d rows at the end of each epoch are dropped", split, loader.num_dropped_rows
+        )
+    return loader

@@ -1,0 +1,198 @@
+"""Text lines to typed columns, on Polars: the fast way for clean pieces, line by line for the others.
+
+A piece is some whole lines of the input. Bad lines are taken out and counted by reason; nothing is
+repaired or guessed. Categories in hex become uint32, other kinds 64-bit keys; empty cells are null.
+"""
+
+import hashlib
+import io
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+
+from data.schema import Kind, Schema
+from sbpflow.errors import DataError
+
+_KEY_TYPES: dict[Kind, type[pl.UInt32] | type[pl.UInt64]] = {
+    "hex": pl.UInt32,
+    "integer": pl.UInt64,
+    "string": pl.UInt64,
+}
+_PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?[0-9]{1,18}"}
+_EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
+_BLOCK_LINES = 1000
+_SHOWN_CHARS = 80
+_SHOWN_LINES = 5
+
+
+@dataclass
+class BadLines:
+    """How many lines of a piece were left out and why, with the first few of them."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[tuple[int, str, str]] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Lines left out."""
+        return sum(self.counts.values())
+
+    def add(self, number: int, reason: str, line: bytes) -> None:
+        """Count line ``number`` of the piece."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        if len(self.examples) < _SHOWN_LINES:
+            shown = line[:_SHOWN_CHARS].decode("ascii", "backslashreplace")
+            self.examples.append((number, reason, shown))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The good rows of some lines, how many lines there were, and the bad ones."""
+
+    frame: pl.DataFrame
+    num_lines: int
+    bad: BadLines
+
+
+def parse_piece(text: bytes, schema: Schema) -> Piece:
+    """Parse whole lines; a last line without its line end is legal if it is complete."""
+    if text and not text.endswith(b"\n"):
+        text += b"\n"
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n")
+    num_lines = text.count(b"\n")
+    frame = _parse_clean(text, num_lines, schema)
+    if frame is not None:
+        return Piece(frame, num_lines, BadLines())
+    good, bad = _sort_out(text.split(b"\n")[:-1], schema)
+    frame = _parse_clean(good, good.count(b"\n"), schema, checked=True)
+    if frame is None:
+        raise DataError("lines that pass the strict check do not parse; this is a fault of sbpflow")
+    return Piece(frame, num_lines, bad)
+
+
+def _parse_clean(
+    text: bytes, num_lines: int, schema: Schema, checked: bool = False
+) -> pl.DataFrame | None:
+    """Parse a piece without a single bad line; None when there is (or may be) one."""
+    if not text:
+        return _typed(pl.DataFrame(schema=_text_types(schema)), schema)
+    if not checked and not _shape_fits(text, num_lines, schema):
+        return None
+    try:
+        frame = pl.read_csv(
+            io.BytesIO(text),
+            separator=schema.separator,
+            has_header=False,
+            schema=_text_types(schema),
+            quote_char=None,
+        )
+    except pl.exceptions.PolarsError:
+        return None
+    if len(frame) != num_lines or frame[schema.label].null_count():
+        return None
+    if not frame[schema.label].is_in([0, 1]).all():
+        return None
+    typed = _typed(frame, schema)
+    for name, kind in zip(schema.sparse, schema.kinds, strict=True):
+        if typed[name].null_count() != frame[name].null_count():
+            return None
+        if kind == "hex" and not (frame[name].str.len_bytes() == 8).all():
+            return None
+    return typed
+
+
+def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
+    """Whether the separators add up and no byte is one that the fast parser treats too kindly."""
+    raw = np.frombuffer(text, dtype=np.uint8)
+    separators = np.count_nonzero(raw == ord(schema.separator))
+    if separators != num_lines * (len(schema.columns) - 1):
+        return False
+    if "hex" in schema.kinds and np.any(raw == ord("+")):
+        return False  # to_integer(base=16) reads +1234567 as a number
+    return raw.max(initial=0) < 128 or _is_utf8(text)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
+    dense = dict.fromkeys(schema.dense, pl.Int32)
+    return {
+        name: pl.Int32 if name == schema.label else dense.get(name, pl.String)
+        for name in schema.columns
+    }
+
+
+def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
+    """Label uint8, dense int32, categories as keys; null where a cell is empty or does not convert."""
+    columns = [pl.col(schema.label).cast(pl.UInt8), *(pl.col(name) for name in schema.dense)]
+    columns += [_key(pl.col(n), k) for n, k in zip(schema.sparse, schema.kinds, strict=True)]
+    return frame.select(columns)
+
+
+def _key(cell: pl.Expr, kind: Kind) -> pl.Expr:
+    if kind == "hex":
+        return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)
+    if kind == "integer":
+        return cell.str.to_integer(dtype=pl.Int64, strict=False).reinterpret(signed=False)
+    return cell.map_batches(_string_keys, return_dtype=pl.UInt64)
+
+
+def _string_keys(cells: pl.Series) -> pl.Series:
+    """64-bit blake2b of each distinct string, the same in every version of every library."""
+    distinct = cells.drop_nulls().unique()
+    digests = [hashlib.blake2b(value.encode(), digest_size=8).digest() for value in distinct]
+    keys = pl.Series(np.frombuffer(b"".join(digests), dtype="<u8"), dtype=pl.UInt64)
+    return cells.replace_strict(distinct, keys, default=None, return_dtype=pl.UInt64)
+
+
+def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
+    """Split lines into the good ones, joined, and a count of the bad ones by the first reason found."""
+    bad = BadLines()
+    good: list[bytes] = []
+    for start in range(0, len(lines), _BLOCK_LINES):
+        block = lines[start : start + _BLOCK_LINES]
+        text = b"".join(line + b"\n" for line in block)
+        if _parse_clean(text, len(block), schema) is not None:
+            good.append(text)
+            continue
+        for number, line in enumerate(block, start):
+            reason = _fault(line, schema)
+            if reason is None:
+                good.append(line + b"\n")
+            else:
+                bad.add(number, reason, line)
+    return b"".join(good), bad
+
+
+def _fault(line: bytes, schema: Schema) -> str | None:
+    """Why a line is bad, or None; slow and strict."""
+    try:
+        cells = line.decode("utf-8").split(schema.separator)
+    except UnicodeDecodeError:
+        return "broken encoding"
+    if len(cells) != len(schema.columns):
+        return f"{len(cells)} fields instead of {len(schema.columns)}"
+    row = dict(zip(schema.columns, cells, strict=True))
+    if row[schema.label] not in ("0", "1"):
+        return "label is not 0 or 1"
+    for name in schema.dense:
+        if row[name] and not _is_int32(row[name]):
+            return "dense value is not a 32-bit integer"
+    for name, kind in zip(schema.sparse, schema.kinds, strict=True):
+        if row[name] and kind in _PATTERNS and not re.fullmatch(_PATTERNS[kind], row[name]):
+            return f"category is not {_EXPECTED[kind]}"
+    return None
+
+
+def _is_int32(cell: str) -> bool:
+    # Leading blanks and a plus sign are what Polars accepts, so both ways must.
+    return bool(re.fullmatch(r" *[+-]?[0-9]+", cell)) and -(2**31) <= int(cell) < 2**31

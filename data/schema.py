@@ -1,0 +1,129 @@
+"""Which columns a set has: the label, the dense and sparse columns, and the crosses of a wide part.
+
+Values only; reads no rows. ``CRITEO`` is the layout of both Criteo releases (Kaggle and 1TB): label,
+I1..I13 integers, C1..C26 eight hex digits, tab separated, empty = missing, no header.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+
+from sbpflow.errors import ConfigError
+
+Kind = Literal["hex", "string", "integer"]
+
+MISSING_ID = 0
+RARE_ID = 1
+NUM_RESERVED_IDS = 2
+
+_KINDS = ("hex", "string", "integer")
+_KEYS = ("label", "columns", "dense", "sparse", "separator")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One embedding table: its name and its rows, the reserved ids 0 (missing) and 1 (rare) included."""
+
+    name: str
+    rows: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The columns a field is made of: one, or two for a cross."""
+        return tuple(self.name.split("x"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """The columns of a text or Parquet input, in file order, and which of them are used."""
+
+    columns: tuple[str, ...]
+    label: str
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    separator: str = "\t"
+
+    def kind(self, name: str) -> Kind:
+        """How the cells of sparse column ``name`` are written."""
+        return self.kinds[self.sparse.index(name)]
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless names are unique, listed in ``columns`` and free of 'x'."""
+        used = (self.label, *self.dense, *self.sparse)
+        if repeated := sorted({name for name in used if used.count(name) > 1}):
+            raise ConfigError(f"{key}: column {repeated[0]!r} is used twice; name each column once")
+        if unknown := [name for name in used if name not in self.columns]:
+            raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
+        if crossed := [name for name in self.sparse if "x" in name]:
+            raise ConfigError(f"{key}: {crossed[0]!r} has an 'x', which names crosses; rename it")
+        if len(self.separator) != 1:
+            raise ConfigError(f"{key}.separator: {self.separator!r} must be one character")
+
+
+_DENSE = tuple(f"I{i}" for i in range(1, 14))
+_SPARSE = tuple(f"C{i}" for i in range(1, 27))
+
+CRITEO = Schema(
+    columns=("label", *_DENSE, *_SPARSE),
+    label="label",
+    dense=_DENSE,
+    sparse=_SPARSE,
+    kinds=("hex",) * len(_SPARSE),
+)
+
+
+def read_schema(path: Path) -> Schema:
+    """Read a schema file: YAML with ``label``, ``dense``, ``sparse`` ({name: kind} or names), ``columns``.
+
+    ``columns`` is the order in the file and defaults to label, dense, sparse; columns not used are
+    skipped. Kinds are hex (1TB and Kaggle), string and integer.
+    """
+    try:
+        raw: object = yaml.safe_load(path.read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--schema {path}: cannot be read as YAML: {error}") from error
+    if not isinstance(raw, dict) or (unknown := set(raw) - set(_KEYS)):
+        listed = "a mapping" if not isinstance(raw, dict) else f"free of {sorted(unknown)}"
+        raise ConfigError(f"--schema {path}: must be {listed}; the keys are {', '.join(_KEYS)}")
+    return _schema_from(path, cast("dict[str, Any]", raw))
+
+
+def _schema_from(path: Path, raw: dict[str, Any]) -> Schema:
+    sparse = raw.get("sparse", {})
+    kinds = dict.fromkeys(sparse, "hex") if isinstance(sparse, list) else dict(sparse)
+    if bad := [f"{name}: {kind}" for name, kind in kinds.items() if kind not in _KINDS]:
+        raise ConfigError(f"--schema {path}: sparse {bad[0]} must be one of {', '.join(_KINDS)}")
+    dense = tuple(str(name) for name in raw.get("dense", ()))
+    label = str(raw.get("label", "label"))
+    schema = Schema(
+        columns=tuple(str(c) for c in raw.get("columns", (label, *dense, *kinds))),
+        label=label,
+        dense=dense,
+        sparse=tuple(str(name) for name in kinds),
+        kinds=tuple(kinds.values()),
+        separator=str(raw.get("separator", "\t")),
+    )
+    schema.check(f"--schema {path}")
+    return schema
+
+
+def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Read ``C1xC2,C3xC4`` (or ``none``) against the sparse columns there are."""
+    if text.strip() in ("", "none"):
+        return ()
+    pairs = [tuple(item.strip().split("x")) for item in text.split(",")]
+    for pair in pairs:
+        if len(pair) != 2 or pair[0] == pair[1]:
+            raise ConfigError(
+                f"--crosses: {'x'.join(pair)!r} must be two different columns, like C1xC2"
+            )
+        if absent := [name for name in pair if name not in sparse]:
+            raise ConfigError(
+                f"--crosses: {absent[0]!r} is not a sparse column; there are {', '.join(sparse)}"
+            )
+    if len(set(pairs)) < len(pairs):
+        raise ConfigError(f"--crosses: {text!r} names a cross twice")
+    return tuple((pair[0], pair[1]) for pair in pairs)

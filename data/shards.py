@@ -1,0 +1,90 @@
+"""Shard files: written whole or not at all, opened by memory map, read by row ranges or row numbers."""
+
+import bisect
+import os
+import zlib
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.manifest import Manifest, Shard
+from sbpflow.errors import DataError
+
+Words = NDArray[np.int32]
+
+
+def write_shard(folder: Path, name: str, words: Words) -> Shard:
+    """Write int32 ``words`` [rows, words] as ``folder/name``; a reader never sees half of it."""
+    partial = folder / (name + ".partial")
+    with partial.open("wb") as file:
+        np.save(file, np.ascontiguousarray(words, dtype=np.int32))
+    checksum = file_crc32(partial)
+    os.replace(partial, folder / name)
+    return Shard(name, len(words), checksum)
+
+
+def file_crc32(path: Path) -> int:
+    """zlib.crc32 of a whole file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _open(path: Path, shard: Shard, num_words: int) -> Words:
+    try:
+        words = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{path}: cannot be opened as a shard ({error}); prepare the set again"
+        ) from error
+    if words.dtype != np.int32 or words.shape != (shard.rows, num_words):
+        raise DataError(
+            f"{path}: holds {words.dtype} {words.shape}, the manifest says int32 "
+            f"{(shard.rows, num_words)}; prepare the set again"
+        )
+    return words
+
+
+class SplitRows:
+    """The rows of one split across its shards; row numbers count from the split's first row."""
+
+    def __init__(self, manifest: Manifest, split: str) -> None:
+        shards = [shard for shard in manifest.shards(split) if shard.rows]
+        self._maps = [_open(manifest.path / s.file, s, manifest.num_words) for s in shards]
+        self._starts = [0, *accumulate(shard.rows for shard in shards)]
+        self.num_rows = self._starts[-1]
+        self.num_words = manifest.num_words
+
+    def read(self, start: int, stop: int, out: Words) -> None:
+        """Copy rows [start, stop) into ``out`` [stop - start, words]."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        done = 0
+        while start < stop:
+            first = self._starts[index]
+            piece = self._maps[index][start - first : stop - first]
+            out[done : done + len(piece)] = piece
+            done, start, index = done + len(piece), start + len(piece), index + 1
+
+    def gather(self, rows: NDArray[np.int64], out: Words) -> None:
+        """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""
+        index = np.searchsorted(self._starts, rows, side="right") - 1
+        for shard in np.unique(index):
+            chosen = np.flatnonzero(index == shard)
+            out[chosen] = self._maps[shard][rows[chosen] - self._starts[shard]]
+
+    def close(self) -> None:
+        """Drop the memory maps; views handed out keep theirs alive."""
+        self._maps = []
+
+
+def verify_shards(manifest: Manifest) -> None:
+    """Compare every shard with its checksum; DataError names the first that differs."""
+    for shard in (s for split in ("train", "val", "test") for s in manifest.shards(split)):
+        path = manifest.path / shard.file
+        _open(path, shard, manifest.num_words)
+        if file_crc32(path) != shard.crc32:
+            raise DataError(f"{path}: checksum differs from the manifest; prepare the set again")

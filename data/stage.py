@@ -1,0 +1,156 @@
+"""The stage: every input piece parsed once into an uncompressed Arrow file of typed columns.
+
+Columns: label uint8, dense int32, one key per sparse column and cross (null = missing), split uint8.
+A piece is done when its ``.json`` is there; it is written last.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from tqdm import tqdm
+
+from data.options import PrepareOptions
+from data.parse import BadLines, Piece, parse_piece
+from data.schema import Schema
+from data.source import Input, gzip_pieces, read_piece
+from sbpflow.errors import DataError
+
+SPLIT_COLUMN = "__split"
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """One piece on disk: its rows, the lines it came from and what was left out."""
+
+    path: Path
+    file: Path
+    num_rows: int
+    num_lines: int
+    bad: BadLines
+
+
+def stage_inputs(
+    inputs: Sequence[Input], options: PrepareOptions, folder: Path, bar: tqdm
+) -> tuple[Staged, ...]:
+    """Stage all pieces, ``options.workers`` at a time, and check the limit on bad rows."""
+    folder.mkdir(exist_ok=True)
+    staged: list[Staged] = []
+    with ThreadPoolExecutor(options.workers) as pool:
+        waiting: list[Future[Staged]] = []
+        for job in _jobs(inputs, options, folder):
+            waiting.append(pool.submit(_stage_piece, *job, options))
+            if len(waiting) > options.workers:
+                staged.append(_done(waiting.pop(0), bar, options))
+        staged += [_done(future, bar, options) for future in waiting]
+    check_bad(staged, options.max_bad_fraction)
+    return tuple(staged)
+
+
+def _done(future: "Future[Staged]", bar: tqdm, options: PrepareOptions) -> Staged:
+    staged = future.result()
+    bar.update(options.piece_bytes)
+    return staged
+
+
+def _jobs(
+    inputs: Sequence[Input], options: PrepareOptions, folder: Path
+) -> Iterator[tuple[Path, Input, int, bytes | None]]:
+    """(target, input, piece number, text or None to read it in the worker) of every piece."""
+    for source in inputs:
+        if source.is_gzip:
+            for index, text in enumerate(gzip_pieces(source.path, options.piece_bytes)):
+                yield _target(folder, source, index), source, index, text
+        else:
+            for index in range(-(-source.num_bytes // options.piece_bytes)):
+                yield _target(folder, source, index), source, index, None
+
+
+def _target(folder: Path, source: Input, index: int) -> Path:
+    return folder / f"{source.order:05d}-{index:06d}.arrow"
+
+
+def _stage_piece(
+    target: Path, source: Input, index: int, text: bytes | None, options: PrepareOptions
+) -> Staged:
+    record = target.with_suffix(".json")
+    if not record.exists():
+        if text is None:
+            text = read_piece(source.path, index, options.piece_bytes)
+        piece = parse_piece(text, options.schema)
+        key = (options.seed, source.order, index)
+        split = options.split.of_piece(source.path.name, key, len(piece.frame))
+        frame = piece.frame.with_columns(
+            *(cross_key(piece.frame, pair, options.schema) for pair in options.crosses),
+            pl.Series(SPLIT_COLUMN, split),
+        )
+        frame.write_ipc(target, compression="uncompressed")
+        _write_record(record, piece)
+    return _read_record(target, source)
+
+
+def _write_record(record: Path, piece: Piece) -> None:
+    bad = {"counts": piece.bad.counts, "examples": piece.bad.examples}
+    content = {"rows": len(piece.frame), "lines": piece.num_lines, **bad}
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="ascii")
+    os.replace(partial, record)
+
+
+def _read_record(target: Path, source: Input) -> Staged:
+    raw: dict[str, Any] = json.loads(target.with_suffix(".json").read_text(encoding="ascii"))
+    bad = BadLines(raw["counts"], [tuple(example) for example in raw["examples"]])
+    return Staged(target, source.path, raw["rows"], raw["lines"], bad)
+
+
+def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
+    """64-bit keys of a pair of columns, null where either is missing; exact for hex columns."""
+    left, right = (frame[name].cast(pl.UInt64) for name in pair)
+    a, b = (column.fill_null(0).to_numpy() for column in (left, right))
+    if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":
+        keys = (a << np.uint64(32)) | b
+    else:
+        keys = (a * np.uint64(0x9E3779B97F4A7C15)) ^ (b + (a >> np.uint64(29)))
+    missing = left.is_null() | right.is_null()
+    return pl.select(pl.when(~missing).then(pl.Series(keys))).to_series().alias("x".join(pair))
+
+
+def check_bad(staged: Sequence[Staged], limit: float) -> None:
+    """Raise DataError, with counts and the first bad lines, when more than ``limit`` are bad."""
+    num_lines = sum(piece.num_lines for piece in staged)
+    num_bad = sum(piece.bad.total for piece in staged)
+    if num_lines - num_bad == 0:
+        raise DataError(f"--input: no usable row in {num_lines} lines{describe_bad(staged)}")
+    if num_bad > limit * num_lines:
+        raise DataError(
+            f"--input: {num_bad} of {num_lines} lines are bad, more than --max-bad-fraction "
+            f"{limit:g}{describe_bad(staged)}"
+        )
+
+
+def bad_counts(staged: Sequence[Staged]) -> dict[str, int]:
+    """Bad lines by reason over all pieces."""
+    counts: dict[str, int] = {}
+    for piece in staged:
+        for reason, count in piece.bad.counts.items():
+            counts[reason] = counts.get(reason, 0) + count
+    return dict(sorted(counts.items()))
+
+
+def describe_bad(staged: Sequence[Staged], shown: int = 5) -> str:
+    """Counts per reason and the first bad lines with file and line number; empty if none."""
+    text = "".join(f"\n  {count} x {reason}" for reason, count in bad_counts(staged).items())
+    line_of_file: dict[Path, int] = {}
+    for piece in staged:
+        first = line_of_file.get(piece.file, 1)
+        line_of_file[piece.file] = first + piece.num_lines
+        for number, reason, line in piece.bad.examples[:shown]:
+            text += f"\n  {piece.file}:{first + number}: {reason}: {line!r}"
+        shown -= min(shown, len(piece.bad.examples))
+    return text

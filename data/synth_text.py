@@ -1,0 +1,57 @@
+"""Generated rows as Criteo text: label, integers, eight hex digits per category, empty = missing."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from data.columns import Rows
+from data.schema import CRITEO
+from data.synth import Generator, SynthOptions, block_ranges
+from data.tails import Ranks
+
+_DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
+
+
+def hex_keys(ranks: Ranks, column: int) -> NDArray[np.uint32]:
+    """A 32-bit value per rank of a column, one to one: the finaliser of MurmurHash3."""
+    key = (np.maximum(ranks, 0) + column * 0x06F0_0001).astype(np.uint32)
+    key ^= key >> np.uint32(16)
+    key *= np.uint32(0x85EBCA6B)
+    key ^= key >> np.uint32(13)
+    key *= np.uint32(0xC2B2AE35)
+    return key ^ (key >> np.uint32(16))
+
+
+def text_frame(rows: Rows, labels: NDArray[np.bool_], first: int, last: int) -> pl.DataFrame:
+    """Rows [first, last) of a block as they are written."""
+    columns = {"label": pl.Series(labels[first:last]).cast(pl.UInt8)}
+    for name in CRITEO.dense:
+        values = pl.Series(rows.integers[name][first:last])
+        mask = rows.missing.get(name)
+        columns[name] = values if mask is None else _blank(values, mask[first:last])
+    for number, name in enumerate(CRITEO.sparse):
+        ranks = rows.ranks[name][first:last]
+        keys = hex_keys(ranks, number)
+        text = _DIGITS.gather(keys >> np.uint32(16)) + _DIGITS.gather(keys & np.uint32(0xFFFF))
+        columns[name] = _blank(text, ranks < 0)
+    return pl.DataFrame(columns)
+
+
+def _blank(values: pl.Series, missing: NDArray[np.bool_]) -> pl.Series:
+    return values.set(pl.Series(missing), None)
+
+
+def write_tsv(generator: Generator, options: SynthOptions) -> None:
+    """Write all rows to ``options.output``; the file appears when it is complete."""
+    partial = Path(str(options.output) + ".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("wb") as file, tqdm(total=options.rows, unit="row", unit_scale=True) as bar:
+        for block, first, last in block_ranges(0, options.rows):
+            rows, _, labels = generator.block(block)
+            frame = text_frame(rows, labels, first, last)
+            frame.write_csv(file, include_header=False, separator="\t", quote_style="never")
+            bar.update(last - first)
+    partial.replace(options.output)

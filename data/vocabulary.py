@@ -1,0 +1,93 @@
+"""Vocabularies: how often each value occurs in the train part, which values are kept, and their ids."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from data.ids import Counts, IdTable, Keys, assign_ids
+from data.options import PrepareOptions
+from data.schema import NUM_RESERVED_IDS
+from data.stage import SPLIT_COLUMN, Staged
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The kept values of one field in key order, with lookups in the train part and ids."""
+
+    name: str
+    keys: Keys
+    counts: Counts
+    ids: "np.ndarray[tuple[int], np.dtype[np.int32]]"
+    missing: int
+    rare: int
+    rare_values: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding table."""
+        return len(self.keys) + NUM_RESERVED_IDS
+
+    def table(self) -> IdTable:
+        """The lookup structure from keys to ids."""
+        return IdTable(self.keys, self.ids)
+
+
+def train_rows(staged: Sequence[Staged], options: PrepareOptions) -> list[pl.LazyFrame]:
+    """The train part of every piece, as one lazy frame each."""
+    frames: list[pl.LazyFrame] = []
+    left, _ = options.split.bounds(sum(piece.num_rows for piece in staged))
+    for piece in staged:
+        frame = pl.scan_ipc(piece.path)
+        if options.split.kind == "time":
+            frame, left = frame.head(max(left, 0)), left - piece.num_rows
+        else:
+            frame = frame.filter(pl.col(SPLIT_COLUMN) == 0)
+        frames.append(frame)
+    return frames
+
+
+def build_vocabularies(
+    staged: Sequence[Staged], names: Sequence[str], options: PrepareOptions, folder: Path
+) -> list[Vocabulary]:
+    """Count every field over the train part in one pass and assign ids; kept as files in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    if any(not (folder / f"{name}.npz").exists() for name in names):
+        rows = pl.concat(train_rows(staged, options))
+        queries = [rows.select(name).group_by(name).len() for name in names]
+        for name, counts in zip(names, pl.collect_all(queries, engine="streaming"), strict=True):
+            _save(folder / f"{name}.npz", _vocabulary(name, counts, options))
+    return [_load(folder / f"{name}.npz", name) for name in names]
+
+
+def _vocabulary(name: str, counts: pl.DataFrame, options: PrepareOptions) -> Vocabulary:
+    missing = int(counts.filter(pl.col(name).is_null())["len"].sum())
+    values = counts.drop_nulls()
+    kept = values.filter(pl.col("len") >= options.min_count).sort(name)
+    rare = values.filter(pl.col("len") < options.min_count)["len"]
+    lookups = kept["len"].to_numpy().astype(np.int64)
+    num_rare = int(rare.sum())
+    ids = assign_ids(lookups, (missing, num_rare), options.seed, name)
+    return Vocabulary(name, kept[name].to_numpy(), lookups, ids, missing, num_rare, len(rare))
+
+
+def _save(path: Path, vocabulary: Vocabulary) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez(
+            file,
+            keys=vocabulary.keys,
+            counts=vocabulary.counts,
+            ids=vocabulary.ids,
+            other=np.array([vocabulary.missing, vocabulary.rare, vocabulary.rare_values]),
+        )
+    os.replace(partial, path)
+
+
+def _load(path: Path, name: str) -> Vocabulary:
+    with np.load(path, allow_pickle=False) as saved:
+        other = [int(value) for value in saved["other"]]
+        return Vocabulary(name, saved["keys"], saved["counts"], saved["ids"], *other)

@@ -1,0 +1,131 @@
+"""From a configuration and the columns of a data set to everything static about a run.
+
+``train_wdl.py`` executes the result and ``python -m sbpflow explain`` prints it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from models.wdl import WdlSpec, wdl_spec
+from sbpflow.config import Config, LazyAdam, RowwiseAdagrad, SparseSgd, check
+from sbpflow.embedding.kernels import choose_kernels, fbgemm_fault
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import plan_embeddings
+from sbpflow.embedding.tables import TableLayout
+from sbpflow.explain import DenseParameter, RunPlan
+from sbpflow.gradients import plan_gradients
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast
+from sbpflow.training.dense_optimizers import state_per_element
+from sbpflow.training.trainer import LOSS_SHAPE
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class IdColumn(Protocol):
+    """A column of ids and the rows of its table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+
+
+class PreparedSet(Protocol):
+    """What is asked of a data set's manifest; the models do not import the data package."""
+
+    @property
+    def dense(self) -> tuple[str, ...]: ...
+    @property
+    def sparse(self) -> Sequence[IdColumn]: ...
+    @property
+    def fields(self) -> Sequence[IdColumn]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of a prepared set: dense fields, and id columns with their rows, crosses last."""
+
+    dense: tuple[str, ...]
+    fields: Mapping[str, int]
+    num_sparse: int
+
+    @staticmethod
+    def of(manifest: PreparedSet) -> "Columns":
+        """Of a prepared set, as ``data.load_manifest`` reads it."""
+        return Columns(
+            dense=manifest.dense,
+            fields={field.name: field.rows for field in manifest.fields},
+            num_sparse=len(manifest.sparse),
+        )
+
+
+def sparse_optimizer(config: Config) -> SparseOptimizer:
+    """The engine's optimizer from ``optimizer.sparse``."""
+    sparse = config.optimizer.sparse
+    if isinstance(sparse, SparseSgd):
+        return SparseOptimizer(name="sgd", lr=sparse.lr)
+    if isinstance(sparse, LazyAdam):
+        return SparseOptimizer(name="lazy_adam", lr=sparse.lr, betas=sparse.betas, eps=sparse.eps)
+    return SparseOptimizer(
+        name="rowwise_adagrad" if isinstance(sparse, RowwiseAdagrad) else "adagrad",
+        lr=sparse.lr,
+        eps=sparse.eps,
+        initial_accumulator=sparse.initial_accumulator,
+    )
+
+
+def plan_run(
+    config: Config, columns: Columns, *, world_size: int, device_type: str
+) -> tuple[WdlSpec, RunPlan]:
+    """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
+    spec = wdl_spec(
+        config.model,
+        num_dense=len(columns.dense),
+        fields=columns.fields,
+        num_sparse=columns.num_sparse,
+    )
+    shapes = {name: table.shape for name, table in spec.tables().items()}
+    chosen = check(config, shapes, world_size)
+    layouts = {
+        name: TableLayout(layout=table.layout(device_type), exchange=table.exchange)
+        for name, table in chosen.items()
+    }
+    world = Placement.line(device_type, world_size)
+    dtype = DTYPES[config.parallel.dtype]
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    embeddings = plan_embeddings(
+        spec.outputs,
+        layouts,
+        features=spec.features,
+        optimizer=sparse_optimizer(config),
+        dtype=dtype,
+        world=world,
+        backend=backend,
+    )
+    everywhere = Layout(world, (Broadcast(),))
+    dense = tuple(
+        DenseParameter(
+            name=name,
+            shape=shape,
+            layout=everywhere,
+            dtype=dtype,
+            state_per_element=state_per_element(config.optimizer.dense),
+        )
+        for name, shape in spec.parameters().items()
+    )
+    loss = DenseParameter(
+        name="loss", shape=LOSS_SHAPE, layout=everywhere, dtype=dtype, state_per_element=0
+    )
+    return spec, RunPlan(
+        embeddings=embeddings,
+        layouts=layouts,
+        kernels=choose_kernels(embeddings, config.parallel.kernel, fbgemm_fault()),
+        dense=dense,
+        dense_steps=plan_gradients([*dense, loss], backend=backend),
+        batch_size=config.data.batch_size,
+    )

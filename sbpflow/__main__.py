@@ -1,0 +1,56 @@
+"""``python -m sbpflow explain | doctor``. A composition root: it may import every package."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from sbpflow.launch import ArgumentParser, run_main
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Print what a run would do, without starting its ranks."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow explain",
+        description="Print tables, layouts, shards, boxing steps, bytes and memory of a run.",
+    )
+    parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("--json", action="store_true", help="the same facts for programs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
+    args = parser.parse_intermixed_args(argv)
+
+    from data import load_manifest
+    from models.run_plan import Columns, plan_run
+    from sbpflow.config import data_path, load_config
+    from sbpflow.dist import device_type_of
+    from sbpflow.errors import ConfigError
+    from sbpflow.explain import describe, format_plan
+
+    if args.world_size < 1:
+        raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
+    config = load_config(args.config, args.overrides)
+    columns = Columns.of(load_manifest(data_path(config)))
+    device_type = device_type_of(config.parallel.device)
+    _, plan = plan_run(config, columns, world_size=args.world_size, device_type=device_type)
+    if args.json:
+        json.dump(describe(plan), sys.stdout, indent=1)
+        print()
+    else:
+        print(format_plan(plan))
+    return 0
+
+
+def main() -> int:
+    """Dispatch on the first word."""
+    from sbpflow import doctor
+    from sbpflow.errors import ConfigError
+
+    commands = {"explain": explain, "doctor": doctor.main}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in commands:
+        raise ConfigError(f"command {name!r} is not known; use {' or '.join(commands)}")
+    return commands[name](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,172 @@
+"""Runs planned conversions on plain local tensors.
+
+Follows the steps of ``boxing_plan`` and decides nothing. Collectives of c10d are called here and in
+the embedding exchange, nowhere else. No autograd: ``global_tensor`` pairs each conversion with its
+adjoint.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sbpflow.boxing_program import Program, compile_step
+from sbpflow.boxing_step import BoxingStep
+from sbpflow.comm_log import CommRecord
+from sbpflow.dist import World, all_gather_single, reduce_scatter_single
+from sbpflow.errors import SbpError
+
+Finish = Callable[[], Tensor | None]
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending:
+    """A conversion under way. ``wait`` once; until then leave the input part as it is."""
+
+    def __init__(self, finish: Finish) -> None:
+        self._finish: Finish | None = finish
+
+    def wait(self) -> Tensor | None:
+        """The result, when it is there; ``None`` outside the destination."""
+        if self._finish is None:
+            raise SbpError("this conversion was waited for already; keep its first result")
+        finish, self._finish = self._finish, None
+        return finish()
+
+
+class Boxing:
+    """Executes steps for one rank. All ranks of the world make the same calls in the same order."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # Keyed by identity: hashing a step costs more than running its Python part. The step is
+        # kept beside its program, so an identity stays taken.
+        self._programs: dict[int, tuple[BoxingStep, Program]] = {}
+
+    def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
+        """Make the process groups of ``steps`` now rather than in the first iteration."""
+        for step in steps:
+            for group in step.groups:
+                self.world.group(group, channel)
+
+    def run(
+        self,
+        steps: Sequence[BoxingStep],
+        part: Tensor | None,
+        channel: str = "main",
+        *,
+        donate: bool = False,
+    ) -> Tensor | None:
+        """Convert this rank's part, a plain tensor (``None`` outside the source placement).
+
+        Returns the new part, or ``None`` outside the destination. It may share memory with
+        ``part`` where nothing had to be copied. ``donate`` allows ``part`` to be overwritten, which
+        saves an all-reduce its copy. Raises SbpError if ``part`` does not have the
+        shape or dtype of the first step.
+        """
+        for step in steps:
+            part = self._issue(step, part, channel, donate)()
+        return part
+
+    def start(
+        self,
+        steps: Sequence[BoxingStep],
+        part: Tensor | None,
+        channel: str = "main",
+        *,
+        donate: bool = False,
+    ) -> Pending:
+        """As ``run``, but returns once the first transfer is under way."""
+        for index, step in enumerate(steps):
+            finish = self._issue(step, part, channel, donate)
+            if step.groups:
+                return Pending(partial(self._go_on, steps[index + 1 :], finish, channel))
+            part = finish()
+        return Pending(lambda: part)
+
+    def _go_on(self, rest: Sequence[BoxingStep], finish: Finish, channel: str) -> Tensor | None:
+        return self.run(rest, finish(), channel)
+
+    def _program(self, step: BoxingStep) -> Program:
+        known = self._programs.get(id(step))
+        if known is None:
+            known = self._programs[id(step)] = (step, compile_step(step, self.world.rank))
+        return known[1]
+
+    def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
+        """Begin one step; the function returned waits for it and gives the new part."""
+        program = self._program(step)
+        part = self._accept(program, part)
+        if not step.groups:
+            return lambda: program.unpack(part)
+        world = self.world
+        world.check(step.id, f"{step.collective}, {step.total_bytes} bytes, channel {channel}")
+        for ranks in step.groups:
+            world.group(ranks, channel)
+        if program.group is None:
+            return lambda: program.unpack(part)
+        world.log.add(
+            CommRecord(step.id, step.collective, channel, program.group, program.bytes_sent)
+        )
+        packed = program.pack(part)
+        if step.collective == "all_reduce" and not (donate and packed.is_contiguous()):
+            packed = packed.clone(memory_format=torch.contiguous_format)
+        return _COLLECTIVES[step.collective](program, packed, world.group(program.group, channel))
+
+    def _accept(self, program: Program, part: Tensor | None) -> Tensor:
+        step = program.step
+        if program.part_shape is None:
+            if part is not None and part.numel():
+                raise SbpError(
+                    f"{step.id}: rank {self.world.rank} is outside {step.src}; pass None"
+                )
+            return torch.empty(0, dtype=step.dtype, device=self.world.device)
+        if part is None or part.shape != program.part_shape or part.dtype != step.dtype:
+            given = "None" if part is None else f"{part.dtype}{list(part.shape)}"
+            raise SbpError(
+                f"{step.id}: rank {self.world.rank} passed {given}; under {step.src} its part of "
+                f"{list(step.shape)} is {step.dtype}{list(program.part_shape)}"
+            )
+        return part
+
+
+def _run_all_gather(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
+    gathered = packed.new_empty(packed.numel() * len(program.group or ()))
+    work = all_gather_single(gathered, packed, group=group, async_op=True)
+    return lambda: (work.wait(), program.unpack(gathered))[1]
+
+
+def _run_all_reduce(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
+    work = dist.all_reduce(packed, _REDUCE_OPS[program.reduction], group=group, async_op=True)
+    return lambda: (work.wait(), program.unpack(packed))[1]
+
+
+def _run_reduce_scatter(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
+    reduced = packed.new_empty(packed.numel() // len(program.group or ()))
+    op = _REDUCE_OPS[program.reduction]
+    work = reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
+    return lambda: (work.wait(), program.unpack(reduced))[1]
+
+
+def _run_all_to_all(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
+    received = packed.new_empty(sum(program.receive_sizes))
+    work = dist.all_to_all_single(
+        received,
+        packed,
+        program.receive_sizes,
+        program.send_sizes,
+        group=group,
+        async_op=True,
+    )
+    return lambda: (work.wait(), program.unpack(received))[1]
+
+
+_COLLECTIVES = {
+    "all_gather": _run_all_gather,
+    "all_reduce": _run_all_reduce,
+    "reduce_scatter": _run_reduce_scatter,
+    "all_to_all": _run_all_to_all,
+}

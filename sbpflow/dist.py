@@ -1,0 +1,215 @@
+"""The ranks that run together: this process's rank, device and process groups; the checked mode.
+
+A World is made once and passed on; nothing here is module state. No tensor of the user moves here
+(``boxing`` does that); the only traffic is the header exchange of the checked mode.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from sbpflow.comm_log import CommLog
+from sbpflow.errors import ConfigError, SbpError
+
+HEADER_BYTES = 512
+DEFAULT_TIMEOUT_S = 600.0
+
+# torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """How the ranks find each other, as torch's ``init_process_group`` takes it.
+
+    ``init_method=None`` is a world of one that needs no meeting point.
+    """
+
+    init_method: str | None
+    rank: int
+    size: int
+    local_rank: int = 0
+
+
+class World:
+    """All ranks of one run. Build it with ``World.start``; ``close`` it before the process ends.
+
+    ``channel`` names keep traffic apart: each (ranks, channel) pair has a process group of its own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        owns_default_group: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.checked = checked
+        self.log = CommLog()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._owns_default_group = owns_default_group
+        self._closed = False
+
+    @staticmethod
+    def start(
+        device: str = "auto",
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        rendezvous: Rendezvous | None = None,
+    ) -> "World":
+        """Join the other ranks; without a launcher, be a world of one.
+
+        ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets. A process group
+        that already exists is used as it is and left alone by ``close``. Raises ConfigError when
+        the device is not there or the environment is incomplete.
+        """
+        meeting = rendezvous or _meeting_from_environment()
+        chosen = _choose_device(device, meeting.local_rank)
+        owns = not dist.is_initialized()
+        if owns:
+            alone = meeting.init_method is None
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+                init_method=meeting.init_method,
+                store=dist.HashStore() if alone else None,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        return World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            chosen,
+            timeout_s=timeout_s,
+            checked=checked,
+            owns_default_group=owns,
+        )
+
+    def group(self, ranks: Sequence[int], channel: str) -> dist.ProcessGroup:
+        """The process group of ``ranks`` (any order) on ``channel``.
+
+        Made on first use, so the first use must happen on all ranks of the world, in one order;
+        ``Boxing`` and the engine see to that by walking the same steps everywhere.
+        """
+        key = (tuple(sorted(ranks)), channel)
+        group = self._groups.get(key)
+        if group is None:
+            if outside := [rank for rank in key[0] if not 0 <= rank < self.size]:
+                raise SbpError(
+                    f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
+                )
+            made = dist.new_group(list(key[0]), timeout=self._timeout)
+            if made is None:
+                raise SbpError("no process group was made; is the world closed?")
+            group = self._groups[key] = made
+        return group
+
+    def check(self, step_id: str, operation: str) -> None:
+        """In the checked mode, compare what every rank is about to do; else nothing.
+
+        All ranks of the world must call it. Raises SbpError on every rank, naming the steps, if
+        they differ.
+        """
+        if not self.checked or self.size == 1:
+            return
+        mine = _encode(f"{step_id} ({operation})")
+        gathered = torch.empty(self.size * HEADER_BYTES, dtype=torch.uint8)
+        group = self.group(range(self.size), "check")
+        all_gather_single(gathered, mine, group=group)
+        headers = [_decode(row) for row in gathered.view(self.size, HEADER_BYTES)]
+        if len(set(headers)) > 1:
+            lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(headers))
+            raise SbpError(
+                f"ranks take different steps: {lines}. Every rank must call the same conversions "
+                "in the same order, also those outside a placement"
+            )
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.group(range(self.size), "control"))
+
+    def close(self) -> None:
+        """Destroy the process groups; without it gloo aborts some processes at exit."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._groups.clear()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _meeting_from_environment() -> Rendezvous:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Rendezvous(init_method=None, rank=0, size=1)
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set but {', '.join(missing)} is not; start ranks with "
+            "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE for one process"
+        )
+    return Rendezvous(
+        init_method="env://",
+        rank=int(os.environ["RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def world_size_of_environment() -> int:
+    """How many ranks the launcher started; 1 without one. Needs no process group."""
+    return _meeting_from_environment().size
+
+
+def device_type_of(device: str) -> str:
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
+    return _choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))).type
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use cpu")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _encode(text: str) -> torch.Tensor:
+    raw = text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _decode(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")

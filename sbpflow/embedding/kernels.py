@@ -1,0 +1,119 @@
+"""Which kernel serves a storage, and why: FBGEMM where it means the same, plain torch elsewhere.
+
+FBGEMM facts behind the rules were measured with fbgemm-gpu-cpu 1.8.0: it refuses widths that are
+not a multiple of 4, has no bf16 or float64 rows on CPU, and its rowwise state spans one storage.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from sbpflow.embedding.optimizers import SparseOptimizer, SumOverColumns
+from sbpflow.embedding.plan import EmbeddingPlan
+from sbpflow.embedding.storage import FbgemmStorage, Storage, TorchStorage
+from sbpflow.errors import ConfigError
+
+KernelRequest = Literal["auto", "fbgemm", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """``name`` is "fbgemm" or "torch"; ``reason`` is one clause for the start-up summary."""
+
+    name: str
+    reason: str
+
+
+@cache
+def fbgemm_fault() -> str | None:
+    """Why FBGEMM cannot be used here, or ``None``."""
+    try:
+        import fbgemm_gpu
+        import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401
+    except ModuleNotFoundError:
+        return "FBGEMM is not installed"
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        return f"FBGEMM does not load ({first_line})"
+    return None
+
+
+def choose_kernel(
+    request: KernelRequest,
+    *,
+    width: int,
+    optimizer: SparseOptimizer,
+    dtype: torch.dtype,
+    column_split: bool,
+    fault: str | None,
+) -> KernelChoice:
+    """Pick a kernel for a storage of ``width`` columns; ``fault`` is ``fbgemm_fault()``.
+
+    Raises ConfigError if FBGEMM is demanded and is not installed or does not load. Where it is
+    demanded and cannot serve a table, torch serves it and the reason says so.
+    """
+    if request == "torch":
+        return KernelChoice("torch", "parallel.kernel: torch")
+    if fault is not None:
+        if request == "fbgemm":
+            raise ConfigError(
+                f"parallel.kernel: fbgemm, but {fault}; `python -m sbpflow doctor` names the "
+                "version that fits, or use parallel.kernel: torch"
+            )
+        return KernelChoice("torch", fault)
+    if dtype != torch.float32:
+        return KernelChoice("torch", f"FBGEMM has no {str(dtype).removeprefix('torch.')} rows here")
+    if optimizer.name == "lazy_adam":
+        return KernelChoice("torch", "FBGEMM has no lazy Adam")
+    if width % 4:
+        return KernelChoice("torch", f"width {width} is not a multiple of 4")
+    if column_split and optimizer.name == "rowwise_adagrad":
+        return KernelChoice("torch", "the row's Adagrad state spans the ranks that share it")
+    return KernelChoice("fbgemm", "same meaning, fused update")
+
+
+def choose_kernels(
+    plan: EmbeddingPlan, request: KernelRequest, fault: str | None
+) -> dict[str, KernelChoice]:
+    """The kernel of every table by name; the same on every rank."""
+    choices: dict[str, KernelChoice] = {}
+    for group in plan.groups:
+        for stack in group.stacks:
+            widths = {stack.width(rank) for rank in stack.holders()}
+            choice = choose_kernel(
+                request,
+                width=next((w for w in sorted(widths) if w % 4), min(widths)),
+                optimizer=plan.optimizer,
+                dtype=plan.dtype,
+                column_split=stack.is_column_split(),
+                fault=fault,
+            )
+            choices |= {table.name: choice for table in stack.tables}
+    return choices
+
+
+def make_storage(
+    choice: KernelChoice,
+    rows: int,
+    width: int,
+    *,
+    dim: int,
+    optimizer: SparseOptimizer,
+    dtype: torch.dtype,
+    device: torch.device,
+    sum_over_columns: SumOverColumns | None = None,
+) -> Storage:
+    """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
+    if choice.name == "fbgemm" and rows > 0:
+        return FbgemmStorage(rows, width, optimizer=optimizer, device=device)
+    return TorchStorage(
+        rows,
+        width,
+        dim=dim,
+        optimizer=optimizer,
+        dtype=dtype,
+        device=device,
+        sum_over_columns=sum_over_columns,
+    )

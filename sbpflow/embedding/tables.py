@@ -1,0 +1,128 @@
+"""What an embedding table is, where it lives, and which shards that layout compiles to.
+
+Values only. The shard list (EMBark's (table, row shard, column shard) -> rank) is derived from the
+layout here and nowhere else.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sbpflow.errors import ConfigError
+from sbpflow.layout import Layout
+from sbpflow.sbp import Broadcast, Partial
+
+Exchange = Literal["local", "columns", "reduce", "unique"]
+Combine = Literal["concat", "sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """One logical table: ``num_rows`` x ``dim``, looked up by the ids of ``feature``."""
+
+    name: str
+    feature: str
+    num_rows: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.dim < 1:
+            raise ConfigError(
+                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.num_rows, self.dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLayout:
+    """``layout`` of the [num_rows, dim] table and how its ids and vectors travel."""
+
+    layout: Layout
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """One output of a collection over the batch, laid out S(0).
+
+    ``concat`` gives [batch, sum of dims] in table order, ``sum`` adds the tables' vectors
+    ([batch, dim]; all dims equal).
+    """
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    combine: Combine = "concat"
+
+    def __post_init__(self) -> None:
+        dims = {table.dim for table in self.tables}
+        if self.combine == "sum" and len(dims) > 1:
+            raise ConfigError(f"output {self.name}: a sum needs equal dims, not {sorted(dims)}")
+
+    @property
+    def width(self) -> int:
+        if self.combine == "sum":
+            return self.tables[0].dim
+        return sum(table.dim for table in self.tables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The rectangle rows x columns of one table that one rank stores."""
+
+    table: str
+    rank: int
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return (self.row_stop - self.row_start) * (self.col_stop - self.col_start)
+
+
+def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
+    """Every rank's rectangle of the table, empty ones left out, in placement order."""
+    shards: list[Shard] = []
+    for rank in layout.placement.ranks:
+        slices = layout.part_slices(table.shape, rank)
+        if slices is None:
+            continue
+        rows, cols = slices
+        shard = Shard(
+            table=table.name,
+            rank=rank,
+            row_start=rows.start,
+            row_stop=rows.stop,
+            col_start=cols.start,
+            col_stop=cols.stop,
+        )
+        if shard.num_elements:
+            shards.append(shard)
+    return tuple(shards)
+
+
+def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
+    """Raise ConfigError unless the shards tile the table: no hole, no overlap but replicas of B."""
+    replicas = 1
+    for axis, sbp in enumerate(layout.nd_sbp):
+        if isinstance(sbp, Broadcast):
+            replicas *= layout.placement.shape[axis]
+        if isinstance(sbp, Partial):
+            raise ConfigError(f"table {table.name}: {layout} stores terms of a sum; use S or B")
+    stored = sum(shard.num_elements for shard in shards)
+    if stored != replicas * table.num_rows * table.dim:
+        raise ConfigError(
+            f"table {table.name}: shards of {layout} hold {stored} elements, "
+            f"the table has {table.num_rows} x {table.dim} (x {replicas} replicas)"
+        )
+    distinct = {(s.row_start, s.row_stop, s.col_start, s.col_stop): s for s in shards}
+    parts = list(distinct.values())
+    for index, one in enumerate(parts):
+        for other in parts[index + 1 :]:
+            rows_apart = one.row_stop <= other.row_start or other.row_stop <= one.row_start
+            cols_apart = one.col_stop <= other.col_start or other.col_stop <= one.col_start
+            if not (rows_apart or cols_apart):
+                raise ConfigError(f"table {table.name}: shards {one} and {other} overlap")

@@ -1,0 +1,253 @@
+"""What a run will do, without starting a rank: tables, shards, steps, bytes, memory.
+
+Renders the very plan objects that a run executes, so that the two cannot differ. Text for people,
+the same facts as a dictionary for programs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sbpflow.boxing_plan import BoxingStep
+from sbpflow.embedding.kernels import KernelChoice
+from sbpflow.embedding.plan import EmbeddingPlan, ExchangeStep, Stack, Step
+from sbpflow.embedding.tables import TableLayout, shards_of
+from sbpflow.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseParameter:
+    """One parameter of the dense part; ``state_per_element`` counts its optimizer's numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    dtype: torch.dtype
+    state_per_element: int
+
+    def num_elements(self, rank: int) -> int:
+        shape = self.layout.part_shape(self.shape, rank)
+        return 0 if shape is None else torch.Size(shape).numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything static about a run: what ``explain`` prints and the trainer executes."""
+
+    embeddings: EmbeddingPlan
+    layouts: Mapping[str, TableLayout]
+    kernels: Mapping[str, KernelChoice]
+    dense: tuple[DenseParameter, ...]
+    dense_steps: tuple[BoxingStep, ...]
+    batch_size: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def world_size(self) -> int:
+        return self.embeddings.world.size
+
+    def steps(self) -> tuple[tuple[str, Step], ...]:
+        """(phase, step) of one iteration of ``batch_size`` rows, in the order they are issued."""
+        forward = self.embeddings.forward_steps(self.batch_size)
+        backward = self.embeddings.backward_steps(self.batch_size)
+        return (
+            *(("forward", step) for step in forward),
+            *(("backward", step) for step in self.dense_steps),
+            *(("backward", step) for step in backward),
+        )
+
+
+def describe(plan: RunPlan) -> dict[str, Any]:
+    """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows."""
+    steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
+    tables = [_describe_table(plan, name) for name in plan.layouts]
+    return {
+        "world_size": plan.world_size,
+        "backend": plan.embeddings.backend,
+        "batch_size": plan.batch_size,
+        "tables": tables,
+        "steps": steps,
+        "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
+        "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
+        "notes": list(plan.notes),
+    }
+
+
+def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
+    stack = _stack_of(plan, name)
+    table = stack.tables[[t.name for t in stack.tables].index(name)]
+    layout, optimizer = plan.layouts[name], plan.embeddings.optimizer
+    itemsize = plan.embeddings.dtype.itemsize
+    per_row = optimizer.state_elements_per_row(table.dim)
+    rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
+    shards: list[dict[str, Any]] = []
+    for shard in shards_of(table, layout.layout):
+        rows, cols = shard.row_stop - shard.row_start, shard.col_stop - shard.col_start
+        state = rows * (per_row if rowwise else per_row * cols // table.dim)
+        shards.append(
+            {
+                "rank": shard.rank,
+                "rows": [shard.row_start, shard.row_stop],
+                "columns": [shard.col_start, shard.col_stop],
+                "table_bytes": rows * cols * itemsize,
+                "state_bytes": state * itemsize,
+            }
+        )
+    return {
+        "name": name,
+        "feature": table.feature,
+        "rows": table.num_rows,
+        "dim": table.dim,
+        "sbp": str(layout.layout.nd_sbp[0]),
+        "ranks": list(layout.layout.placement.ranks),
+        "exchange": next(g.exchange for g in plan.embeddings.groups if table in g.tables),
+        "kernel": plan.kernels[name].name,
+        "kernel_reason": plan.kernels[name].reason,
+        "shards": shards,
+    }
+
+
+def _stack_of(plan: RunPlan, name: str) -> Stack:
+    for group in plan.embeddings.groups:
+        for stack in group.stacks:
+            if any(table.name == name for table in stack.tables):
+                return stack
+    raise KeyError(name)
+
+
+def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
+    common = {"phase": phase, "id": step.id, "collective": step.collective}
+    dtype = str(step.dtype).removeprefix("torch.")
+    if isinstance(step, ExchangeStep):
+        return common | {
+            "what": step.what,
+            "groups": [list(step.group)],
+            "dtype": dtype,
+            "exact": False,
+            "bytes_per_rank": [step.bound_bytes] * world_size,
+            "total_bytes": step.bound_bytes * world_size,
+        }
+    return common | {
+        "what": f"{step.src} -> {step.dst} {list(step.shape)}",
+        "groups": [list(group) for group in step.groups],
+        "dtype": dtype,
+        "exact": True,
+        "bytes_per_rank": [step.bytes_sent(rank) for rank in range(world_size)],
+        "total_bytes": step.total_bytes,
+    }
+
+
+def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    held = [shard for table in tables for shard in table["shards"] if shard["rank"] == rank]
+    itemsize = plan.embeddings.dtype.itemsize
+    dense = sum(p.num_elements(rank) for p in plan.dense)
+    dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
+    return {
+        "rank": rank,
+        "table_bytes": sum(shard["table_bytes"] for shard in held),
+        "table_state_bytes": sum(shard["state_bytes"] for shard in held),
+        "dense_bytes": dense * itemsize,
+        "dense_gradient_bytes": dense * itemsize,
+        "dense_state_bytes": dense_state * itemsize,
+    }
+
+
+def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
+    """The plan as text: tables, then steps in order, then memory per rank."""
+    facts = describe(plan)
+    lines = [
+        f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
+        "",
+        *_table_lines(facts["tables"], shards=shards),
+        "",
+        *_step_lines(facts["steps"]),
+        f"all steps: {_size(facts['bytes_per_iteration'])} per iteration, all ranks together",
+        "",
+        *_rank_lines(facts["ranks"]),
+        *facts["notes"],
+    ]
+    return "\n".join(lines)
+
+
+def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:
+    rows = [("table", "rows", "dim", "layout", "exchange", "kernel", "")]
+    for table in tables:
+        layout = f"{table['sbp']}@{table['ranks']}"
+        rows.append(
+            (
+                table["name"],
+                f"{table['rows']:,}",
+                str(table["dim"]),
+                layout,
+                table["exchange"],
+                table["kernel"],
+                table["kernel_reason"],
+            )
+        )
+        if shards:
+            rows += [("", _extent(shard), "", "", "", "", "") for shard in table["shards"]]
+    return _columns(rows)
+
+
+def _extent(shard: Mapping[str, Any]) -> str:
+    (r0, r1), (c0, c1) = shard["rows"], shard["columns"]
+    size = _size(shard["table_bytes"] + shard["state_bytes"])
+    return f"  rank {shard['rank']}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {size}"
+
+
+def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [("step", "phase", "collective", "group", "bytes", "what")]
+    for step in steps:
+        groups = " ".join(str(group) for group in step["groups"]) or "-"
+        size = _size(step["total_bytes"])
+        rows.append(
+            (
+                step["id"],
+                step["phase"],
+                step["collective"],
+                groups,
+                size if step["exact"] else f"<= {size}",
+                step["what"],
+            )
+        )
+    return _columns(rows)
+
+
+def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = (
+        "table_bytes",
+        "table_state_bytes",
+        "dense_bytes",
+        "dense_gradient_bytes",
+        "dense_state_bytes",
+    )
+    header = ("rank", "tables", "their state", "dense", "gradients", "their state", "sum")
+    rows = [header]
+    for rank in ranks:
+        sizes = [rank[name] for name in names]
+        rows.append((str(rank["rank"]), *(_size(size) for size in (*sizes, sum(sizes)))))
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-aligned columns; a row that is only an extent (second cell) runs on."""
+    wide = [row for row in rows if row[0]]
+    widths = [max(len(row[i]) for row in wide) for i in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = (
+            [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            if row[0]
+            else [row[1]]
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"

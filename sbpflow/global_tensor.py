@@ -1,0 +1,241 @@
+"""GlobalTensor: a logical tensor of which this rank holds a part.
+
+The face of ``boxing`` for models and people. The gradient of a tensor laid out x travels in
+dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.errors import SbpError
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
+
+Where = Layout | NdSbp | str
+Steps = tuple[BoxingStep, ...]
+
+
+class GlobalTensor:
+    """``part`` is what this rank holds of a tensor of ``shape`` laid out as ``layout``.
+
+    A rank outside the placement holds an empty part, so that its autograd graph still reaches the
+    conversions it must take part in. Every rank makes the same calls in the same order.
+    """
+
+    __slots__ = ("boxing", "layout", "part", "shape")
+
+    def __init__(
+        self, part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing
+    ) -> None:
+        expected = part_shape(layout, shape, boxing.world.rank)
+        if part.shape != expected:
+            raise SbpError(
+                f"rank {boxing.world.rank} holds a part of shape {list(part.shape)}, but its part "
+                f"of {list(shape)} under {layout} is {list(expected)}"
+            )
+        self.part = part
+        self.layout = layout
+        self.shape = shape
+        self.boxing = boxing
+
+    @staticmethod
+    def from_local(
+        part: Tensor | None,
+        layout: Layout,
+        shape: tuple[int, ...],
+        boxing: Boxing,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> "GlobalTensor":
+        """Declare local parts to be a global tensor; nothing is sent or compared.
+
+        ``part`` may be None outside the placement, where ``dtype`` then says what the others hold.
+        Along B axes the caller guarantees equal data. The gradient of ``part`` arrives in the dual
+        layout: whole for P, as terms that add up over the ranks for B.
+        """
+        if part is None:
+            part = torch.empty(0, dtype=dtype, device=boxing.world.device)
+        return GlobalTensor(part, layout, tuple(shape), boxing)
+
+    @staticmethod
+    def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
+        """Lay out a value that every rank has: each keeps its part, along P axes the first one."""
+        shape = tuple(full.shape)
+        check_user(layout, shape)
+        whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
+        steps = _plan(whole, layout, shape, full.dtype, "from_full", boxing)
+        inside = boxing.world.rank in layout.placement
+        part = boxing.run(steps, full.detach() if inside else None)
+        part = full.new_empty(0) if part is None else part.clone()
+        return GlobalTensor(part, layout, shape, boxing)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.part.requires_grad
+
+    def requires_grad_(self, flag: bool = True) -> "GlobalTensor":
+        """Make this a leaf that gradients accumulate in, in ``part.grad``, laid out as the dual."""
+        self.part.requires_grad_(flag)
+        return self
+
+    def detach(self) -> "GlobalTensor":
+        """The same value without history."""
+        return GlobalTensor(self.part.detach(), self.layout, self.shape, self.boxing)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"GlobalTensor({dtype}{list(self.shape)} {self.layout})"
+
+    def to(
+        self,
+        where: Where,
+        grad_sbp: NdSbp | str | None = None,
+        *,
+        id: str = "to",
+        channel: str = "main",
+    ) -> "GlobalTensor":
+        """Convert; the value is kept.
+
+        ``where`` is a layout, or an nd-sbp on the same placement, also as text: ``"(S(0), B)"``.
+        The gradient of the result is expected in dual(dst), or in ``grad_sbp`` if the consumer
+        guarantees that (a B tensor that all ranks use alike has gradient B); it leaves in
+        dual(src). Steps are named "<id>/fwd" and "<id>/bwd".
+        """
+        dst = self._layout_of(where)
+        if dst == self.layout and grad_sbp is None:
+            return self
+        check_user(dst, self.shape)
+        boxing, shape, dtype = self.boxing, self.shape, self.dtype
+        forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
+        backward: Steps = ()
+        if self.part.requires_grad and torch.is_grad_enabled():
+            incoming = dst.dual() if grad_sbp is None else _grad_layout(dst, grad_sbp)
+            backward = _plan(incoming, self.layout.dual(), shape, dtype, f"{id}/bwd", boxing)
+        inside = (boxing.world.rank in self.layout.placement, boxing.world.rank in dst.placement)
+        part: Any = _Convert.apply(self.part, boxing, forward, backward, inside, channel)
+        return GlobalTensor(part, dst, shape, boxing)
+
+    def full(self) -> Tensor:
+        """The whole value, as a plain tensor without history, on every rank of the world."""
+        world = self.boxing.world
+        everyone = Placement.line(self.layout.placement.device_type, world.size)
+        return self.detach().to(Layout(everyone, (Broadcast(),)), id="full").part
+
+    def item(self) -> float:
+        """The value of a tensor with one element, on every rank of the world."""
+        return float(self.full().item())
+
+    def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
+        """Propagate from a tensor with one element, or from any with its ``gradient`` given.
+
+        The gradient starts in the dual layout: for a B loss, 1 on the first coordinate and 0
+        elsewhere, so that nothing counts twice. Leaves receive theirs in the dual of their own
+        layout; ``sync_gradients`` brings those to the leaf's layout.
+        """
+        if gradient is None:
+            if any(length != 1 for length in self.shape):
+                raise SbpError(
+                    f"backward() starts from one element, not from {self!r}; reduce it with "
+                    "ops.reduce_mean or ops.reduce_sum, or pass gradient="
+                )
+            gradient = ones_like(self)
+        seed = gradient.to(self.layout.dual(), id="seed").part.to(self.dtype)
+        torch.autograd.backward([self.part], [seed], retain_graph=retain_graph)
+
+    def _layout_of(self, where: Where) -> Layout:
+        if isinstance(where, Layout):
+            return where
+        nd_sbp = parse_nd_sbp(where) if isinstance(where, str) else where
+        return Layout(self.layout.placement, nd_sbp)
+
+
+class _Convert(torch.autograd.Function):
+    """part under src -> part under dst; backward: under dual(dst) -> under dual(src)."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        part: Tensor,
+        boxing: Boxing,
+        forward: Steps,
+        backward: Steps,
+        inside: tuple[bool, bool],
+        channel: str,
+    ) -> Tensor:
+        ctx.state = boxing, backward, inside, channel
+        out = boxing.run(forward, part if inside[0] else None, channel)
+        return part.new_empty(0) if out is None else out
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        gradient: Tensor,
+    ) -> tuple[Tensor, None, None, None, None, None]:
+        boxing, backward, inside, channel = ctx.state
+        out = boxing.run(backward, gradient if inside[1] else None, channel)
+        out = gradient.new_empty(0) if out is None else out
+        return out, None, None, None, None, None
+
+
+def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
+    """A trainable leaf from this rank's part (empty, of shape [0], outside the placement)."""
+    part = part.detach().clone()
+    return GlobalTensor(part, layout, tuple(shape), boxing).requires_grad_()
+
+
+def ones_like(x: GlobalTensor) -> GlobalTensor:
+    """Ones of the shape of ``x``, laid out as its gradient travels: the seed of a backward."""
+    layout = x.layout.dual()
+    whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
+    inside = x.boxing.world.rank in layout.placement
+    ones = torch.ones(x.shape if inside else 0, dtype=x.dtype, device=x.part.device)
+    return GlobalTensor(ones, whole, x.shape, x.boxing).to(layout, id="seed")
+
+
+@lru_cache(maxsize=65536)
+def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Shape of the part a rank holds, (0,) outside; raises SbpError if the layout does not fit."""
+    layout.check_user(shape)
+    here = layout.part_shape(shape, rank)
+    return (0,) if here is None else here
+
+
+@lru_cache(maxsize=65536)
+def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
+    """``layout.check_user``, remembered."""
+    layout.check_user(shape)
+
+
+def _plan(
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, boxing: Boxing
+) -> Steps:
+    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend)
+
+
+def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
+    """The layout a consumer promises for the gradient; its parts must have the shape of dst's."""
+    given = parse_nd_sbp(grad_sbp) if isinstance(grad_sbp, str) else grad_sbp
+    layout = Layout(dst.placement, given)
+    for mine, theirs in zip(dst.nd_sbp, given, strict=True):
+        splits = isinstance(mine, Split) or isinstance(theirs, Split)
+        if splits and mine != theirs:
+            raise SbpError(
+                f"grad_sbp {format_nd_sbp(given)} does not fit a result laid out "
+                f"{format_nd_sbp(dst.nd_sbp)}: a gradient has the shape of its tensor, so S stays "
+                "the same S, and B or P may each be B or P"
+            )
+    return layout

@@ -1,0 +1,139 @@
+"""Checks that end a run which has gone wrong: a loss that is not a number, replicas that differ."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.errors import ConfigError, TrainingError
+from sbpflow.global_tensor import GlobalTensor
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Sbp, Split
+from sbpflow.training.trainer import Batch
+
+CHANNEL = "control"
+
+
+class LossWatch:
+    """Stops the run at a loss that is NaN or infinite, naming the step and the fields at fault.
+
+    On CPU a loss is checked at once. On CUDA it is copied to the host beside the next step and
+    checked one step later, so that the check never waits for the device.
+    """
+
+    def __init__(self, boxing: Boxing, dense_names: Sequence[str]) -> None:
+        self._boxing = boxing
+        self._names = tuple(dense_names)
+        self._waiting: tuple[int, Tensor, torch.cuda.Event, Batch] | None = None
+        self.last = float("nan")
+
+    def push(self, step: int, loss: Tensor, batch: Batch) -> None:
+        """Take the loss of ``step`` and the batch it came from."""
+        if not loss.is_cuda:
+            self._check(step, float(loss), batch)
+            return
+        self.flush()
+        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        host.copy_(loss, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._waiting = (step, host, event, batch)
+
+    def flush(self) -> None:
+        """Check what is still under way."""
+        if self._waiting is not None:
+            (step, host, event, batch), self._waiting = self._waiting, None
+            event.synchronize()
+            self._check(step, float(host), batch)
+
+    def _check(self, step: int, loss: float, batch: Batch) -> None:
+        self.last = loss
+        if loss - loss == 0.0:  # neither NaN nor infinite
+            return
+        # The loss is the same on every rank, so every rank comes here and takes part.
+        bad = (~torch.isfinite(batch.dense)).sum(0).to(torch.int64)
+        counts = _on_all(self._boxing, bad, Partial(), "health/fields").tolist()
+        named = ", ".join(
+            f"{name} ({count} rows)"
+            for name, count in zip(self._names, counts, strict=True)
+            if count
+        )
+        cause = (
+            f"the batch holds values that are not numbers in {named}"
+            if named
+            else "all dense fields of the batch are finite: try a smaller learning rate"
+        )
+        raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
+
+
+def check_same(boxing: Boxing, what: str, digest: str) -> None:
+    """Raise ConfigError on every rank unless all ranks have the same hex ``digest``."""
+    world = boxing.world
+    if world.size == 1:
+        return
+    raw = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=world.device)
+    everyone = _on_all(boxing, raw.unsqueeze(0), Split(0), f"health/{what}")
+    others = [rank for rank in range(world.size) if not torch.equal(everyone[rank], everyone[0])]
+    if others:
+        raise ConfigError(
+            f"{what}: ranks {others} differ from rank 0; start every rank with the same files and "
+            "arguments"
+        )
+
+
+def check_replicas(
+    parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
+) -> None:
+    """Raise TrainingError on every rank if a B tensor is not the same, bit by bit, on all."""
+    sums: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if _is_replicated(parameter.layout):
+            sums[name] = _checksum(parameter.part.detach())
+    for stored in embeddings.stored():
+        if _is_replicated(embeddings.layout_of(stored.piece.table)):
+            sums[stored.piece.table.name] = _checksum(stored.weights)
+    if not sums or boxing.world.size == 1:
+        return
+    mine = torch.stack(list(sums.values())).unsqueeze(0)
+    everyone = _on_all(boxing, mine, Split(0), "health/replicas")
+    for column, name in enumerate(sums):
+        if len(set(everyone[:, column].tolist())) > 1:
+            raise TrainingError(
+                f"{name} is laid out B and differs between ranks; its gradient or its update was "
+                "not the same everywhere"
+            )
+
+
+def _is_replicated(layout: Layout) -> bool:
+    return all(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp) and layout.placement.size > 1
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The bits as integers, summed with wrap-around; order and NaN do not matter."""
+    bits = torch.int64 if tensor.itemsize == 8 else torch.int32
+    return tensor.contiguous().view(bits).sum(dtype=torch.int64)
+
+
+def _on_all(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
+    """Gather (Split) or add up (Partial) the ranks' parts of equal shape, on every rank."""
+    world = boxing.world
+    placement = Placement.line(world.device.type, world.size)
+    shape = tuple(part.shape)
+    if isinstance(src, Split):
+        shape = (shape[0] * world.size, *shape[1:])
+    steps = plan_boxing(
+        Layout(placement, (src,)),
+        Layout(placement, (Broadcast(),)),
+        shape,
+        part.dtype,
+        id=id,
+        backend=world.backend,
+    )
+    out = boxing.run(steps, part, CHANNEL)
+    if out is None:
+        raise TrainingError(f"{id}: no result on rank {world.rank}")
+    return out

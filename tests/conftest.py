@@ -1,0 +1,41 @@
+"""Fixtures every test may use: persistent ranks on gloo, and on NCCL where there is a GPU."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needs_gpu = item.get_closest_marker("gpu") or item.get_closest_marker("nccl")
+    if needs_gpu and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; torch sees none")
+
+
+def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
+    pools: dict[int, RankPool] = {}
+
+    def run(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        if world_size not in pools:
+            folder = folder_of.mktemp(f"ranks-{device}-{world_size}")
+            pools[world_size] = RankPool(world_size, folder, device)
+        return pools[world_size].run(fn, *args)
+
+    yield run
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """``ranks(world_size, fn, *args)`` -> values of ``fn(world, *args)`` by rank, on CPU and gloo."""
+    yield from _pools(tmp_path_factory, "cpu")
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """As ``ranks``, on CUDA and NCCL; for tests marked ``nccl``."""
+    yield from _pools(tmp_path_factory, "cuda")

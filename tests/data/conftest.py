@@ -1,0 +1,46 @@
+"""Small prepared sets whose dense column 0 is the row number, so that rows can be recognised."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.manifest import SPLITS, Manifest, load_manifest, write_manifest
+from data.shards import write_shard
+
+
+def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
+    """A set of ``num_rows`` train rows and few others: dense I1 = row number, ids = row * 10 + field."""
+    folder.mkdir(parents=True)
+    shards = {}
+    for name, rows in zip(SPLITS, (num_rows, 17, 5), strict=True):
+        shards[name] = []
+        for start in range(0, rows, shard_rows):
+            number = np.arange(start, min(start + shard_rows, rows))
+            words = np.empty((len(number), 6), dtype=np.int32)
+            words[:, :3].view(np.float32)[:] = np.stack([number % 2, number, -number], axis=1)
+            words[:, 3:] = number[:, None] * 10 + np.arange(3)
+            shards[name].append(asdict(write_shard(folder, f"{name}-{start}.npy", words)))
+    content = {
+        "source": "test",
+        "dense": [{"name": "I1"}, {"name": "I2"}],
+        "fields": [{"name": n, "rows": num_rows * 10} for n in ("C1", "C2", "C1xC2")],
+        "splits": shards,
+    }
+    write_manifest(folder, content)
+    return load_manifest(folder)
+
+
+@pytest.fixture(scope="session")
+def row_set(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Manifest]:
+    """``row_set(n)``: the set of ``make_set`` with n train rows, made once per session."""
+    made: dict[int, Manifest] = {}
+
+    def get(num_rows: int) -> Manifest:
+        if num_rows not in made:
+            made[num_rows] = make_set(tmp_path_factory.mktemp("rows") / str(num_rows), num_rows)
+        return made[num_rows]
+
+    return get

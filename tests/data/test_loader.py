@@ -1,0 +1,142 @@
+"""The loader: which rows every rank gets, that back-ends agree, and that a read goes on exactly."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from data import open_loader
+from sbpflow.errors import ConfigError, DataError
+
+SHUFFLES = ["none", "blocks", "rows"]
+
+
+def rows_of(batch):
+    return batch.dense[:, 0].to(torch.int64).tolist()
+
+
+def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
+    """Rows of each step over all ranks, in rank order; num_rows checked on the way."""
+    loaders = [
+        open_loader(manifest, rank=rank, world_size=world_size, backend="memmap", **options)
+        for rank in range(world_size)
+    ]
+    if state is not None:
+        for loader in loaders:
+            loader.load_state_dict(state)
+    steps = []
+    for batches in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
+        rows = [row for batch in batches for row in rows_of(batch)]
+        assert all(batch.num_rows == len(rows) for batch in batches)
+        assert max(map(len, map(rows_of, batches))) - min(map(len, map(rows_of, batches))) <= 1
+        steps.append(rows)
+    return steps
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("num_rows", [1, 4096, 9000])
+def test_an_epoch_is_every_row_once_whatever_the_world(row_set, shuffle, num_rows):
+    one, three = (
+        global_steps(row_set(num_rows), world, batch_size=700, shuffle=shuffle) for world in (1, 3)
+    )
+    assert one == three
+    assert sorted(sum(one, [])) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_backends_yield_the_same_bits(row_set, shuffle):
+    both = [
+        list(
+            open_loader(
+                row_set(9000),
+                batch_size=700,
+                rank=1,
+                world_size=2,
+                backend=backend,
+                shuffle=shuffle,
+            ).epoch(3)
+        )
+        for backend in ("memmap", "dali")
+    ]
+    assert len(both[0]) == len(both[1]) == 13
+    for left, right in zip(*both, strict=True):
+        assert left[3:] == right[3:]
+        assert all(torch.equal(a, b) for a, b in zip(left[:3], right[:3], strict=True))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (4, 1)])
+def test_a_read_goes_on_with_the_rows_not_yet_seen(row_set, shuffle, before, after):
+    manifest = row_set(9000)
+    whole = global_steps(manifest, 1, batch_size=700, shuffle=shuffle, epoch=2)
+    for stop in (1, 6, 13):
+        loader = open_loader(
+            manifest, batch_size=700, shuffle=shuffle, rank=before - 1, world_size=before
+        )
+        for _, _batch in zip(range(stop), loader.epoch(2), strict=False):
+            state = loader.state_dict()
+        rest = global_steps(manifest, after, state=state, batch_size=700, shuffle=shuffle, epoch=2)
+        assert rest == whole[stop:]
+
+
+def test_another_batch_size_goes_on_from_the_row_cursor(row_set):
+    loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
+    next(iter(loader.epoch(0)))
+    rest = global_steps(row_set(9000), 2, state=loader.state_dict(), batch_size=512)
+    first = global_steps(row_set(9000), 1, batch_size=700)[0]
+    assert sorted(sum(rest, []) + first) == list(range(9000))
+
+
+def test_peek_leaves_the_cursor_and_shows_what_comes(row_set):
+    loader = open_loader(row_set(9000), batch_size=700, shuffle="rows", rank=1, world_size=2)
+    batches = loader.epoch(0)
+    next(batches)
+    state, peeked = loader.state_dict(), loader.peek(3)
+    assert loader.state_dict() == state
+    assert all(torch.equal(ids, next(batches).ids) for ids in peeked)
+    assert len(peeked) == 3
+
+
+def test_a_dropped_tail_is_counted(row_set):
+    loader = open_loader(row_set(9000), batch_size=700, tail="drop", backend="memmap")
+    assert loader.num_steps == 12
+    assert loader.num_dropped_rows == 600
+    assert len(list(loader.epoch(0))) == 12
+
+
+def test_epochs_differ_and_repeat(row_set):
+    orders = [global_steps(row_set(9000), 1, batch_size=700, epoch=e) for e in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_another_set_or_order_is_refused(row_set):
+    state = open_loader(row_set(9000), batch_size=700).state_dict()
+    for loader in (
+        open_loader(row_set(4096), batch_size=700),
+        open_loader(row_set(9000), batch_size=700, seed=8),
+        open_loader(row_set(9000), batch_size=700, shuffle="rows"),
+        open_loader(row_set(9000), batch_size=700, split="val"),
+    ):
+        with pytest.raises(DataError, match="can only go on"):
+            loader.load_state_dict(state)
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(row_set):
+    with pytest.raises(ConfigError, match="4 ranks"):
+        open_loader(row_set(4096), batch_size=3, world_size=4)
+
+
+def test_ids_and_floats_are_where_the_manifest_says(row_set):
+    batch = next(iter(open_loader(row_set(4096), batch_size=10, shuffle="none").epoch(0)))
+    assert batch.labels.tolist() == [0, 1] * 5
+    assert batch.dense[:, 1].tolist() == [-float(n) for n in range(10)]
+    assert np.array_equal(batch.ids[:, 2], np.arange(10) * 10 + 2)
+    assert batch.ids.dtype == torch.int32
+
+
+def test_importing_data_imports_neither_dali_nor_polars():
+    code = "import sys, data; print([m for m in ('polars', 'nvidia.dali') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

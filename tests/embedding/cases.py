@@ -1,0 +1,161 @@
+"""Small embedding cases for several ranks, and the single-process result they must equal."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sbpflow.boxing import Boxing
+from sbpflow.dist import World
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.tables import Exchange, OutputConfig, TableConfig, TableLayout
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import NdSbp, Split, balanced_sizes, parse_nd_sbp
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Layout of one table as text: sbp, exchange, and optional ranks and sizes."""
+
+    sbp: str
+    exchange: Exchange
+    ranks: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+
+    def layout(self, world_size: int) -> TableLayout:
+        ranks = self.ranks if self.ranks is not None else tuple(range(world_size))
+        nd_sbp: NdSbp = parse_nd_sbp(self.sbp)
+        if self.sizes is not None:
+            assert isinstance(nd_sbp[0], Split)
+            nd_sbp = (Split(nd_sbp[0].dim, self.sizes),)
+        placement = Placement.of("cpu", list(ranks))
+        return TableLayout(layout=Layout(placement, nd_sbp), exchange=self.exchange)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables per output, their layouts, the optimizer and the batches."""
+
+    tables: dict[str, tuple[tuple[str, int, int], ...]]  # output -> (name, rows, dim)
+    specs: dict[str, Spec]
+    optimizer: SparseOptimizer
+    sums: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float64
+    batch_sizes: tuple[int, ...] = (16, 16, 13)
+    kernel: str = "auto"
+
+    def outputs(self) -> tuple[OutputConfig, ...]:
+        return tuple(
+            OutputConfig(
+                name=output,
+                tables=tuple(
+                    TableConfig(name=name, feature=name, num_rows=rows, dim=dim)
+                    for name, rows, dim in tables
+                ),
+                combine="sum" if output in self.sums else "concat",
+            )
+            for output, tables in self.tables.items()
+        )
+
+    def features(self) -> tuple[str, ...]:
+        return tuple(name for tables in self.tables.values() for name, _, _ in tables)
+
+    def plan(self, world_size: int, backend: str = "gloo") -> EmbeddingPlan:
+        return plan_embeddings(
+            self.outputs(),
+            {name: spec.layout(world_size) for name, spec in self.specs.items()},
+            features=self.features(),
+            optimizer=self.optimizer,
+            dtype=self.dtype,
+            world=Placement.line("cpu", world_size),
+            backend=backend,
+        )
+
+    def batches(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """(ids [batch, features], {output: coefficient of the loss}) per step."""
+        generator = torch.Generator().manual_seed(5)
+        sizes = {name: rows for tables in self.tables.values() for name, rows, _ in tables}
+        batches = []
+        for batch in self.batch_sizes:
+            columns = [
+                # squares make small ids frequent, so that batches hold duplicates
+                (torch.rand(batch, generator=generator) ** 2 * sizes[name]).int()
+                for name in self.features()
+            ]
+            weights = {
+                out.name: torch.randn(batch, out.width, generator=generator, dtype=torch.float64)
+                for out in self.outputs()
+            }
+            batches.append((torch.stack(columns, 1), weights))
+        return batches
+
+
+def train(world: World, case: Case) -> dict[str, Any]:
+    """Run the case on this rank; returns its outputs, pieces and log for the parent to join."""
+    boxing = Boxing(world)
+    collection = EmbeddingCollection(
+        case.plan(world.size), world, boxing, seed=SEED, kernel=case.kernel
+    )
+    outputs: list[dict[str, np.ndarray]] = []
+    for ids, weights in case.batches():
+        sizes = balanced_sizes(ids.shape[0], world.size)
+        mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
+        vectors = collection.forward(ids[mine], ids.shape[0], training=True)
+        loss = sum(
+            (vectors[name].tanh() * weight[mine].to(case.dtype)).sum()
+            for name, weight in weights.items()
+        )
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        collection.apply_gradients()
+        outputs.append({name: v.detach().double().numpy() for name, v in vectors.items()})
+    return {
+        "outputs": outputs,
+        "pieces": [
+            (
+                s.piece.table.name,
+                (s.piece.row_start, s.piece.row_stop, s.piece.col_start, s.piece.col_stop),
+                s.weights.double().numpy().copy(),
+                {key: value.double().numpy().copy() for key, value in s.state.items()},
+            )
+            for s in collection.stored()
+        ],
+        "records": [(r.step_id, r.collective, r.bytes_sent) for r in world.log.records],
+    }
+
+
+def join_outputs(results: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+    """Outputs of the whole batch, per step."""
+    return [
+        {name: np.concatenate([r["outputs"][step][name] for r in results]) for name in first}
+        for step, first in enumerate(results[0]["outputs"])
+    ]
+
+
+def join_tables(
+    case: Case, results: list[dict[str, Any]]
+) -> dict[str, tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Whole tables and state from the ranks' pieces; NaN where no rank held anything."""
+    tables: dict[str, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+    for out in case.outputs():
+        for table in out.tables:
+            state_shape = case.optimizer.state_shape(table.num_rows, table.dim)
+            tables[table.name] = (
+                np.full(table.shape, np.nan),
+                {name: np.full(state_shape, np.nan) for name in case.optimizer.state_names},
+            )
+    for result in results:
+        for name, (r0, r1, c0, c1), weights, state in result["pieces"]:
+            tables[name][0][r0:r1, c0:c1] = weights
+            for key, value in state.items():
+                if value.ndim == 1:
+                    tables[name][1][key][r0:r1] = value
+                else:
+                    tables[name][1][key][r0:r1, c0:c1] = value
+    return tables

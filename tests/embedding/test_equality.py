@@ -1,0 +1,119 @@
+"""Any layout on 1 to 4 ranks equals the reference written without sbpflow, in float64.
+
+Tolerances: float64 sums taken in another order; tables of 1e-1 and three steps stay below 1e-12.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.embedding.initial import fill_uniform
+from sbpflow.embedding.optimizers import SparseOptimizer
+from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
+from tests.reference_wdl import ReferenceWdl, SparseRule
+
+WIDE = (("wide.a", 37, 1), ("wide.b", 5, 1))
+DEEP = (("deep.a", 41, 6), ("deep.b", 3, 6), ("deep.c", 64, 6))
+ALL = {
+    "dp": Spec("B", "local"),
+    "reduce": Spec("S(0)", "reduce"),
+    "unique": Spec("S(0)", "unique"),
+    "columns": Spec("S(1)", "columns"),
+}
+SCHEMES = {
+    "dp": ("dp", "dp"),
+    "scheme1": ("reduce", "columns"),
+    "scheme2": ("reduce", "reduce"),
+    "scheme3": ("unique", "unique"),
+}
+OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
+
+
+def make_case(wide: str, deep: str, optimizer: str, **changes: Spec) -> Case:
+    specs = {name: ALL[wide] for name, _, _ in WIDE} | {name: ALL[deep] for name, _, _ in DEEP}
+    return Case(
+        tables={"wide": WIDE, "deep": DEEP},
+        specs=specs | {name.replace("_", "."): spec for name, spec in changes.items()},
+        optimizer=SparseOptimizer(name=optimizer, lr=0.1),
+        sums=("wide",),
+    )
+
+
+def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], ReferenceWdl]:
+    """Outputs per step and the trained reference."""
+    tables: dict[str, tuple[int, torch.Tensor]] = {}
+    for out in case.outputs():
+        for table in out.tables:
+            weights = torch.empty(table.shape, dtype=torch.float64)
+            fill_uniform(weights, seed=SEED, name=table.name, bound=0.05, num_columns=table.dim)
+            tables[table.name] = (case.features().index(table.feature), weights)
+    rule = SparseRule(case.optimizer.name, case.optimizer.lr)
+    model = ReferenceWdl({}, tables, [], rule)
+    outputs = []
+    for ids, weights in case.batches():
+        model.num_steps += 1
+        for _, table in tables.values():
+            table.requires_grad_(True).grad = None
+        vectors = {}
+        for out in case.outputs():
+            parts = [tables[t.name][1][ids[:, tables[t.name][0]].long()] for t in out.tables]
+            vectors[out.name] = sum(parts) if out.combine == "sum" else torch.cat(parts, 1)
+        sum((vectors[n].tanh() * w).sum() for n, w in weights.items()).backward()
+        for name, (column, table) in tables.items():
+            touched = torch.zeros(table.shape[0], dtype=torch.bool)
+            touched[ids[:, column].long()] = True
+            model._update(name, table.detach(), table.grad, touched)
+            table.requires_grad_(False)
+        outputs.append({name: v.detach().numpy() for name, v in vectors.items()})
+    return outputs, model
+
+
+def check(ranks, world_size: int, case: Case, tolerance: float = 1e-12) -> list[dict]:
+    results = ranks(world_size, train, case)
+    outputs, model = reference(case)
+    for step, expected in zip(join_outputs(results), outputs, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_allclose(step[name], value, rtol=0, atol=tolerance)
+    for name, (weights, state) in join_tables(case, results).items():
+        np.testing.assert_allclose(
+            weights, model.deep[name][1].numpy(), rtol=0, atol=tolerance, err_msg=name
+        )
+        for key, value in state.items():
+            expected_state = model.state[name][key].numpy()
+            np.testing.assert_allclose(value, expected_state, rtol=0, atol=tolerance, err_msg=key)
+    return results
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_scheme_equals_the_reference(ranks, world_size, scheme, optimizer):
+    check(ranks, world_size, make_case(*SCHEMES[scheme], optimizer))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_mixed_layouts_equal_the_reference(ranks, optimizer):
+    case = make_case(
+        "reduce",
+        "columns",
+        optimizer,
+        wide_b=Spec("S(0)", "columns", ranks=(2,)),
+        deep_a=Spec("S(0)", "unique", ranks=(0, 3), sizes=(41, 0)),
+        deep_b=Spec("B", "columns", ranks=(1,)),
+        deep_c=Spec("S(1)", "columns", ranks=(2, 0), sizes=(1, 5)),
+    )
+    check(ranks, 4, case)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_uneven_row_shards_and_rank_subsets_equal_the_reference(ranks, optimizer):
+    case = make_case(
+        "unique",
+        "reduce",
+        optimizer,
+        wide_a=Spec("S(0)", "reduce", ranks=(1,)),
+        deep_a=Spec("S(0)", "reduce", ranks=(0, 2), sizes=(1, 40)),
+        deep_b=Spec("B", "local"),
+        deep_c=Spec("S(0)", "reduce", ranks=(0, 2), sizes=(60, 4)),
+    )
+    check(ranks, 3, case)

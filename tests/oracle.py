@@ -1,0 +1,113 @@
+"""What a conversion must give, worked out without the code under test.
+
+Slices with Python ranges, fills, concatenates and adds; knows nothing of plans, moves or groups.
+"""
+
+import itertools
+import math
+import random
+
+import torch
+
+from sbpflow.layout import Layout
+from sbpflow.sbp import Broadcast, Partial, Split
+
+
+def pieces(size, split, parts):
+    """(start, stop) of each part: the remainder goes to the first parts, one each."""
+    lengths = split.sizes
+    if lengths is None:
+        lengths = [size // parts + (1 if part < size % parts else 0) for part in range(parts)]
+    stops = list(itertools.accumulate(lengths))
+    return [(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+
+
+def coordinate(layout: Layout, rank: int):
+    """Row-major coordinates of a rank in its grid, or None."""
+    if rank not in layout.placement.ranks:
+        return None
+    index = layout.placement.ranks.index(rank)
+    coord = []
+    for axis in range(len(layout.placement.shape)):
+        below = math.prod(layout.placement.shape[axis + 1 :])
+        coord.append(index // below % layout.placement.shape[axis])
+    return coord
+
+
+def extent(layout: Layout, shape, rank):
+    """(start, stop) per dim of the part of ``rank``."""
+    box = [(0, size) for size in shape]
+    for axis, (sbp, at) in enumerate(zip(layout.nd_sbp, coordinate(layout, rank), strict=True)):
+        if isinstance(sbp, Split):
+            start, stop = box[sbp.dim]
+            first, last = pieces(stop - start, sbp, layout.placement.shape[axis])[at]
+            box[sbp.dim] = (start + first, start + last)
+    return box
+
+
+def cut(full, box):
+    return full[tuple(slice(start, stop) for start, stop in box)]
+
+
+def shares(full, layout: Layout, seed=0):
+    """The parts of every rank; P parts are random whole numbers that add up to the value."""
+    draw = random.Random(seed)
+    parts = {}
+    terms = {}
+    for rank in layout.placement.ranks:
+        coord = coordinate(layout, rank)
+        partial = [axis for axis, s in enumerate(layout.nd_sbp) if isinstance(s, Partial)]
+        # Ranks that agree outside the B axes hold the same term.
+        key = tuple(
+            -1 if isinstance(s, Broadcast) else at
+            for s, at in zip(layout.nd_sbp, coord, strict=True)
+        )
+        if key not in terms:
+            terms[key] = _term(full, layout, coord, partial, draw, terms)
+        parts[rank] = cut(terms[key], extent(layout, full.shape, rank)).clone()
+    return parts
+
+
+def _term(full, layout, coord, partial, draw, terms):
+    """Every P coordinate but the last gets a random term; the last, what is missing."""
+    last = all(coord[axis] == layout.placement.shape[axis] - 1 for axis in partial)
+    if not partial or not last:
+        return full if not partial else _random_like(full, draw)
+    seen = torch.zeros_like(full)
+    for key, term in terms.items():
+        same = all(
+            k in (-1, at)
+            for axis, (k, at) in enumerate(zip(key, coord, strict=True))
+            if axis not in partial
+        )
+        if same:
+            seen = seen + term
+    return full - seen
+
+
+def _random_like(full, draw):
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    return torch.randint(-4, 5, full.shape, generator=generator).to(full.dtype)
+
+
+def joined(parts, layout: Layout, shape, dtype):
+    """The full value that the parts of all ranks stand for; B copies must agree."""
+    total = torch.zeros(shape, dtype=dtype)
+    seen = {}
+    for rank in layout.placement.ranks:
+        coord = coordinate(layout, rank)
+        box = extent(layout, shape, rank)
+        key = tuple(
+            -1 if isinstance(s, Broadcast) else at
+            for s, at in zip(layout.nd_sbp, coord, strict=True)
+        )
+        if key in seen:
+            assert torch.equal(seen[key], parts[rank]), f"rank {rank} disagrees with its replica"
+            continue
+        seen[key] = parts[rank]
+        cut(total, box).add_(parts[rank])
+    return total
+
+
+def has_partial(layout: Layout):
+    return any(isinstance(sbp, Partial) for sbp in layout.nd_sbp)

@@ -1,0 +1,193 @@
+"""Persistent ranks for tests: one pool of gloo processes per world size, reused by every test.
+
+``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank and
+returns its values in rank order. If a rank raises, dies or hangs, the pool is killed and rebuilt on
+the next call, and the failure carries every rank's traceback, or its stack if it sat in a call.
+"""
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "tests.ranks"]
+TIMEOUT_S = 60.0  # of a collective
+TASK_TIMEOUT_S = 240.0  # of one call of ``fn``
+GRACE_S = 3.0  # for the other ranks, once one has failed
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not finish; ``errors`` has the text of each that failed, by rank."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank}:\n{text}" for rank, text in errors.items()))
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    stderr: Path
+
+
+class RankPool:
+    """``world_size`` processes that stay alive between calls."""
+
+    def __init__(self, world_size: int, folder: Path, device: str = "cpu") -> None:
+        self.world_size = world_size
+        self.device = device
+        self._folder = folder
+        self._generation = 0
+        self._workers: list[_Worker] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Values of ``fn(world, *args)`` in rank order; RanksFailed if any rank failed."""
+        if not self._workers:
+            self._start()
+        for worker in self._workers:
+            worker.pipe.send((fn.__module__, fn.__qualname__, args))
+        results, errors = self._collect()
+        if errors:
+            self.stop()
+            raise RanksFailed(errors)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """End the processes, politely if they listen."""
+        for worker in self._workers:
+            try:
+                worker.pipe.send(None)
+            except OSError:
+                pass
+        deadline = time.monotonic() + 2.0
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._generation += 1
+        name = f"{self.world_size}-{self._generation}"
+        store = self._folder / f"store-{name}"
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            stderr = self._folder / f"stderr-{name}-{rank}"
+            process = context.Process(
+                target=_serve,
+                args=(
+                    rank,
+                    self.world_size,
+                    str(store),
+                    theirs,
+                    str(stderr),
+                    self.device,
+                    sys.path,
+                ),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, stderr))
+
+    def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        waiting = dict(enumerate(self._workers))
+        deadline = time.monotonic() + TASK_TIMEOUT_S
+        while waiting and time.monotonic() < deadline:
+            handles = {worker.pipe: rank for rank, worker in waiting.items()}
+            handles |= {worker.process.sentinel: rank for rank, worker in waiting.items()}
+            for handle in wait(list(handles), timeout=0.5):
+                rank = handles[handle]
+                if rank not in waiting:
+                    continue
+                kind, value = _receive(waiting.pop(rank))
+                (results if kind == "ok" else errors)[rank] = value
+                if kind != "ok":
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank, worker in waiting.items():
+            errors[rank] = "hung, with this stack:\n" + _stack_of(worker)
+        return results, errors
+
+
+def _receive(worker: _Worker) -> tuple[str, Any]:
+    try:
+        return worker.pipe.recv()
+    except (EOFError, OSError):
+        worker.process.join(1.0)
+        tail = worker.stderr.read_text()[-2000:] if worker.stderr.exists() else ""
+        return "error", f"died with exit code {worker.process.exitcode}\n{tail}"
+
+
+def _stack_of(worker: _Worker) -> str:
+    try:
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return "already gone"
+    time.sleep(0.2)
+    return worker.stderr.read_text()[-3000:]
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    stderr: str,
+    device: str,
+    path: list[str],
+) -> None:
+    sys.path[:] = path
+    sink = open(stderr, "w", buffering=1)
+    os.dup2(sink.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=sink, all_threads=True)
+    # Several NCCL ranks may share one GPU only if each claims to be another host.
+    os.environ["NCCL_HOSTID"] = f"sbpflow-test-{rank}"
+    import torch
+
+    torch.set_num_threads(1)
+    from sbpflow.dist import Rendezvous, World
+
+    meeting = Rendezvous(init_method=f"file://{store}", rank=rank, size=world_size, local_rank=rank)
+    world = World.start(device, timeout_s=TIMEOUT_S, checked=True, rendezvous=meeting)
+    while (task := pipe.recv()) is not None:
+        pipe.send(_perform(world, *task))
+    world.close()
+    os._exit(0)
+
+
+def _perform(world: Any, module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+    """Run one task; any failure is reported to the parent, which rebuilds the pool."""
+    import numpy as np
+    import torch
+
+    try:
+        fn: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            fn = getattr(fn, attribute)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 -- tests may use code that draws from the global state
+        torch.manual_seed(0)
+        world.log.enabled = True
+        world.log.clear()
+        value = fn(world, *args)
+        world.barrier()
+        return "ok", value
+    except BaseException:  # noqa: BLE001 -- reported to the parent, whatever it is
+        return "error", traceback.format_exc()

@@ -1,0 +1,113 @@
+"""Every scheme on 1 to 4 ranks trains like plain PyTorch on one, over 100 steps.
+
+The reference (tests/reference_wdl.py) shares nothing with sbpflow but the starting values.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.config import Config, TableRule
+from sbpflow.embedding.initial import fill_uniform
+from tests.reference_wdl import ReferenceWdl, SparseRule
+from tests.training.wdl_case import COLUMNS, SPARSE, join_tables, make_batches, make_config, train
+
+SCHEMES = ["dp", "1", "2", "3"]
+STEPS = 100
+
+
+def make_reference(config: Config) -> ReferenceWdl:
+    dtype = torch.float64
+    columns = list(COLUMNS.fields)
+    tables: dict[str, dict[str, tuple[int, torch.Tensor]]] = {"wide": {}, "deep": {}}
+    for column, (feature, rows) in enumerate(COLUMNS.fields.items()):
+        kind, dim = ("wide", 1) if "x" in feature else ("deep", config.model.embedding_dim)
+        name = f"{kind}.{feature}"
+        weights = torch.empty(rows, dim, dtype=dtype)
+        fill_uniform(weights, seed=config.run.seed, name=name, bound=0.05, num_columns=dim)
+        tables[kind][name] = (column, weights)
+    assert len(columns) == 6
+    widths = [4 * config.model.embedding_dim + len(COLUMNS.dense), *config.model.hidden, 1]
+    linears = []
+    for index, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+        weight = torch.empty(outputs, inputs, dtype=dtype)
+        bound = (6 / (inputs + outputs)) ** 0.5
+        fill_uniform(
+            weight,
+            seed=config.run.seed,
+            name=f"mlp.{index}.weight",
+            bound=bound,
+            num_columns=inputs,
+        )
+        bias = torch.zeros(outputs, dtype=dtype, requires_grad=True)
+        linears.append((weight.requires_grad_(True), bias))
+    flat = [p for pair in linears for p in pair]
+    dense = config.optimizer.dense
+    optimizer = {
+        "sgd": lambda: torch.optim.SGD(flat, lr=dense.lr, momentum=getattr(dense, "momentum", 0)),
+        "adam": lambda: torch.optim.Adam(flat, lr=dense.lr),
+        "adamw": lambda: torch.optim.AdamW(flat, lr=dense.lr, weight_decay=0.01),
+    }[dense.name]()
+    sparse = config.optimizer.sparse
+    rule = SparseRule(sparse.name, sparse.lr)
+    return ReferenceWdl(tables["wide"], tables["deep"], linears, rule, optimizer)
+
+
+@functools.cache
+def reference_run(sparse: str, dense: str, steps: int) -> tuple[list[float], ReferenceWdl]:
+    model = make_reference(make_config("dp", sparse, dense=dense))
+    losses = [
+        model.step(batch.labels.double(), batch.dense.double(), batch.ids)
+        for batch in make_batches(steps, 30)
+    ]
+    return losses, model
+
+
+def check_float64(ranks, world_size: int, config: Config, sparse: str, dense: str) -> None:
+    results = ranks(world_size, train, config, STEPS)
+    losses, model = reference_run(sparse, dense, STEPS)
+    for result in results:
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
+    for name, weights in join_tables(results, config.model.embedding_dim).items():
+        expected = model.tables()[name][1].numpy()
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-9, err_msg=name)
+    for index, (weight, bias) in enumerate(model.linears):
+        for part, expected in (("weight", weight), ("bias", bias)):
+            got = results[-1]["dense"][f"mlp.{index}.{part}"]
+            np.testing.assert_allclose(got, expected.detach().numpy(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sparse):
+    check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd")
+
+
+@pytest.mark.parametrize("dense", ["adam", "adamw"])
+def test_dense_adam_trains_like_one_process_in_float64(ranks, dense):
+    check_float64(ranks, 2, make_config("1", "lazy_adam", dense=dense), "lazy_adam", dense)
+
+
+def test_overrides_per_table_train_like_one_process(ranks):
+    tables = {
+        "deep.C1": TableRule(sbp="S(0)", ranks=(0, 2), sizes=(30, 7), exchange="unique"),
+        "deep.C2": TableRule(sbp="S(0)", ranks=(1,)),
+        "deep.C3": TableRule(sbp="S(1)", ranks=(2, 1), sizes=(1, 4)),
+        "wide.C3xC4": TableRule(sbp="B"),
+    }
+    config = make_config("2", "rowwise_adagrad", tables=tables)
+    check_float64(ranks, 3, config, "rowwise_adagrad", "sgd")
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
+    # d = 8 lets FBGEMM serve what it can; sums taken in another order round apart by 1e-7 a step.
+    config = make_config(scheme, sparse, dtype="float32", dim=8)
+    alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
+    (single,) = ranks(1, train, alone, 10)
+    for result in ranks(2, train, config, 10):
+        np.testing.assert_allclose(result["losses"], single["losses"], rtol=1e-5, atol=0)

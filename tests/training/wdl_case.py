@@ -1,0 +1,194 @@
+"""A small Wide & Deep job without files: made-up batches, any config, run on ranks or alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.run_plan import DTYPES, Columns, plan_run
+from models.wdl import WideDeep
+from sbpflow.boxing import Boxing
+from sbpflow.config import (
+    Adagrad,
+    Adam,
+    AdamW,
+    Config,
+    DataConfig,
+    DenseSgd,
+    LazyAdam,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RowwiseAdagrad,
+    SparseSgd,
+    TableRule,
+    WideConfig,
+)
+from sbpflow.dist import World
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.explain import RunPlan
+from sbpflow.sbp import balanced_sizes
+from sbpflow.training.dense_optimizers import make_dense_optimizer
+from sbpflow.training.health import check_replicas
+from sbpflow.training.trainer import Trainer
+
+# No size divides by 2, 3 or 4, and C4 has fewer rows than four ranks.
+COLUMNS = Columns(
+    dense=("I1", "I2", "I3"),
+    fields={"C1": 37, "C2": 11, "C3": 53, "C4": 3, "C1xC2": 71, "C3xC4": 29},
+    num_sparse=4,
+)
+SPARSE = {
+    "sgd": SparseSgd(lr=0.1),
+    "adagrad": Adagrad(lr=0.05),
+    "rowwise_adagrad": RowwiseAdagrad(lr=0.05),
+    "lazy_adam": LazyAdam(lr=1e-2),
+}
+DENSE = {"sgd": DenseSgd(lr=0.1, momentum=0.9), "adam": Adam(lr=1e-3), "adamw": AdamW(lr=1e-3)}
+
+
+def make_config(
+    scheme: str | None,
+    sparse: str,
+    *,
+    dense: str = "sgd",
+    dtype: str = "float64",
+    kernel: str = "auto",
+    dim: int = 5,
+    tables: dict[str, TableRule] | None = None,
+    batch_size: int = 30,
+) -> Config:
+    """A config for ``COLUMNS``, dropout 0."""
+    return Config(
+        data=DataConfig(batch_size=batch_size),
+        model=ModelConfig(
+            embedding_dim=dim, hidden=(7, 6), dropout=0.0, wide=WideConfig(crosses=CROSSES)
+        ),
+        parallel=ParallelConfig(
+            device="cpu", scheme=scheme, dtype=dtype, kernel=kernel, tables=tables or {}
+        ),
+        optimizer=OptimizerConfig(sparse=SPARSE[sparse], dense=DENSE[dense]),
+    )
+
+
+CROSSES = (("C1", "C2"), ("C3", "C4"))
+
+
+@dataclass
+class Rows:
+    """A batch, or one rank's part of it."""
+
+    labels: torch.Tensor
+    dense: torch.Tensor
+    ids: torch.Tensor
+    num_rows: int = field(default=0)
+
+    def part(self, rank: int, size: int) -> "Rows":
+        sizes = balanced_sizes(self.labels.shape[0], size)
+        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        return Rows(self.labels[mine], self.dense[mine], self.ids[mine], self.labels.shape[0])
+
+
+def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
+    """Skewed ids with duplicates; every fifth batch is short, every seventh uses row 0 alone."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = list(COLUMNS.fields.values())
+    batches: list[Rows] = []
+    for index in range(count):
+        n = batch_size - 7 if index % 5 == 4 else batch_size
+        n = 2 if index == count - 1 else n  # fewer rows than four ranks
+        ids = torch.stack(
+            [(torch.rand(n, generator=generator) ** 3 * size).int() for size in sizes], 1
+        )
+        if index % 7 == 6:
+            ids.zero_()
+        dense = torch.randn(n, len(COLUMNS.dense), generator=generator)
+        score = dense[:, 0] + 0.1 * (ids[:, 0] % 7 - 3)
+        labels = (torch.rand(n, generator=generator) < score.sigmoid()).float()
+        batches.append(Rows(labels, dense, ids, n))
+    return batches
+
+
+@dataclass
+class Job:
+    """Everything one rank needs to step."""
+
+    trainer: Trainer
+    embeddings: EmbeddingCollection
+    model: WideDeep
+    plan: RunPlan
+    boxing: Boxing
+
+
+def make_job(world: World, config: Config) -> Job:
+    """Build a job as ``train_wdl.py`` does, from made-up columns."""
+    spec, plan = plan_run(config, COLUMNS, world_size=world.size, device_type=world.device.type)
+    boxing = Boxing(world)
+    dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
+    embeddings = EmbeddingCollection(
+        plan.embeddings, world, boxing, seed=seed, kernel=config.parallel.kernel
+    )
+    model = WideDeep(
+        spec, {p.name: p.layout for p in plan.dense}, boxing, seed=seed, dtype=dtype
+    )
+    optimizer = make_dense_optimizer(
+        config.optimizer.dense, [p.part for p in model.parameters.values()]
+    )
+    trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
+    return Job(trainer, embeddings, model, plan, boxing)
+
+
+def to_device(rows: Rows, device: torch.device) -> Rows:
+    return Rows(rows.labels.to(device), rows.dense.to(device), rows.ids.to(device), rows.num_rows)
+
+
+def train(world: World, config: Config, steps: int) -> dict[str, Any]:
+    """Losses, and this rank's shards and dense parameters at the end."""
+    world.checked = False  # for speed; conversions are checked in their own tests
+    job = make_job(world, config)
+    losses = [
+        float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))
+        for batch in make_batches(steps, config.data.batch_size)
+    ]
+    check_replicas(job.model.parameters, job.embeddings, job.boxing)
+    return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
+
+
+def pieces_of(job: Job) -> list[tuple[str, tuple[int, int, int, int], np.ndarray, dict]]:
+    return [
+        (
+            stored.piece.table.name,
+            (
+                stored.piece.row_start,
+                stored.piece.row_stop,
+                stored.piece.col_start,
+                stored.piece.col_stop,
+            ),
+            stored.weights.cpu().double().numpy().copy(),
+            {name: value.cpu().double().numpy().copy() for name, value in stored.state.items()},
+        )
+        for stored in job.embeddings.stored()
+    ]
+
+
+def dense_of(job: Job) -> dict[str, np.ndarray]:
+    return {
+        name: parameter.part.detach().cpu().double().numpy().copy()
+        for name, parameter in job.model.parameters.items()
+    }
+
+
+def join_tables(results: Sequence[dict[str, Any]], dim: int) -> dict[str, np.ndarray]:
+    """Whole tables from the ranks' shards; NaN where no rank held anything."""
+    tables: dict[str, np.ndarray] = {}
+    for name, rows in COLUMNS.fields.items():
+        if "x" in name:
+            tables[f"wide.{name}"] = np.full((rows, 1), np.nan)
+        else:
+            tables[f"deep.{name}"] = np.full((rows, dim), np.nan)
+    for result in results:
+        for name, (r0, r1, c0, c1), weights, _ in result["pieces"]:
+            tables[name][r0:r1, c0:c1] = weights
+    return tables

@@ -1,0 +1,91 @@
+"""Train Wide & Deep: torchrun --nproc-per-node N train_wdl.py --config CONFIG key=value ...
+
+Composes configuration, data, model and loop; has no logic of its own.
+"""
+
+from collections.abc import Sequence
+
+from sbpflow.launch import ArgumentParser, run_main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank's run, from the command line to the final scores."""
+    parser = ArgumentParser(prog="train_wdl.py", description="Train Wide & Deep.")
+    parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
+    args = parser.parse_intermixed_args(argv)
+
+    # Late, so that --help is quick and a broken torch is reported by run_main.
+    from data import load_manifest, open_loader
+    from models.run_plan import DTYPES, Columns, plan_run
+    from models.wdl import WideDeep
+    from sbpflow.boxing import Boxing
+    from sbpflow.config import config_hash, data_path, load_config
+    from sbpflow.dist import World, device_type_of, world_size_of_environment
+    from sbpflow.embedding.collection import EmbeddingCollection
+    from sbpflow.training.dense_optimizers import make_dense_optimizer
+    from sbpflow.training.health import LossWatch, check_replicas, check_same
+    from sbpflow.training.loop import fit, num_train_steps
+    from sbpflow.training.report import Report
+    from sbpflow.training.trainer import Trainer
+
+    config = load_config(args.config, args.overrides)
+    manifest = load_manifest(data_path(config))
+    columns = Columns.of(manifest)
+    spec, plan = plan_run(
+        config,
+        columns,
+        world_size=world_size_of_environment(),
+        device_type=device_type_of(config.parallel.device),
+    )
+    world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
+    boxing = Boxing(world)
+    check_same(boxing, "configuration", config_hash(config))
+    check_same(boxing, "data set", manifest.fingerprint)
+    loaders = {
+        split: open_loader(
+            manifest,
+            split=split,
+            batch_size=config.data.batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            backend=config.data.loader,
+            shuffle=config.data.shuffle if split == "train" else "none",
+            seed=config.run.seed,
+            device=world.device,
+            tail=config.data.tail if split == "train" else "keep",
+        )
+        for split, rows in manifest.splits.items()
+        if rows
+    }
+    dtype = DTYPES[config.parallel.dtype]
+    seed = config.run.seed
+    embeddings = EmbeddingCollection(
+        plan.embeddings, world, boxing, seed=seed, kernel=config.parallel.kernel
+    )
+    layouts = {parameter.name: parameter.layout for parameter in plan.dense}
+    model = WideDeep(spec, layouts, boxing, seed=seed, dtype=dtype)
+    optimizer = make_dense_optimizer(
+        config.optimizer.dense, [parameter.part for parameter in model.parameters.values()]
+    )
+    trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
+    num_steps = num_train_steps(config.train, loaders["train"].num_steps)
+    with Report(config, plan, world, num_steps=num_steps, bayes=manifest.bayes) as report:
+        result = fit(
+            trainer,
+            loaders,
+            config.train,
+            boxing=boxing,
+            watch=LossWatch(boxing, manifest.dense),
+            reporter=report,
+        )
+        check_replicas(model.parameters, embeddings, boxing)
+        report.final(result)
+    for loader in loaders.values():
+        loader.close()
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
