@@ -29,7 +29,7 @@ TRAIN = $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) train_wdl.py --co
 demo: .venv/.stamp .demo/data/manifest.json
 	$(TRAIN)
 	$(TRAIN) model.deep=false run.dir=.demo/wide
-	@$(BIN)/python .ci/demo_report.py .demo/data .demo/wdl .demo/wide
+	@$(BIN)/python .ci/demo_report.py .demo/wdl .demo/wide
 
 .demo/data/manifest.json: | .venv/.stamp
 	$(BIN)/python -m data synth --rows $(DEMO_ROWS) --output .demo/data

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from tqdm import tqdm
 
 from sbpflow.config import Config, dump_config
+from sbpflow.training.metrics import Evaluation
+from sbpflow.training.progress import Progress
 from sbpflow.versions import summary as version_summary
 
 if TYPE_CHECKING:
@@ -63,15 +65,7 @@ class MetricsWriter:
         self._file = path.open("a", encoding="ascii")
         self._board = _tensorboard(folder / "tensorboard")
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -88,9 +82,10 @@ class MetricsWriter:
         self._file.write(json.dumps({"event": event, **finite}, allow_nan=False) + "\n")
         self._file.flush()
         step = finite.get("step", finite.get("steps"))
+        tag = finite.get("split", event)
         for name, value in finite.items():
             if self._board is not None and name != "step" and isinstance(value, int | float):
-                self._board.add_scalar(f"{event}/{name}", value, step)
+                self._board.add_scalar(f"{tag}/{name}", value, step)
 
 
 def _finite(value: Value) -> Value:
@@ -106,30 +101,116 @@ def _tensorboard(folder: Path) -> "SummaryWriter | None":
     return SummaryWriter(str(folder))
 
 
-def start_summary(
-    config: Config, *, world_size: int, devices: Iterable[str], sections: Mapping[str, str]
-) -> str:
-    """What is about to run: resolved config, versions, devices, then the caller's sections.
+class Report:
+    """All that a run shows and writes; the ``Reporter`` of ``training/loop.py``. A context manager.
 
-    ``sections`` maps a title (layouts, kernels, memory per rank) to its lines.
+    Ranks other than 0 hold one that does nothing, so callers need not ask which rank they are.
     """
-    versions = "\n".join(f"{name} {version}" for name, version in version_summary().items())
-    ranks = "\n".join(f"rank {rank}: {device}" for rank, device in enumerate(devices))
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        num_steps: int,
+        devices: Sequence[str],
+        sections: Mapping[str, str],
+        best: tuple[float, float] | None = None,
+    ) -> None:
+        """Logs the start summary. ``devices`` has one name per rank; ``sections`` maps a title
+        (layouts, kernels, memory per rank) to lines of text; ``best`` is the (AUC, logloss) that
+        generated data allows.
+        """
+        self._folder, self._best = config.run.dir, best
+        logger.info("%s", start_summary(config, devices, sections))
+        self._metrics = MetricsWriter(self._folder, rank=rank)
+        self._progress = Progress(num_steps, visible=rank == 0, bar=config.train.progress)
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.close()
+        self._metrics.close()
+
+    def advance(self, step: int, loss: float) -> None:
+        """A step is over."""
+        self._progress.advance(step)
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        samples_per_s: float,
+        extra: Mapping[str, float] | None = None,
+    ) -> None:
+        """A log interval is over; ``extra`` may split its time, by names that end in ``_ms``."""
+        values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **(extra or {})}
+        self._progress.interval(step, loss, samples_per_s, extra or {})
+        self._metrics.write("step", {**values, "eta_s": self._progress.eta_s(step)})
+
+    def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        """A split was scored."""
+        why = f" ({evaluation.no_auc})" if evaluation.no_auc else ""
+        logger.info(
+            "step %d, %s: AUC %s%s, logloss %s, %d rows",
+            step,
+            split,
+            _show(evaluation.auc),
+            why,
+            _show(evaluation.logloss),
+            evaluation.num_rows,
+        )
+        figures = {"auc": evaluation.auc, "logloss": evaluation.logloss}
+        rows = {"step": step, "split": split, "num_rows": evaluation.num_rows}
+        self._metrics.write("eval", {**rows, **figures})
+
+    def final(
+        self,
+        *,
+        steps: int,
+        samples_per_s: float,
+        val: Evaluation | None,
+        test: Evaluation | None,
+    ) -> None:
+        """The run is over: its ``final`` event and the end summary."""
+        values: dict[str, Value] = {
+            "val_auc": val.auc if val else None,
+            "auc": test.auc if test else None,
+            "logloss": test.logloss if test else None,
+            "samples_per_s": samples_per_s,
+            "steps": steps,
+        }
+        if self._best is not None:
+            values |= {"best_auc": self._best[0], "best_logloss": self._best[1]}
+        self._progress.close()
+        self._metrics.write("final", values)
+        files = [self._folder / METRICS_FILE, self._folder / "tensorboard"]
+        written = [str(path) for path in files if path.exists()]
+        logger.info("%s", end_summary(values, written))
+
+
+def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
+    """What is about to run: resolved config, versions, devices, then the caller's sections."""
     blocks = {
         "config": dump_config(config),
-        "versions": versions,
-        f"devices, {world_size} ranks": ranks,
+        "versions": "\n".join(f"{name} {version}" for name, version in version_summary().items()),
+        "devices": "\n".join(f"rank {rank}: {device}" for rank, device in enumerate(devices)),
         **sections,
     }
-    return "\n".join(_block(title, body) for title, body in blocks.items())
+    return "start\n" + "\n".join(_block(title, body) for title, body in blocks.items())
 
 
-def end_summary(values: Mapping[str, Value], files: Iterable[Path]) -> str:
+def end_summary(values: Mapping[str, Value], files: Sequence[str]) -> str:
     """The figures of the ``final`` event, and where the files of the run are."""
-    width = max((len(name) for name in values), default=0)
+    width = max(len(name) for name in values)
     figures = "\n".join(f"{name:<{width}}  {_show(value)}" for name, value in values.items())
-    written = "\n".join(str(path) for path in files)
-    return "\n".join([_block("result", figures), _block("files", written)])
+    return "end\n" + "\n".join([_block("result", figures), _block("files", "\n".join(files))])
 
 
 def _block(title: str, body: str) -> str:
