@@ -88,7 +88,7 @@ def _one_class(is_positive: NDArray[np.bool_]) -> str | None:
     if 0 < num_positive < len(is_positive):
         return None
     only = "positive" if num_positive else "negative"
-    return f"all {len(is_positive)} rows are {only}, there is no pair to order"
+    return f"all {len(is_positive)} rows are {only}, there is no pair"
 
 
 def _flat(values: Values) -> NDArray[np.generic]:

@@ -1,0 +1,185 @@
+"""Loading a config: what is accepted, and what each mistake is told."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sbpflow.config import (
+    Config,
+    LazyAdam,
+    SparseSgd,
+    check,
+    config_hash,
+    data_path,
+    dump_config,
+    load_config,
+)
+from sbpflow.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A function from YAML text and overrides to a Config."""
+
+    def load(text: str = "", *overrides: str) -> Config:
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return load
+
+
+def refused(load, *overrides: str, text: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_survive_a_dump(path, tmp_path):
+    config = load_config(path)
+    copy = tmp_path / "dump.yaml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+
+
+def test_shipped_configs_are_found():
+    names = {path.stem for path in CONFIGS}
+    assert {"dp", "scheme1", "scheme2", "scheme3", "demo", "dlperf"} <= names
+
+
+@pytest.mark.parametrize("stem", ["scheme2", "scheme3", "dp"])
+def test_schemes_differ_in_their_parallel_group_only(stem):
+    folder = CONFIGS[0].parent
+    one, other = load_config(folder / "scheme1.yaml"), load_config(folder / f"{stem}.yaml")
+    assert dataclasses.replace(other, parallel=one.parallel) == one
+    assert len(yaml.safe_load((folder / f"{stem}.yaml").read_text())["parallel"]) <= 3
+
+
+def test_an_empty_file_gives_the_defaults(load):
+    assert load("") == Config()
+
+
+def test_overrides_apply_in_order_and_are_yaml(load):
+    config = load(
+        "train: {epochs: 2}\noptimizer:\n",
+        "train.epochs=3",
+        "train.epochs=4",
+        "model.hidden=[8, 4]",
+        "optimizer.sparse={name: lazy_adam, lr: 1e-2}",
+        "data.path=out/x",
+    )
+    assert config.train.epochs == 4
+    assert config.model.hidden == (8, 4)
+    assert config.optimizer.sparse == LazyAdam(lr=0.01)
+    assert config.data.path == Path("out/x")
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "1E-3", "0.001", ".001"])
+def test_floats_as_people_write_them(load, text):
+    assert load(f"optimizer: {{dense: {{lr: {text}}}}}").optimizer.dense.lr == 1e-3
+
+
+def test_an_optimizer_name_brings_its_own_settings(load):
+    assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == SparseSgd()
+    message = refused(load, "optimizer.sparse={name: sgd, betas: [0.9, 0.99]}")
+    assert "optimizer.sparse.betas: sgd has no such setting (lazy_adam has)" in message
+
+
+# override -> what the message must contain: the key, the value or near match, a value that passes
+MISTAKES = {
+    "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
+    "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
+    "checkpoint.every=3": ["checkpoint: unknown key", "the top level has run, data"],
+    "train.epochs=three": ["train.epochs: three (str)", "a whole number", "epochs: 1"],
+    "train.epochs=0": ["train.epochs: 0", ">= 1", "epochs: 1"],
+    "train.max_steps=1.5": ["train.max_steps: 1.5 (float)", "max_steps: 100"],
+    "run.seed=true": ["run.seed: true (bool)", "a whole number", "seed: 7"],
+    "run.seed=-1": ["run.seed: -1", ">= 0"],
+    "run.dir=7": ["run.dir: 7 (int)", "a path", "dir: runs/wdl"],
+    "train.progress=1": ["train.progress: 1 (int)", "true or false", "progress: true"],
+    "model.dropout=1": ["model.dropout: 1 ", "< 1", "dropout: 0.5"],
+    "optimizer.dense.lr=fast": ["optimizer.dense.lr: fast (str)", "finite number", "lr: 0.001"],
+    "optimizer.dense.lr=.nan": ["optimizer.dense.lr: .nan", "finite number"],
+    "optimizer.dense.lr=0": ["optimizer.dense.lr: 0", "> 0"],
+    "optimizer.dense.betas=[0.9]": ["optimizer.dense.betas: [0.9]", "betas: [0.9, 0.999]"],
+    "optimizer.sparse.name=lazyadam": ["optimizer.sparse.name: 'lazyadam'", "lazy_adam"],
+    "optimizer.sparse=[]": ["optimizer.sparse: []", "a group of keys"],
+    "model.hidden=400": ["model.hidden: 400 (int)", "a list", "hidden: [1024, 1024]"],
+    "model.hidden=[4, x]": ["model.hidden[1]: x (str)", "a whole number"],
+    "model.hidden=[]": ["model.hidden: []", "[400, 400]"],
+    "model.wide.crosses=[[C1]]": ["model.wide.crosses[0]: ['C1']", "[C1, C2]"],
+    "model.wide.crosses=[[C1, C2], [C1, C2]]": ["crosses[1]", "there twice"],
+    "model={deep: false, wide: {crosses: []}}": ["model.deep: false", "nothing to train"],
+    "data.loader=memmmap": ["data.loader: 'memmmap' is not one of dali, memmap", "loader: memmap"],
+    "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
+    "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
+    "run.seed": ["'run.seed': not an override", "key=value"],
+    "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
+    "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp: not given", "S(0)"],
+    "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0) or S(1)"],
+    "parallel.tables.deep.C1.sbp=S(2)": ["deep.C1.sbp: S(2)", "B, S(0) or S(1)"],
+    "parallel.tables.deep.C1.sbp=X": ["deep.C1.sbp: 'X'", "B, S(0) or S(1)"],
+    "parallel.tables.deep.C1.sbp=(S(0), S(1))": ["2 axes", "B, S(0) or S(1)"],
+    "parallel.tables.deep.C1={sbp: S(0), ranks: [[0, 1]]}": ["deep.C1.ranks", "[0, 1]"],
+    "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 0]}": ["deep.C1.ranks: [0, 0]", "different"],
+    "parallel.tables.deep.C1={sbp: S(0), ranks: []}": ["deep.C1.ranks: []", "[0, 1]"],
+    "parallel.tables.deep.C1={sbp: B, sizes: [1]}": ["deep.C1.sizes", "remove sizes"],
+    "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [9]}": ["1 sizes [9] for 2 ranks"],
+    "parallel.tables.deep.C1={sbp: S(0), exchange: pull}": ["'pull'", "reduce, unique"],
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_mistakes_name_key_value_rule_and_remedy(load, override):
+    message = refused(load, override)
+    for part in MISTAKES[override]:
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_key_given_twice_is_refused_with_its_line(load):
+    message = refused(load, text="run: {seed: 1}\ntrain: {}\nrun: {seed: 2}\n")
+    assert "line 3: key 'run' is there twice" in message
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "just text", "a: [1"])
+def test_files_that_are_no_config(load, text):
+    assert "config.yaml" in refused(load, text=text)
+
+
+def test_a_missing_file_names_its_neighbours():
+    with pytest.raises(ConfigError, match=r"scheme4\.yaml does not exist; did you mean .*scheme1"):
+        load_config(CONFIGS[0].parent / "scheme4.yaml")
+
+
+def test_missing_data_is_told_how_to_get_some(load, tmp_path):
+    with pytest.raises(ConfigError, match=r"data.path: not given.*python -m data synth"):
+        data_path(load(""))
+    with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*data synth"):
+        data_path(load("data: {path: /no/such}"))
+    assert data_path(load(f"data: {{path: {tmp_path}}}")) == tmp_path
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(load):
+    config = load("data: {batch_size: 3}\nparallel: {scheme: dp}")
+    assert list(check(config, {"deep.C1": (9, 4)}, 3)) == ["deep.C1"]
+    with pytest.raises(ConfigError, match=r"data.batch_size: 3 .*4 ranks.*data.batch_size: 4"):
+        check(config, {"deep.C1": (9, 4)}, 4)
+
+
+def test_the_hash_changes_with_every_value_and_with_the_order_of_patterns(load):
+    base = "parallel: {scheme: 1, tables: {a: {sbp: B}, b: {sbp: B}}}"
+    swapped = "parallel: {scheme: 1, tables: {b: {sbp: B}, a: {sbp: B}}}"
+    configs = [load(base), load(swapped), load(base, "run.seed=8"), load(base, "train.log_every=9")]
+    assert len({config_hash(config) for config in configs}) == 4
+    assert config_hash(load(base)) == config_hash(load(base))
+
+
+def test_a_config_cannot_be_changed(load):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load("").run.seed = 8

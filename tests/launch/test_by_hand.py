@@ -1,0 +1,166 @@
+"""Ranks started without torchrun, and the parts of launch that need no process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sbpflow.errors import ConfigError, DataError, TrainingError
+from sbpflow.last_words import Rendezvous, Words, compose, first_line
+from sbpflow.launch import ArgumentParser, classify
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = ROOT / "tests" / "launch" / "entry.py"
+LIMIT_S = 60  # torch imports on a loaded machine
+
+
+def start(mode: str, folder: Path, **env: object) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    given = {name: str(value) for name, value in env.items()}
+    return subprocess.Popen(
+        [sys.executable, str(ENTRY), mode, str(folder)],
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_one_process_says_its_mistake_once(tmp_path):
+    process = start("mistake_on_all", tmp_path)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    expected = "\nerror: data.batch_size: 1 is too small; for example data.batch_size: 2\n"
+    assert output == expected
+
+
+def test_a_port_in_use_is_named_with_a_way_out(tmp_path, taken_port):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken_port}
+    process = start("ok", tmp_path, RANK=0, WORLD_SIZE=2, **address)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert output.count(f"port {taken_port} is in use") == 1
+    assert "--standalone" in output
+    assert "--master-port" in output
+    assert "Traceback" not in output
+
+
+def test_ranks_started_by_hand_agree_on_one_message(tmp_path):
+    """Here rank 0 serves the store, and must not take it away before the others have read it."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
+    ranks = [start("mistakes_differ", tmp_path, RANK=rank, **address) for rank in range(2)]
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2]
+    both = "".join(outputs)
+    for rank in range(2):
+        assert both.count(f"error: shard {rank}: row 7 is cut short [rank {rank}]") == 1
+    assert "" in outputs, "one rank prints for both"
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_an_environment_that_is_no_number(monkeypatch, name):
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(ConfigError, match=f"{name}='two'"):
+        Rendezvous.connect()
+
+
+def test_an_environment_without_a_meeting_place(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=''.*MASTER_ADDR=127\.0\.0\.1"):
+        Rendezvous.connect()
+
+
+MISTAKE, LOST = Words("mistake", "a: no"), Words("lost_peer", "closed by peer")
+CRASH, TERMINATED, INTERRUPT = Words("crash"), Words("terminated"), Words("interrupt")
+
+
+@pytest.mark.parametrize(
+    ("posts", "message"),
+    [
+        ([MISTAKE, MISTAKE], "error: a: no"),
+        ([MISTAKE, LOST], "error: a: no [rank 0]"),
+        ([MISTAKE, None], "error: a: no [rank 0]"),
+        ([MISTAKE, Words("mistake", "b")], "error: a: no [rank 0]\nerror: b [rank 1]"),
+        ([CRASH, LOST], ""),
+        ([CRASH, MISTAKE], "error: a: no [rank 1]"),
+        ([INTERRUPT, TERMINATED], "stopped by Ctrl-C"),
+        ([INTERRUPT, LOST], "stopped by Ctrl-C"),
+        ([TERMINATED, TERMINATED], "stopped by SIGTERM"),
+        ([TERMINATED, None], "error: rank 1 died or does not answer; "),
+        ([LOST, None], "error: rank 1 died or does not answer; "),
+        ([LOST, None, None], "error: ranks 1, 2 died or does not answer; "),
+        ([LOST, TERMINATED], "error: a connection between ranks broke although all ranks are "),
+    ],
+)
+def test_one_message_for_what_the_ranks_posted(posts, message):
+    found = {rank: words for rank, words in enumerate(posts) if words is not None}
+    text = compose(found, len(posts))
+    assert text.startswith(message) if message.endswith((" ", "; ")) else text == message
+
+
+GLOO = (
+    "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:2467. This is typically caused by a remote worker crashing."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text", "code"),
+    [
+        (ConfigError("a: no"), "mistake", "a: no", 2),
+        (DataError("row 7"), "mistake", "row 7", 2),
+        (TrainingError("loss is NaN"), "mistake", "loss is NaN", 2),
+        (FileNotFoundError(2, "No such file", "x.npy"), "mistake", "x.npy: no such file", 2),
+        (RuntimeError(GLOO), "lost_peer", "Connection closed by peer [127.0.0.1]:2467", 3),
+        (RuntimeError("Timed out waiting 9ms for recv"), "lost_peer", None, 3),
+        (RuntimeError("shape mismatch"), "crash", "", 1),
+        (ValueError("a bug"), "crash", "", 1),
+        (OSError("no file named"), "crash", "", 1),
+    ],
+)
+def test_what_an_error_means(error, kind, text, code):
+    words, found = classify(error)
+    assert (words.kind, found) == (kind, code)
+    assert text is None or words.text == text
+
+
+def test_first_line_is_ascii_and_short():
+    assert first_line(RuntimeError("bad \U0001f3d6\nframe #1")) == "bad ?"
+    assert first_line(KeyError()) == "KeyError"
+
+
+def test_usage_mistakes_are_config_errors():
+    parser = ArgumentParser(prog="train.py")
+    parser.add_argument("--config", required=True)
+    with pytest.raises(ConfigError, match=r"required: --config; usage: train.py"):
+        parser.parse_args([])
+
+
+def test_ctrl_c_in_one_process_is_quiet(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    process = start("busy", tmp_path, RANK=0, WORLD_SIZE=1, **address)
+    while not (tmp_path / "rank0").exists():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert (output, process.returncode) == ("\nstopped by Ctrl-C\n", 130)

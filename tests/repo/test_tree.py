@@ -1,0 +1,161 @@
+"""Rules of the tree that hold for every file: dependencies, text, size, and what is shipped."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = {"sbpflow", "models", "data", "planner", "benchmarks", "tests", "train_wdl"}
+# package -> what it may import of OWN, itself included; a __main__ may import everything
+MAY_IMPORT = {
+    "sbpflow": {"sbpflow"},
+    "models": {"models", "sbpflow"},
+    "data": {"data", "sbpflow"},
+    "planner": {"planner", "sbpflow", "models", "data"},
+}
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg", ".txt", ""}
+
+
+def tracked() -> list[Path]:
+    """Files that git has or would add; a tree without git is walked."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode == 0:
+        files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    else:
+        skip = {".venv", ".git", "out", "runs", "build", "dist", ".demo"}
+        files = [p for p in ROOT.rglob("*") if not skip & set(p.relative_to(ROOT).parts)]
+    return sorted(path for path in files if path.is_file())
+
+
+FILES = tracked()
+PYTHON = [path for path in FILES if path.suffix == ".py"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of all imports of a file, those inside functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def test_the_lists_above_find_the_tree():
+    names = {name(path) for path in FILES}
+    assert {"pyproject.toml", "sbpflow/config.py", "data/__init__.py", "README.md"} <= names
+    assert len(PYTHON) > 20
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_dependencies_point_one_way(package):
+    files = [path for path in PYTHON if path.relative_to(ROOT).parts[0] == package]
+    assert files
+    wrong = {
+        name(path): sorted(extra)
+        for path in files
+        if path.name != "__main__.py" and (extra := imports(path) & OWN - MAY_IMPORT[package])
+    }
+    assert not wrong
+
+
+def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
+    modules = [
+        name(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for path in PYTHON
+        if path.relative_to(ROOT).parts[0] == "sbpflow" and path.name != "__main__.py"
+    ]
+    assert "sbpflow.launch" in modules
+    code = (
+        f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('nvidia', 'fbgemm_gpu')])"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_the_launcher_is_light():
+    """A Ctrl-C or a broken torch must be met inside run_main, not while importing it."""
+    assert run_python("import sbpflow.launch, sys; print('torch' in sys.modules)") == "False"
+
+
+def run_python(code: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.suffix in TEXT], ids=name)
+def test_text_is_ascii_without_paths_of_a_machine(path):
+    text = path.read_bytes()
+    assert text.isascii(), [n for n, line in enumerate(text.splitlines(), 1) if not line.isascii()]
+    home = re.search(rb"(?<![\w.$}])/(home|root|work|Users|mnt|opt)/\w+", text)
+    assert home is None, f"{home[0].decode()} is a path of one machine" if home else ""
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_files_and_functions_stay_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500  # the aim is 400; past 500 a file holds two subjects
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 80, node.name
+    if text.strip() and path.name != "__init__.py" and "tests" not in path.parts:
+        assert ast.get_docstring(tree), "a file says first what it is responsible for"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> list[str]:
+    """Names in a wheel built from this tree, without the network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    code = (
+        "import sys; from setuptools import build_meta; "
+        "print(build_meta.build_wheel(sys.argv[1], {'--build-option': []}))"
+    )
+    source = folder / "source"
+    for path in FILES:
+        target = source / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    built = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=source, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    (file,) = folder.glob("*.whl")
+    return zipfile.ZipFile(file).namelist()
+
+
+def test_the_wheel_holds_all_of_sbpflow_and_nothing_else(wheel):
+    tops = {entry.split("/")[0] for entry in wheel}
+    assert all(top == "sbpflow" or re.fullmatch(r"sbpflow-.*\.dist-info", top) for top in tops)
+    modules = {name(path) for path in PYTHON if path.relative_to(ROOT).parts[0] == "sbpflow"}
+    assert modules | {"sbpflow/py.typed"} == {e for e in wheel if e.startswith("sbpflow/")}
+
+
+def test_extras_pin_pairs_that_fit():
+    from sbpflow.versions import FBGEMM_OF_TORCH, minor
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in ("cpu", "cuda"):
+        pins = dict(pin.split("==") for pin in extras["optional-dependencies"][extra])
+        fbgemm = pins["fbgemm-gpu-cpu" if extra == "cpu" else "fbgemm-gpu"]
+        assert FBGEMM_OF_TORCH[minor(pins["torch"])] == minor(fbgemm)

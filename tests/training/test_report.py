@@ -1,0 +1,188 @@
+"""What a run shows and writes."""
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+
+from sbpflow.config import load_config
+from sbpflow.training.metrics import Evaluation
+from sbpflow.training.progress import Progress
+from sbpflow.training.report import MetricsWriter, Report, setup_logging
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{hidden: [8, 4]}}\n")
+    return load_config(path)
+
+
+def events(config):
+    text = (config.run.dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def run_report(config, rank=0, test=None):
+    test = test or Evaluation(50, 0.4, 0.75)
+    report = Report(
+        config,
+        rank=rank,
+        num_steps=4,
+        devices=["cpu of host a", "cpu of host b"],
+        sections={"layouts": "deep.C1 S(1)@[0, 1]\nwide.C1xC2 B"},
+        best=(0.8, 0.3),
+    )
+    with report:
+        for step in range(1, 5):
+            report.advance(step, 0.5)
+        report.step(4, 0.5, 1000.0, {"data_ms": 1.5})
+        report.evaluation("val", 4, Evaluation(50, 0.5, 0.7))
+        report.final(steps=4, samples_per_s=900.0, val=Evaluation(50, 0.5, 0.7), test=test)
+
+
+def test_metrics_file_holds_the_documented_events(config):
+    run_report(config)
+    step, score, final = events(config)
+    assert {"event": "step", "step": 4, "loss": 0.5, "samples_per_s": 1000.0}.items() <= step.items()
+    assert step["data_ms"] == 1.5
+    assert {"event": "eval", "step": 4, "split": "val", "auc": 0.7}.items() <= score.items()
+    assert final == {
+        "event": "final",
+        "val_auc": 0.7,
+        "auc": 0.75,
+        "logloss": 0.4,
+        "samples_per_s": 900.0,
+        "steps": 4,
+        "best_auc": 0.8,
+        "best_logloss": 0.3,
+    }
+
+
+def test_summaries_show_config_versions_devices_sections_and_result(config, caplog):
+    caplog.set_level(logging.INFO)
+    run_report(config)
+    start = next(record.getMessage() for record in caplog.records if "config:" in record.message)
+    for part in ("hidden: [8, 4]", "torch 2.", "rank 1: cpu of host b", "  deep.C1 S(1)@[0, 1]"):
+        assert part in start
+    end = caplog.records[-1].getMessage()
+    for part in ("auc            0.75", "best_auc       0.8", "metrics.jsonl"):
+        assert part in end
+
+
+def test_other_ranks_write_nothing(config):
+    run_report(config, rank=1)
+    assert not config.run.dir.exists()
+
+
+def test_a_part_with_one_class_says_why_it_has_no_auc(config, caplog):
+    caplog.set_level(logging.INFO)
+    report = Report(config, rank=0, num_steps=1, devices=["cpu"], sections={})
+    with report:
+        report.evaluation("val", 1, Evaluation(9, 0.5, None, "all 9 rows are negative"))
+    assert events(config)[0]["auc"] is None
+    assert "AUC none (all 9 rows are negative)" in caplog.text
+
+
+def test_an_earlier_file_is_kept(config):
+    run_report(config)
+    before = (config.run.dir / "metrics.jsonl").read_text()
+    run_report(config, test=Evaluation(50, 0.1, 0.9))
+    assert (config.run.dir / "metrics.previous.jsonl").read_text() == before
+    assert events(config)[-1]["auc"] == 0.9
+
+
+def test_append_goes_on_with_the_file(tmp_path):
+    for number in (1, 2):
+        writer = MetricsWriter(tmp_path, rank=0, append=True)
+        writer.write("step", {"step": number})
+        writer.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_lines_are_valid_json_even_for_nan(tmp_path):
+    writer = MetricsWriter(tmp_path, rank=0)
+    writer.write("step", {"step": 1, "loss": float("nan"), "samples_per_s": float("inf")})
+    text = (tmp_path / "metrics.jsonl").read_text()  # before close: a killed run keeps its lines
+    writer.close()
+    assert json.loads(text) == {"event": "step", "step": 1, "loss": None, "samples_per_s": None}
+    assert "NaN" not in text
+
+
+def test_tensorboard_gets_the_values(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = MetricsWriter(tmp_path, rank=0)
+    writer.write("step", {"step": 7, "loss": 0.25})
+    writer.close()
+    accumulator = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    (scalar,) = accumulator.Scalars("step/loss")
+    assert (scalar.step, scalar.value) == (7, 0.25)
+
+
+def test_a_run_without_tensorboard_says_so(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    writer = MetricsWriter(tmp_path, rank=0)
+    writer.write("step", {"step": 1})
+    writer.close()
+    assert "TensorBoard is not installed" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal_shows_loss_rate_and_total(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    progress = Progress(4, visible=True)
+    for step in range(1, 5):
+        progress.advance(step)
+    progress.interval(4, 0.25, 1234.0, {})
+    progress.close()
+    assert "4/4" in screen.getvalue()
+    assert "loss 0.2500, 1,234 samples/s" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("visible", "bar"), [(False, True), (True, False)])
+def test_no_bar_for_other_ranks_or_when_switched_off(monkeypatch, visible, bar):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    progress = Progress(1, visible=visible, bar=bar)
+    progress.advance(1)
+    progress.close()
+    assert screen.getvalue() == ""
+
+
+def test_a_log_line_per_interval_without_a_terminal(caplog):
+    caplog.set_level(logging.INFO)
+    times = iter([10.0, 13.0])
+    progress = Progress(10, visible=True, clock=lambda: next(times))
+    for step in range(1, 5):
+        progress.advance(step)
+    progress.interval(4, 0.25, 1234.0, {"data_ms": 1.5})
+    # 3 s for the 3 steps after the first, so 6 s for the 6 that are left
+    expected = "step 4/10, loss 0.25000, 1,234 samples/s, data_ms 1.5, ETA 00:06"
+    assert [record.getMessage() for record in caplog.records] == [expected]
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, ["info", "warning"]), (1, ["warning"])])
+def test_logging_names_the_rank_and_quietens_the_others(rank, shown, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        setup_logging(rank)
+        logging.getLogger("sbpflow.test").info("info")
+        logging.getLogger("sbpflow.test").warning("warning")
+    finally:
+        root.handlers, root.level = before
+    lines = screen.getvalue().splitlines()
+    assert [line.split()[-1] for line in lines] == shown
+    assert all(f"rank {rank}" in line for line in lines)
