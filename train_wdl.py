@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = load_config(args.config, args.overrides)
     manifest = load_manifest(data_path(config))
-    columns = Columns.of(manifest)
+    columns = Columns.of(manifest.dense, manifest.sparse, manifest.crosses)
     spec, plan = plan_run(
         config,
         columns,

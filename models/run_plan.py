@@ -35,17 +35,6 @@ class IdColumn(Protocol):
     def rows(self) -> int: ...
 
 
-class PreparedSet(Protocol):
-    """What is asked of a data set's manifest; the models do not import the data package."""
-
-    @property
-    def dense(self) -> tuple[str, ...]: ...
-    @property
-    def sparse(self) -> Sequence[IdColumn]: ...
-    @property
-    def fields(self) -> Sequence[IdColumn]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """The columns of a prepared set: dense fields, and id columns with their rows, crosses last."""
@@ -55,13 +44,12 @@ class Columns:
     num_sparse: int
 
     @staticmethod
-    def of(manifest: PreparedSet) -> "Columns":
-        """Of a prepared set, as ``data.load_manifest`` reads it."""
-        return Columns(
-            dense=manifest.dense,
-            fields={field.name: field.rows for field in manifest.fields},
-            num_sparse=len(manifest.sparse),
-        )
+    def of(
+        dense: tuple[str, ...], sparse: Sequence[IdColumn], crosses: Sequence[IdColumn]
+    ) -> "Columns":
+        """From the three kinds of columns of a manifest."""
+        fields = {column.name: column.rows for column in (*sparse, *crosses)}
+        return Columns(dense=dense, fields=fields, num_sparse=len(sparse))
 
 
 def sparse_optimizer(config: Config) -> SparseOptimizer:

@@ -38,6 +38,11 @@ def keep(part: Tensor) -> Tensor:
     return part
 
 
+def flatten(part: Tensor) -> Tensor:
+    """One contiguous run; a copy only if it was not (an expanded gradient flattens to stride 0)."""
+    return part.reshape(-1).contiguous()
+
+
 def lengths(box: Box) -> Shape:
     """The shape of a box."""
     return tuple(extent.stop - extent.start for extent in box)
@@ -80,7 +85,7 @@ def packer(pieces: list[Piece], shape: Shape) -> LocalFn:
     """Copy boxes of a part of ``shape`` to their stretches of one flat buffer."""
     total = sum(piece.numel for piece in pieces)
     if _lie_in_order(pieces, shape, total):
-        return lambda part: part.reshape(-1)
+        return flatten
     dim = _even_dim(pieces, shape)
     if dim is not None:
         outer, inner = shape[:dim], shape[dim + 1 :]

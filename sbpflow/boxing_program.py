@@ -14,6 +14,7 @@ from sbpflow.boxing_kernels import (
     Shape,
     assembler,
     combiner,
+    flatten,
     keep,
     lengths,
     neutral,
@@ -126,7 +127,7 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     pieces = [Piece(offset, shift(box, dst_box)) for offset, box in boxes if numel(box)]
     return _with(
         base,
-        pack=pad if mine < stride else lambda part: part.reshape(-1),
+        pack=pad if mine < stride else flatten,
         unpack=assembler(pieces, lengths(dst_box), stride * len(group)),
         receive_sizes=(stride,) * len(group),
     )
@@ -142,7 +143,7 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     received, receive_sizes = _pieces(coming, group, dst_box)
     return _with(
         base,
-        pack=packer(list(sent.values()), base.part_shape or (0,)),
+        pack=packer(list(sent.values()), (0,) if base.part_shape is None else base.part_shape),
         unpack=_unpacker(base, coming, received, dst_box, sum(receive_sizes)),
         send_sizes=send_sizes,
         receive_sizes=receive_sizes,

@@ -70,6 +70,8 @@ def test_no_elements(ranks, shape):
 def test_without_dims(ranks):
     values = one_axis([])
     ranks(3, convert_all, [0, 1, 2], [0, 1, 2], values, [()], ["float64"], expected_names(values))
+    for src, dst in (([0, 1], [2]), ([2], [0, 1, 2]), ([0, 2], [2, 1])):
+        ranks(3, convert_all, src, dst, values, [()], ["float64"])
 
 
 @pytest.mark.parametrize("sizes", [(2, 0, 5), (0, 7, 0), (7, 0, 0), (1, 3, 3)], ids=str)
