@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Results
-from models.run_plan import DTYPES, Columns, plan_run
-from models.wdl import WideDeep
+from models.job import build_job
+from models.run_plan import Columns, plan_run
 from sbpflow.boxing import Boxing
 from sbpflow.config import Config, load_config
 from sbpflow.dist import World
-from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.training.dense_optimizers import make_dense_optimizer
-from sbpflow.training.trainer import Trainer
 
 FIRST_ROWS = 3_200_000
 WARM_UP, STEPS, REPEATS = 5, 20, 5
@@ -68,19 +65,11 @@ def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
     """Median and spread of ms per step, and peak memory."""
     columns = columns_of(vocabulary)
     spec, plan = plan_run(config, columns, world_size=1, device_type=world.device.type)
-    boxing, dtype, seed = Boxing(world), DTYPES[config.parallel.dtype], config.run.seed
-    embeddings = EmbeddingCollection(
-        plan.embeddings, world, boxing, seed=seed, kernel=config.parallel.kernel
-    )
-    layouts = {p.name: p.layout for p in plan.dense}
-    model = WideDeep(spec, layouts, boxing, seed=seed, dtype=dtype)
-    parts = [p.part for p in model.parameters.values()]
-    optimizer = make_dense_optimizer(config.optimizer.dense, parts)
-    trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
+    job = build_job(config, spec, plan, Boxing(world))
     source = batches(config, columns, world.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP):
-        loss = trainer.step(next(source))
+        loss = job.trainer.step(next(source))
     if not bool(torch.isfinite(loss)):
         raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}")
     times = []
@@ -88,7 +77,7 @@ def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(STEPS):
-            trainer.step(next(source))
+            job.trainer.step(next(source))
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) / STEPS)
@@ -98,7 +87,7 @@ def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
         "min_ms": times[0],
         "max_ms": times[-1],
         "peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        "table_and_state_bytes": embeddings.memory_bytes(),
+        "table_and_state_bytes": job.embeddings.memory_bytes(),
     }
 
 
