@@ -46,7 +46,12 @@ def run_report(config, rank=0, test=None):
 def test_metrics_file_holds_the_documented_events(config):
     run_report(config)
     step, score, final = events(config)
-    assert {"event": "step", "step": 4, "loss": 0.5, "samples_per_s": 1000.0}.items() <= step.items()
+    assert {
+        "event": "step",
+        "step": 4,
+        "loss": 0.5,
+        "samples_per_s": 1000.0,
+    }.items() <= step.items()
     assert step["data_ms"] == 1.5
     assert {"event": "eval", "step": 4, "split": "val", "auc": 0.7}.items() <= score.items()
     assert final == {
