@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PYTHON ?= python3
 RANKS ?= 2
-DEMO_ROWS ?= 200000
+DEMO_ROWS ?= 300000
 # One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
@@ -28,11 +28,11 @@ lint: .venv/.stamp
 TRAIN = $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) train_wdl.py --config configs/demo.yaml
 demo: .venv/.stamp .demo/data/manifest.json
 	$(TRAIN)
-	$(TRAIN) model.deep=false run.dir=.demo/wide
+	$(TRAIN) model.deep=false optimizer.sparse.lr=0.02 run.dir=.demo/wide
 	@$(BIN)/python .ci/demo_report.py .demo/wdl .demo/wide
 
 .demo/data/manifest.json: | .venv/.stamp
-	$(BIN)/python -m data synth --rows $(DEMO_ROWS) --output .demo/data
+	$(BIN)/python -m data synth --rows $(DEMO_ROWS) --vocab-scale 0.002 --output .demo/data
 
 # Every file of these names runs, and writes to benchmarks/results/.
 CPU_BENCHMARKS = $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/cpu_*.py))

@@ -16,71 +16,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
 
     # Late, so that --help is quick and a broken torch is reported by run_main.
-    from data import load_manifest, open_loader
-    from models.run_plan import DTYPES, Columns, plan_run
-    from models.wdl import WideDeep
+    from data import load_manifest
+    from data.loaders import open_loaders
+    from models.job import build_job
+    from models.run_plan import Columns, plan_run
     from sbpflow.boxing import Boxing
     from sbpflow.config import config_hash, data_path, load_config
-    from sbpflow.dist import World, device_type_of, world_size_of_environment
-    from sbpflow.embedding.collection import EmbeddingCollection
-    from sbpflow.training.dense_optimizers import make_dense_optimizer
-    from sbpflow.training.health import LossWatch, check_replicas, check_same
+    from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
+    from sbpflow.explain import format_plan
+    from sbpflow.training.health import LossWatch, check_replicas, check_same, gather_text
     from sbpflow.training.loop import fit, num_train_steps
-    from sbpflow.training.report import Report
-    from sbpflow.training.trainer import Trainer
+    from sbpflow.training.report import Report, setup_logging
 
     config = load_config(args.config, args.overrides)
     manifest = load_manifest(data_path(config))
-    columns = Columns.of(manifest)
     spec, plan = plan_run(
         config,
-        columns,
+        Columns.of(manifest.dense, manifest.sparse, manifest.crosses),
         world_size=world_size_of_environment(),
         device_type=device_type_of(config.parallel.device),
     )
     world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
+    setup_logging(world.rank)
     boxing = Boxing(world)
     check_same(boxing, "configuration", config_hash(config))
     check_same(boxing, "data set", manifest.fingerprint)
-    loaders = {
-        split: open_loader(
-            manifest,
-            split=split,
-            batch_size=config.data.batch_size,
-            rank=world.rank,
-            world_size=world.size,
-            backend=config.data.loader,
-            shuffle=config.data.shuffle if split == "train" else "none",
-            seed=config.run.seed,
-            device=world.device,
-            tail=config.data.tail if split == "train" else "keep",
-        )
-        for split, rows in manifest.splits.items()
-        if rows
-    }
-    dtype = DTYPES[config.parallel.dtype]
-    seed = config.run.seed
-    embeddings = EmbeddingCollection(
-        plan.embeddings, world, boxing, seed=seed, kernel=config.parallel.kernel
+    loaders = open_loaders(
+        manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device
     )
-    layouts = {parameter.name: parameter.layout for parameter in plan.dense}
-    model = WideDeep(spec, layouts, boxing, seed=seed, dtype=dtype)
-    optimizer = make_dense_optimizer(
-        config.optimizer.dense, [parameter.part for parameter in model.parameters.values()]
-    )
-    trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
-    num_steps = num_train_steps(config.train, loaders["train"].num_steps)
-    with Report(config, plan, world, num_steps=num_steps, bayes=manifest.bayes) as report:
+    job = build_job(config, spec, plan, boxing)
+    with Report(
+        config,
+        rank=world.rank,
+        num_steps=num_train_steps(config.train, loaders["train"].num_steps),
+        devices=gather_text(boxing, device_name(world.device)),
+        sections={"plan": format_plan(plan, shards=False)},
+        best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
+    ) as report:
         result = fit(
-            trainer,
+            job.trainer,
             loaders,
             config.train,
             boxing=boxing,
             watch=LossWatch(boxing, manifest.dense),
             reporter=report,
         )
-        check_replicas(model.parameters, embeddings, boxing)
-        report.final(result)
+        check_replicas(job.model.parameters, job.embeddings, boxing)
+        report.final(
+            steps=result.steps,
+            samples_per_s=result.samples_per_s,
+            val=result.val,
+            test=result.test,
+        )
     for loader in loaders.values():
         loader.close()
     world.close()

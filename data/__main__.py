@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -13,20 +14,24 @@ from sbpflow.errors import ConfigError, DataError
 
 
 def _prepare(args: argparse.Namespace) -> Manifest:
-    from data.options import PrepareOptions
+    from data.options import PrepareOptions, parse_hash_sizes
     from data.prepare import prepare
 
     schema = read_schema(args.schema) if args.schema else CRITEO
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
+    crosses = parse_crosses(args.crosses or default, schema.sparse)
+    fields = (*schema.sparse, *("x".join(pair) for pair in crosses))
     return prepare(
         PrepareOptions(
             inputs=tuple(args.input),
             output=args.output,
             split=parse_split(args.split),
-            crosses=parse_crosses(args.crosses or default, schema.sparse),
+            crosses=crosses,
             schema=schema,
             min_count=args.min_count,
             transform=args.dense,
+            hash_sizes=parse_hash_sizes(args.hash_size, fields) if args.hash_size else (),
+            workers=args.workers,
             seed=args.seed,
             max_bad_fraction=args.max_bad_fraction,
             overwrite=args.overwrite,
@@ -61,16 +66,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="raw rows to a prepared set")
-    prepare.add_argument("--input", nargs="+", type=Path, required=True)
-    prepare.add_argument("--output", type=Path, required=True)
-    prepare.add_argument("--split", default="time:0.8,0.1,0.1")
-    prepare.add_argument("--min-count", type=int, default=2)
-    prepare.add_argument("--crosses", default=None)
-    prepare.add_argument("--schema", type=Path, default=None)
-    prepare.add_argument("--dense", default="log3")
-    prepare.add_argument("--seed", type=int, default=7)
-    prepare.add_argument("--max-bad-fraction", type=float, default=0.001)
-    prepare.add_argument("--overwrite", action="store_true")
+    add = prepare.add_argument
+    add(
+        "--input",
+        nargs="+",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="text (.tsv, .txt, .csv, plain or .gz), Parquet, or folders of them, in time order",
+    )
+    add("--output", type=Path, required=True, metavar="DIR", help="the set; made in DIR.work first")
+    add(
+        "--split",
+        default="time:0.8,0.1,0.1",
+        help="time:TRAIN,VAL,TEST | ratio:... | "
+        "file:val=PATTERN,test=PATTERN (default %(default)s)",
+    )
+    add("--min-count", type=int, default=2, help="values seen less often in train share id 1")
+    add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
+    add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
+    add("--dense", default="log3", help="what dense values become (default %(default)s)")
+    add("--schema", type=Path, help="YAML with label, dense, sparse, columns (default: Criteo)")
+    add("--seed", type=int, default=7, help="of the ids and of a ratio split")
+    add("--max-bad-fraction", type=float, default=0.001, help="bad lines allowed")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces worked on at a time")
+    add("--overwrite", action="store_true", help="replace the set that is there")
     prepare.set_defaults(run=_prepare)
     synth = commands.add_parser("synth", help="generate rows with a known best AUC")
     synth.add_argument("--rows", type=int, required=True)

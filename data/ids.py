@@ -1,10 +1,13 @@
-"""Which id a value gets: a seeded permutation, levelled so that contiguous row ranges carry equal load.
+"""Which id a value gets: a seeded permutation, levelled so that contiguous rows carry equal load.
 
 Never by frequency: in frequency order the first half of a table receives 95-99 % of all lookups. A
 random order alone is not enough where one id is hot (missing, rare or the top value), so the fewest
-swaps that level the halves, then the quarters and eighths, are applied to it. No order helps when one
-id carries more than half of the lookups; then its half is filled with the coldest ids.
+swaps that level the halves, then the quarters and eighths, are applied to it. No order helps when
+one id carries more than half of the lookups; then its half is filled with the coldest ids.
 """
+
+from abc import ABC, abstractmethod
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +16,12 @@ from data.schema import NUM_RESERVED_IDS, RARE_ID
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]
+Slots = NDArray[np.int64]
 
 _LEVELS = 3
 _TOLERANCE = 0.02
+_BLOCK = 1 << 16
+"""Keys looked up at a time, so that the arrays in between stay in the cache."""
 
 
 def assign_ids(
@@ -42,7 +48,7 @@ def assign_ids(
 def _level(
     value_at: NDArray[np.int64], load: Counts, start: int, stop: int, total: int, levels: int
 ) -> None:
-    """Swap values between the halves of rows [start, stop) until their loads are as equal as can be."""
+    """Swap values between the halves of rows [start, stop) to make their loads equal."""
     if levels == 0 or stop - start < 2 * NUM_RESERVED_IDS + 2:
         return
     middle = start + (stop - start + 1) // 2
@@ -63,7 +69,7 @@ def _swap(
     cold: NDArray[np.int64],
     wanted: int,
 ) -> None:
-    """Move about ``wanted`` lookups from rows ``hot`` to rows ``cold`` by swapping pairs of values."""
+    """Move about ``wanted`` lookups from rows ``hot`` to ``cold`` by swapping values."""
     pairs = min(len(hot), len(cold))
     hot = hot[np.argsort(-load[hot], kind="stable")][:pairs]
     cold = cold[np.argsort(load[cold], kind="stable")][:pairs]
@@ -76,42 +82,111 @@ def _swap(
         array[hot], array[cold] = array[cold], array[hot]
 
 
-class IdTable:
-    """Open addressing from keys to ids for whole columns at once; an unknown key is RARE_ID."""
+class Ids(Protocol):
+    """From the keys of a column to ids of its table."""
+
+    def lookup(self, keys: Keys) -> NDArray[np.int32]:
+        """Ids [n] of ``keys`` [n]."""
+        ...
+
+
+class HashedIds:
+    """Ids 2.. of a table of ``num_rows`` rows by hashing; needs no vocabulary, and values collide."""
+
+    def __init__(self, num_rows: int, seed: int, name: str) -> None:
+        self._size = np.uint64(num_rows - NUM_RESERVED_IDS)
+        self._salt = np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)
+
+    def lookup(self, keys: Keys) -> NDArray[np.int32]:
+        """Ids [n] of ``keys`` [n]: the finaliser of MurmurHash3, then modulo."""
+        mixed = keys.astype(np.uint64) ^ self._salt
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            mixed ^= mixed >> np.uint64(33)
+            mixed *= np.uint64(factor)
+        mixed ^= mixed >> np.uint64(33)
+        return (mixed % self._size).astype(np.int32) + np.int32(NUM_RESERVED_IDS)
+
+
+class IdTable(ABC):
+    """Open addressing from keys to ids for whole columns at once; an unknown key is RARE_ID.
+
+    An empty slot holds key 0 and RARE_ID, so it answers an unknown key 0 rightly.
+    """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32]) -> None:
         capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
-        self._shift = np.uint64(64 - capacity.bit_length() + 1)
+        self._shift = np.uint64(65 - capacity.bit_length())
         self._mask = np.int64(capacity - 1)
-        self._keys = np.zeros(capacity, dtype=keys.dtype)
-        self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
-        self._insert(keys, ids)
+        self._allocate(capacity)
+        slots, left = self._slots(keys), np.arange(len(keys))
+        while len(left):
+            free = self._at(slots, keys[left])[0] == RARE_ID
+            self._put(slots[free], keys[left[free]], ids[left[free]])
+            lost = self._at(slots, keys[left])[0] != ids[left]
+            slots, left = (slots[lost] + 1) & self._mask, left[lost]
+
+    @abstractmethod
+    def _allocate(self, capacity: int) -> None:
+        """Make ``capacity`` empty slots."""
+
+    @abstractmethod
+    def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
+        """Fill slots; of several entries for one slot, one wins."""
+
+    @abstractmethod
+    def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The ids in the slots, and whether their keys are the given ones."""
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         # Fibonacci hashing: the high bits of a product with 2^64 / golden ratio.
         spread = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return (spread >> self._shift).astype(np.int64)
 
-    def _insert(self, keys: Keys, ids: NDArray[np.int32]) -> None:
-        slots, left = self._slots(keys), np.arange(len(keys))
-        while len(left):
-            free = self._ids[slots] == RARE_ID
-            target = slots[free]
-            self._keys[target] = keys[left[free]]
-            self._ids[target] = ids[left[free]]
-            lost = self._ids[slots] != ids[left]
-            slots, left = (slots[lost] + 1) & self._mask, left[lost]
-
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
         """Ids [n] of ``keys`` [n]."""
+        blocks = [self._block(keys[i : i + _BLOCK]) for i in range(0, len(keys), _BLOCK)]
+        return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int32)
+
+    def _block(self, keys: Keys) -> NDArray[np.int32]:
         slots = self._slots(keys)
-        ids = self._ids[slots]
-        left = np.flatnonzero((self._keys[slots] != keys) & (ids != RARE_ID))
+        ids, hit = self._at(slots, keys)
+        left = np.flatnonzero(~hit & (ids != RARE_ID))
         slots, wanted = slots[left], keys[left]
         while len(left):
             slots = (slots + 1) & self._mask
-            found = self._ids[slots]
+            found, hit = self._at(slots, wanted)
             ids[left] = found
-            again = (self._keys[slots] != wanted) & (found != RARE_ID)
+            again = ~hit & (found != RARE_ID)
             slots, wanted, left = slots[again], wanted[again], left[again]
         return ids
+
+
+class NarrowIdTable(IdTable):
+    """Keys of 32 bits: key and id share one word, so a lookup touches one cache line."""
+
+    def _allocate(self, capacity: int) -> None:
+        self._entries = np.full(capacity, RARE_ID, dtype=np.uint64)
+
+    def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
+        self._entries[slots] = (keys.astype(np.uint64) << np.uint64(32)) | ids.astype(np.uint64)
+
+    def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        entries = self._entries[slots]
+        return entries.astype(np.int32), (entries >> np.uint64(32)) == keys
+
+
+class WideIdTable(IdTable):
+    """Keys of 64 bits, compared in full."""
+
+    def _allocate(self, capacity: int) -> None:
+        self._keys = np.zeros(capacity, dtype=np.uint64)
+        self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
+
+    def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
+        # numpy does not say which of several entries for one slot it keeps: take the key of that one.
+        self._ids[slots] = ids
+        won = self._ids[slots] == ids
+        self._keys[slots[won]] = keys[won]
+
+    def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        return self._ids[slots], self._keys[slots] == keys

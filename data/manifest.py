@@ -59,7 +59,10 @@ class Manifest:
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """Sparse fields, then crosses, in the order of ``Batch.ids``."""
-        return tuple(Field(entry["name"], entry["rows"]) for entry in self.content["fields"])
+        return tuple(
+            Field(entry["name"], entry["rows"], entry.get("hot", 1))
+            for entry in self.content["fields"]
+        )
 
     @property
     def sparse(self) -> tuple[Field, ...]:
@@ -74,7 +77,7 @@ class Manifest:
     @property
     def num_words(self) -> int:
         """32-bit words per row."""
-        return 1 + len(self.dense) + len(self.fields)
+        return 1 + len(self.dense) + sum(field.hot for field in self.fields)
 
     @cached_property
     def splits(self) -> Mapping[str, int]:

@@ -1,12 +1,12 @@
 """What ``prepare`` was asked to do, as one value; two equal values give byte-identical sets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.schema import CRITEO, Schema
+from data.schema import CRITEO, NUM_RESERVED_IDS, Schema
 from data.split import SplitRule
-
-DEFAULT_CROSSES = "C1xC2,C3xC4"
+from data.transforms import TRANSFORMS
+from sbpflow.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +15,52 @@ class PrepareOptions:
 
     inputs: tuple[Path, ...]
     output: Path
-    split: SplitRule = SplitRule("time", (0.8, 0.1, 0.1))
+    split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     crosses: tuple[tuple[str, str], ...] = (("C1", "C2"), ("C3", "C4"))
     schema: Schema = CRITEO
     min_count: int = 2
     transform: str = "log3"
+    hash_sizes: tuple[tuple[str, int], ...] = ()
+    """Table rows of the fields that are hashed instead of getting a vocabulary."""
     seed: int = 7
-    piece_bytes: int = 64 << 20
+    piece_bytes: int = 32 << 20
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields: sparse columns, then crosses."""
+        return (*self.schema.sparse, *("x".join(pair) for pair in self.crosses))
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot work, before anything is read."""
+        if self.transform not in TRANSFORMS:
+            known = ", ".join(TRANSFORMS)
+            raise ConfigError(f"--dense: {self.transform!r} is not known; choose from {known}")
+        for name, size in self.hash_sizes:
+            if name not in self.fields:
+                raise ConfigError(f"--hash-size: {name!r} is no field; there are {self.fields}")
+            if not NUM_RESERVED_IDS < size < 2**31:
+                raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
+        for key, value, least in (
+            ("--min-count", self.min_count, 1),
+            ("--seed", self.seed, 0),
+            ("--max-bad-fraction", self.max_bad_fraction, 0),
+            ("--workers", self.workers, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{key}: {value} must be {least} or more")
+
+
+def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Read ``1000000`` (every field) or ``C3=1000000,C12=500000``."""
+    try:
+        if "=" not in text:
+            return tuple((name, int(text)) for name in fields)
+        pairs = (item.split("=") for item in text.split(","))
+        return tuple((name.strip(), int(size)) for name, size in pairs)
+    except ValueError as error:
+        raise ConfigError(
+            f"--hash-size: {text!r} must be a number of table rows or like C3=1000000,C12=500000"
+        ) from error

@@ -24,10 +24,12 @@ _KEYS = ("label", "columns", "dense", "sparse", "separator")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One embedding table: its name and its rows, the reserved ids 0 (missing) and 1 (rare) included."""
+    """One embedding table; ``rows`` includes the reserved ids 0 (missing) and 1 (rare)."""
 
     name: str
     rows: int
+    hot: int = 1
+    """Ids per row of data: columns of ``Batch.ids`` that belong to this field."""
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The bytes of the inputs in pieces of whole lines: which files, which pieces, in which order.
 
-Piece k of a plain file is the lines that start in [k * size, (k + 1) * size); a gzip file is read in
-order, ``size`` bytes and the rest of the line at a time. So pieces depend on the input alone.
+Piece k of a plain file is the lines that start in [k * size, (k + 1) * size); a gzip file is read
+in order, ``size`` bytes and the rest of the line at a time. So pieces depend on the input alone.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from typing import IO
 from sbpflow.errors import ConfigError, DataError
 
 MAX_LINE_BYTES = 1 << 24
-_TEXT = (".tsv", ".txt", ".csv")
+SUFFIXES = (".tsv", ".txt", ".csv", ".gz", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Input:
 
 
 def find_inputs(paths: Sequence[Path]) -> tuple[Input, ...]:
-    """Files as given, folders as their data files in natural order; ConfigError when there are none."""
+    """Files as given, folders as their data files in natural order; ConfigError if there are none."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -56,8 +56,7 @@ def find_inputs(paths: Sequence[Path]) -> tuple[Input, ...]:
 
 
 def _is_data(path: Path) -> bool:
-    suffixes = (*_TEXT, ".gz", ".parquet")
-    return path.is_file() and path.suffix in suffixes and not path.name.startswith(".")
+    return path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(".")
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -90,16 +89,19 @@ def _no_line_end(path: Path) -> DataError:
     )
 
 
-def gzip_pieces(path: Path, size: int) -> Iterator[bytes]:
-    """The pieces of a gzip file in order; DataError when it is cut short or damaged."""
+def gzip_pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
+    """The pieces of a gzip file in order, each with the compressed bytes it took."""
     try:
-        with gzip.open(path, "rb") as file:
+        with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+            taken = 0
             while head := file.read(size):
                 tail = b"" if head.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
                 if len(tail) == MAX_LINE_BYTES:
                     raise _no_line_end(path)
-                yield head + tail
+                yield head + tail, raw.tell() - taken
+                taken = raw.tell()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path}: the gzip file is cut short or damaged ({error}); rows are lost, fetch it again"
+            f"{path}: the gzip file is cut short or damaged ({error}); rows are lost, "
+            "fetch it again"
         ) from error

@@ -1,12 +1,13 @@
 """The stage: every input piece parsed once into an uncompressed Arrow file of typed columns.
 
-Columns: label uint8, dense int32, one key per sparse column and cross (null = missing), split uint8.
-A piece is done when its ``.json`` is there; it is written last.
+Columns: label uint8, dense int32, one key per sparse column and cross (null = missing), split
+uint8. A piece is done when its ``.json`` is there; it is written last.
 """
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,21 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from tqdm import tqdm
 
 from data.options import PrepareOptions
+from data.parquet import PIECE_ROWS, count_rows, parquet_piece
 from data.parse import BadLines, Piece, parse_piece
 from data.schema import Schema
 from data.source import Input, gzip_pieces, read_piece
 from sbpflow.errors import DataError
+from sbpflow.sbp import balanced_sizes
 
+Advance = Callable[[int], None]
 SPLIT_COLUMN = "__split"
+
+_EARLY_LINES = 10_000
+_EARLY_BAD = 0.5
+"""A file of another format is refused after its first lines, not after its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,62 +44,82 @@ class Staged:
 
 
 def stage_inputs(
-    inputs: Sequence[Input], options: PrepareOptions, folder: Path, bar: tqdm
+    inputs: Sequence[Input], options: PrepareOptions, folder: Path, advance: Advance
 ) -> tuple[Staged, ...]:
     """Stage all pieces, ``options.workers`` at a time, and check the limit on bad rows."""
     folder.mkdir(exist_ok=True)
     staged: list[Staged] = []
+    waiting: deque[tuple[int, Future[Staged]]] = deque()
+
+    def finish() -> None:
+        num_bytes, future = waiting.popleft()
+        staged.append(future.result())
+        advance(num_bytes)
+        if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
+            check_bad(staged, max(_EARLY_BAD, options.max_bad_fraction))
+
     with ThreadPoolExecutor(options.workers) as pool:
-        waiting: list[Future[Staged]] = []
         for job in _jobs(inputs, options, folder):
-            waiting.append(pool.submit(_stage_piece, *job, options))
+            waiting.append((job.num_bytes, pool.submit(_stage_piece, job, options)))
             if len(waiting) > options.workers:
-                staged.append(_done(waiting.pop(0), bar, options))
-        staged += [_done(future, bar, options) for future in waiting]
+                finish()
+        while waiting:
+            finish()
     check_bad(staged, options.max_bad_fraction)
     return tuple(staged)
 
 
-def _done(future: "Future[Staged]", bar: tqdm, options: PrepareOptions) -> Staged:
-    staged = future.result()
-    bar.update(options.piece_bytes)
-    return staged
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One piece to stage; ``text`` only where the file must be read in order."""
+
+    target: Path
+    source: Input
+    index: int
+    num_bytes: int
+    text: bytes | None = None
 
 
-def _jobs(
-    inputs: Sequence[Input], options: PrepareOptions, folder: Path
-) -> Iterator[tuple[Path, Input, int, bytes | None]]:
-    """(target, input, piece number, text or None to read it in the worker) of every piece."""
+def _jobs(inputs: Sequence[Input], options: PrepareOptions, folder: Path) -> Iterator[_Job]:
+    size = options.piece_bytes
     for source in inputs:
         if source.is_gzip:
-            for index, text in enumerate(gzip_pieces(source.path, options.piece_bytes)):
-                yield _target(folder, source, index), source, index, text
-        else:
-            for index in range(-(-source.num_bytes // options.piece_bytes)):
-                yield _target(folder, source, index), source, index, None
+            for index, (text, num_bytes) in enumerate(gzip_pieces(source.path, size)):
+                yield _Job(_target(folder, source, index), source, index, num_bytes, text)
+            continue
+        count = -(-source.num_bytes // size)
+        if source.is_parquet:
+            count = -(-count_rows(source.path, options.schema) // PIECE_ROWS)
+        for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(count, 1))):
+            yield _Job(_target(folder, source, index), source, index, num_bytes)
 
 
 def _target(folder: Path, source: Input, index: int) -> Path:
     return folder / f"{source.order:05d}-{index:06d}.arrow"
 
 
-def _stage_piece(
-    target: Path, source: Input, index: int, text: bytes | None, options: PrepareOptions
-) -> Staged:
-    record = target.with_suffix(".json")
+def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
+    record = job.target.with_suffix(".json")
     if not record.exists():
-        if text is None:
-            text = read_piece(source.path, index, options.piece_bytes)
-        piece = parse_piece(text, options.schema)
-        key = (options.seed, source.order, index)
-        split = options.split.of_piece(source.path.name, key, len(piece.frame))
+        piece = _read(job, options)
+        key = (options.seed, job.source.order, job.index)
+        split = options.split.of_piece(job.source.path.name, key, len(piece.frame))
         frame = piece.frame.with_columns(
             *(cross_key(piece.frame, pair, options.schema) for pair in options.crosses),
             pl.Series(SPLIT_COLUMN, split),
         )
-        frame.write_ipc(target, compression="uncompressed")
+        frame.write_ipc(job.target, compression="uncompressed")
         _write_record(record, piece)
-    return _read_record(target, source)
+    return _read_record(job.target, job.source)
+
+
+def _read(job: _Job, options: PrepareOptions) -> Piece:
+    if job.source.is_parquet:
+        return parquet_piece(job.source.path, job.index, options.schema)
+    text = job.text
+    if text is None:
+        text = read_piece(job.source.path, job.index, options.piece_bytes)
+    return parse_piece(text, options.schema)
 
 
 def _write_record(record: Path, piece: Piece) -> None:

@@ -1,4 +1,4 @@
-"""Vocabularies: how often each value occurs in the train part, which values are kept, and their ids."""
+"""Vocabularies: how often values occur in the train part, which are kept, and which id each gets."""
 
 import os
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from data.ids import Counts, IdTable, Keys, assign_ids
+from data.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable, assign_ids
 from data.options import PrepareOptions
-from data.schema import NUM_RESERVED_IDS
+from data.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID
 from data.stage import SPLIT_COLUMN, Staged
 
 
@@ -21,7 +22,7 @@ class Vocabulary:
     name: str
     keys: Keys
     counts: Counts
-    ids: "np.ndarray[tuple[int], np.dtype[np.int32]]"
+    ids: NDArray[np.int32]
     missing: int
     rare: int
     rare_values: int
@@ -31,9 +32,25 @@ class Vocabulary:
         """Rows of the embedding table."""
         return len(self.keys) + NUM_RESERVED_IDS
 
+    def dropped(self) -> dict[str, int]:
+        """What the manifest says of lookups without a value of their own."""
+        return {
+            "train_missing": self.missing,
+            "train_rare": self.rare,
+            "rare_values": self.rare_values,
+        }
+
     def table(self) -> IdTable:
         """The lookup structure from keys to ids."""
-        return IdTable(self.keys, self.ids)
+        narrow = self.keys.dtype == np.uint32
+        return NarrowIdTable(self.keys, self.ids) if narrow else WideIdTable(self.keys, self.ids)
+
+    def lookups(self) -> Counts:
+        """Lookups per table row in the train part."""
+        out = np.zeros(self.num_rows, dtype=np.int64)
+        out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
+        out[self.ids] = self.counts
+        return out
 
 
 def train_rows(staged: Sequence[Staged], options: PrepareOptions) -> list[pl.LazyFrame]:
@@ -53,7 +70,7 @@ def train_rows(staged: Sequence[Staged], options: PrepareOptions) -> list[pl.Laz
 def build_vocabularies(
     staged: Sequence[Staged], names: Sequence[str], options: PrepareOptions, folder: Path
 ) -> list[Vocabulary]:
-    """Count every field over the train part in one pass and assign ids; kept as files in ``folder``."""
+    """Count the fields over the train part in one pass and assign ids; kept in ``folder``."""
     folder.mkdir(exist_ok=True)
     if any(not (folder / f"{name}.npz").exists() for name in names):
         rows = pl.concat(train_rows(staged, options))

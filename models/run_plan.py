@@ -11,7 +11,7 @@ import torch
 
 from models.wdl import WdlSpec, wdl_spec
 from sbpflow.config import Config, LazyAdam, RowwiseAdagrad, SparseSgd, check
-from sbpflow.embedding.kernels import choose_kernels, fbgemm_fault
+from sbpflow.embedding.kernels import choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
 from sbpflow.embedding.tables import TableLayout
@@ -35,17 +35,6 @@ class IdColumn(Protocol):
     def rows(self) -> int: ...
 
 
-class PreparedSet(Protocol):
-    """What is asked of a data set's manifest; the models do not import the data package."""
-
-    @property
-    def dense(self) -> tuple[str, ...]: ...
-    @property
-    def sparse(self) -> Sequence[IdColumn]: ...
-    @property
-    def fields(self) -> Sequence[IdColumn]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """The columns of a prepared set: dense fields, and id columns with their rows, crosses last."""
@@ -55,13 +44,12 @@ class Columns:
     num_sparse: int
 
     @staticmethod
-    def of(manifest: PreparedSet) -> "Columns":
-        """Of a prepared set, as ``data.load_manifest`` reads it."""
-        return Columns(
-            dense=manifest.dense,
-            fields={field.name: field.rows for field in manifest.fields},
-            num_sparse=len(manifest.sparse),
-        )
+    def of(
+        dense: tuple[str, ...], sparse: Sequence[IdColumn], crosses: Sequence[IdColumn]
+    ) -> "Columns":
+        """From the three kinds of columns of a manifest."""
+        fields = {column.name: column.rows for column in (*sparse, *crosses)}
+        return Columns(dense=dense, fields=fields, num_sparse=len(sparse))
 
 
 def sparse_optimizer(config: Config) -> SparseOptimizer:
@@ -124,7 +112,7 @@ def plan_run(
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,
-        kernels=choose_kernels(embeddings, config.parallel.kernel, fbgemm_fault()),
+        kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
         dense_steps=plan_gradients([*dense, loss], backend=backend),
         batch_size=config.data.batch_size,

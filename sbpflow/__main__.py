@@ -29,7 +29,8 @@ def explain(argv: Sequence[str]) -> int:
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
     config = load_config(args.config, args.overrides)
-    columns = Columns.of(load_manifest(data_path(config)))
+    manifest = load_manifest(data_path(config))
+    columns = Columns.of(manifest.dense, manifest.sparse, manifest.crosses)
     device_type = device_type_of(config.parallel.device)
     _, plan = plan_run(config, columns, world_size=args.world_size, device_type=device_type)
     if args.json:

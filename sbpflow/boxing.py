@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbpflow.boxing_program import Program, compile_step
-from sbpflow.boxing_step import BoxingStep
+from sbpflow.boxing_step import GLOO_DTYPES, BoxingStep
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
 from sbpflow.errors import SbpError
+
+MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
 
 Finish = Callable[[], Tensor | None]
 
@@ -42,15 +44,15 @@ class Boxing:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # Keyed by identity: hashing a step costs more than running its Python part. The step is
-        # kept beside its program, so an identity stays taken.
-        self._programs: dict[int, tuple[BoxingStep, Program]] = {}
+        # Keyed by identity: hashing a step costs more than running its Python part. The program
+        # holds the step, so an identity stays taken.
+        self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
-        """Make the process groups of ``steps`` now rather than in the first iteration."""
+        """Compile ``steps`` and make their process groups now rather than on first use."""
         for step in steps:
-            for group in step.groups:
-                self.world.group(group, channel)
+            self.world.check(step.id, f"prepare, channel {channel}")
+            self._get_ready(step, channel)
 
     def run(
         self,
@@ -90,31 +92,35 @@ class Boxing:
     def _go_on(self, rest: Sequence[BoxingStep], finish: Finish, channel: str) -> Tensor | None:
         return self.run(rest, finish(), channel)
 
-    def _program(self, step: BoxingStep) -> Program:
-        known = self._programs.get(id(step))
-        if known is None:
-            known = self._programs[id(step)] = (step, compile_step(step, self.world.rank))
-        return known[1]
+    def _get_ready(
+        self, step: BoxingStep, channel: str
+    ) -> tuple[Program, dist.ProcessGroup | None]:
+        """The step compiled for this rank, and its group; all groups are made on all ranks."""
+        if len(self._ready) >= MAX_READY_STEPS:
+            self._ready.clear()
+        mine = None
+        for ranks in step.groups:
+            group = self.world.group(ranks, channel)
+            mine = group if self.world.rank in ranks else mine
+        ready = self._ready[id(step), channel] = (compile_step(step, self.world.rank), mine)
+        return ready
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
         """Begin one step; the function returned waits for it and gives the new part."""
-        program = self._program(step)
-        part = self._accept(program, part)
-        if not step.groups:
-            return lambda: program.unpack(part)
         world = self.world
-        world.check(step.id, f"{step.collective}, {step.total_bytes} bytes, channel {channel}")
-        for ranks in step.groups:
-            world.group(ranks, channel)
-        if program.group is None:
+        if world.checked and step.groups:  # before any group is made: all ranks must make it
+            world.check(step.id, f"{step.collective}, {step.total_bytes} bytes, channel {channel}")
+        ready = self._ready.get((id(step), channel))
+        program, group = ready or self._get_ready(step, channel)
+        part = self._accept(program, part)
+        if group is None:
             return lambda: program.unpack(part)
-        world.log.add(
-            CommRecord(step.id, step.collective, channel, program.group, program.bytes_sent)
-        )
+        if world.log.enabled:
+            world.log.add(_record(program, channel))
         packed = program.pack(part)
         if step.collective == "all_reduce" and not (donate and packed.is_contiguous()):
             packed = packed.clone(memory_format=torch.contiguous_format)
-        return _COLLECTIVES[step.collective](program, packed, world.group(program.group, channel))
+        return _COLLECTIVES[step.collective](program, packed, group)
 
     def _accept(self, program: Program, part: Tensor | None) -> Tensor:
         step = program.step
@@ -123,45 +129,68 @@ class Boxing:
                 raise SbpError(
                     f"{step.id}: rank {self.world.rank} is outside {step.src}; pass None"
                 )
-            return torch.empty(0, dtype=step.dtype, device=self.world.device)
+            return torch.empty(0, dtype=step.dtype, device=self.world.device_of(step.dst))
         if part is None or part.shape != program.part_shape or part.dtype != step.dtype:
             given = "None" if part is None else f"{part.dtype}{list(part.shape)}"
             raise SbpError(
                 f"{step.id}: rank {self.world.rank} passed {given}; under {step.src} its part of "
                 f"{list(step.shape)} is {step.dtype}{list(program.part_shape)}"
             )
+        if step.src.placement.device_type != step.dst.placement.device_type:
+            return part.to(self.world.device_of(step.dst))
         return part
+
+
+def _record(program: Program, channel: str) -> CommRecord:
+    step = program.step
+    return CommRecord(step.id, step.collective, channel, program.group or (), program.bytes_sent)
+
+
+def _as_sent(buffer: Tensor) -> Tensor:
+    """The same memory under a dtype that gloo moves; nothing is added up, so bits are enough."""
+    if buffer.dtype in GLOO_DTYPES or buffer.dtype == torch.bool or buffer.is_cuda:
+        return buffer
+    same_size = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+    if buffer.dtype.itemsize not in same_size:
+        raise SbpError(f"gloo cannot move {buffer.dtype}; convert the tensor to another dtype")
+    return buffer.view(same_size[buffer.dtype.itemsize])
+
+
+def _finish(work: dist.Work | None, program: Program, buffer: Tensor) -> Tensor | None:
+    if work is not None:
+        work.wait()
+    return program.unpack(buffer)
 
 
 def _run_all_gather(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     gathered = packed.new_empty(packed.numel() * len(program.group or ()))
-    work = all_gather_single(gathered, packed, group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(gathered))[1]
+    work = all_gather_single(_as_sent(gathered), _as_sent(packed), group=group, async_op=True)
+    return partial(_finish, work, program, gathered)
 
 
 def _run_all_reduce(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     work = dist.all_reduce(packed, _REDUCE_OPS[program.reduction], group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(packed))[1]
+    return partial(_finish, work, program, packed)
 
 
 def _run_reduce_scatter(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     reduced = packed.new_empty(packed.numel() // len(program.group or ()))
     op = _REDUCE_OPS[program.reduction]
     work = reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
-    return lambda: (work.wait(), program.unpack(reduced))[1]
+    return partial(_finish, work, program, reduced)
 
 
 def _run_all_to_all(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
     received = packed.new_empty(sum(program.receive_sizes))
     work = dist.all_to_all_single(
-        received,
-        packed,
-        program.receive_sizes,
-        program.send_sizes,
+        _as_sent(received),
+        _as_sent(packed),
+        list(program.receive_sizes),
+        list(program.send_sizes),
         group=group,
         async_op=True,
     )
-    return lambda: (work.wait(), program.unpack(received))[1]
+    return partial(_finish, work, program, received)
 
 
 _COLLECTIVES = {

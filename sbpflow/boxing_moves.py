@@ -14,8 +14,10 @@ A rank that already has what it needs sends it to itself, which costs nothing.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from sbpflow.layout import Layout
+from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial
 
 Box = tuple[slice, ...]
@@ -77,7 +79,7 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, 
         for source in sources:
             box = intersect(source.box, target.box)
             if box is not None:
-                sender, receiver = _meet(source.ranks, target.ranks, dst.placement.ranks)
+                sender, receiver = _meet(source.ranks, target.ranks, src.placement, dst.placement)
                 moves.append(Move(sender, receiver, box))
     return tuple(moves)
 
@@ -102,11 +104,26 @@ def _cells(layout: Layout, shape: tuple[int, ...], free: type) -> list[_Cell]:
 
 
 def _meet(
-    senders: tuple[int, ...], receivers: tuple[int, ...], order: tuple[int, ...]
+    senders: tuple[int, ...], receivers: tuple[int, ...], origin: Placement, target: Placement
 ) -> tuple[int, int]:
-    """Prefer a rank that is both; else the first receiver, and a sender chosen in turn."""
+    """Who sends to whom, of ranks that stand in for one another.
+
+    A rank to itself, if one is both. Else, on one placement, two that differ along the fewest axes,
+    so that one-axis steps stay on their axis; between placements, senders take turns.
+    """
     for rank in receivers:
         if rank in senders:
             return rank, rank
     receiver = receivers[0]
-    return senders[order.index(receiver) % len(senders)], receiver
+    turn = target.index(receiver) % len(senders)
+    in_turn = (*senders[turn:], *senders[:turn])
+    if origin != target:
+        return in_turn[0], receiver
+    pairs = product(in_turn, receivers)
+    return min(pairs, key=lambda pair: _axes_between(origin, *pair))
+
+
+def _axes_between(placement: Placement, a: int, b: int) -> int:
+    return sum(
+        x != y for x, y in zip(placement.coord(a) or (), placement.coord(b) or (), strict=True)
+    )

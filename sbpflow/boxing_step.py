@@ -21,6 +21,21 @@ Groups = tuple[tuple[int, ...], ...]
 MAX_PADDING = 0.25
 
 
+# What gloo can add up (torch 2.13); others are exchanged and added locally.
+GLOO_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BoxingStep:
     """One conversion: ``shape`` and ``dtype`` are those of the full tensor.
@@ -100,7 +115,7 @@ def make_step(
     groups: Groups = ()
     if not is_local(moves):
         groups, changes = _talking_groups(src, dst, moves)
-        collective = _choose_collective(src, dst, shape, backend, groups, changes)
+        collective = _choose_collective(src, dst, shape, dtype, backend, groups, changes)
     return BoxingStep(
         id=id,
         src=src,
@@ -137,6 +152,7 @@ def _choose_collective(
     src: Layout,
     dst: Layout,
     shape: tuple[int, ...],
+    dtype: torch.dtype,
     backend: str,
     groups: Groups,
     changes: set[tuple[Sbp, Sbp]],
@@ -144,7 +160,8 @@ def _choose_collective(
     if not changes:
         return "all_to_all"
     if all(isinstance(a, Partial) and isinstance(b, Broadcast) for a, b in changes):
-        return "all_reduce"
+        reduces = backend == "nccl" or dtype in GLOO_DTYPES
+        return "all_reduce" if reduces else "all_to_all"
     if all(isinstance(a, Split) and isinstance(b, Broadcast) for a, b in changes):
         return "all_gather" if _worth_padding(src, shape, groups, changes) else "all_to_all"
     scatters = all(isinstance(a, Partial) and isinstance(b, Split) for a, b in changes)

@@ -45,7 +45,7 @@ class DataConfig:
     path: Annotated[Path | None, Example("out/criteo")] = None
     loader: Literal["dali", "memmap"] = "dali"
     batch_size: Count = 16384
-    shuffle: Literal["blocks", "none"] = "blocks"
+    shuffle: Literal["blocks", "rows", "none"] = "blocks"
     tail: Literal["keep", "drop"] = "keep"
 
 

@@ -5,23 +5,31 @@ A World is made once and passed on; nothing here is module state. No tensor of t
 """
 
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from sbpflow.comm_log import CommLog
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.layout import Layout
 
 HEADER_BYTES = 512
 DEFAULT_TIMEOUT_S = 600.0
 
 # torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_names = vars(dist)
+all_gather_single: Callable[..., dist.Work | None] = (
+    _names.get("all_gather_single") or _names["all_gather_into_tensor"]
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +95,7 @@ class World:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
                 init_method=meeting.init_method,
-                store=dist.HashStore() if alone else None,
+                store=_names["HashStore"]() if alone else None,
                 rank=meeting.rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=timeout_s),
@@ -105,7 +113,8 @@ class World:
         """The process group of ``ranks`` (any order) on ``channel``.
 
         Made on first use, so the first use must happen on all ranks of the world, in one order;
-        ``Boxing`` and the engine see to that by walking the same steps everywhere.
+        ``Boxing`` and the engine see to that by walking the same steps everywhere. A rank that is
+        not in it gets c10d's mark for that, which no collective takes.
         """
         key = (tuple(sorted(ranks)), channel)
         group = self._groups.get(key)
@@ -115,10 +124,24 @@ class World:
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
                 )
             made = dist.new_group(list(key[0]), timeout=self._timeout)
-            if made is None:
-                raise SbpError("no process group was made; is the world closed?")
-            group = self._groups[key] = made
+            group = self._groups[key] = cast("dist.ProcessGroup", made)
         return group
+
+    def device_of(self, layout: Layout) -> torch.device:
+        """Where this rank's part of a tensor laid out so is; raises SbpError if it has no such."""
+        wanted = layout.placement.device_type
+        if self.device.type in (wanted, "meta"):
+            return self.device
+        if wanted == "cpu":
+            return torch.device("cpu")
+        raise SbpError(
+            f"{layout} is on {wanted}, this world runs on {self.device.type}; place it on "
+            f'{self.device.type}, or start the world with device="{wanted}"'
+        )
+
+    def backend_of(self, layout: Layout) -> str:
+        """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
+        return "nccl" if layout.placement.device_type == "cuda" else "gloo"
 
     def check(self, step_id: str, operation: str) -> None:
         """In the checked mode, compare what every rank is about to do; else nothing.
@@ -191,6 +214,12 @@ def world_size_of_environment() -> int:
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
     return _choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))).type
+
+
+def device_name(device: torch.device) -> str:
+    """The device and what it is, on which host, for summaries."""
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device} ({what}) on {platform.node()}"
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

@@ -223,8 +223,9 @@ def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         "dense_gradient_bytes",
         "dense_state_bytes",
     )
-    header = ("rank", "tables", "their state", "dense", "gradients", "their state", "sum")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "tables", "their state", "dense", "gradients", "their state", "sum")
+    ]
     for rank in ranks:
         sizes = [rank[name] for name in names]
         rows.append((str(rank["rank"]), *(_size(size) for size in (*sizes, sum(sizes)))))

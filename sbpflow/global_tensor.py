@@ -5,20 +5,23 @@ dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.conversion import Steps, Way, convert, run_part
 from sbpflow.errors import SbpError
+from sbpflow.extremum import convert_extremum
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
 
 Where = Layout | NdSbp | str
-Steps = tuple[BoxingStep, ...]
+
+MAX_DIMS = 8  # of a tensor whose shape ``infer_shape`` finds
 
 
 class GlobalTensor:
@@ -52,16 +55,20 @@ class GlobalTensor:
         boxing: Boxing,
         *,
         dtype: torch.dtype = torch.float32,
+        replicas: Literal["equal", "first"] = "equal",
     ) -> "GlobalTensor":
-        """Declare local parts to be a global tensor; nothing is sent or compared.
+        """Declare local parts to be a global tensor of ``shape``.
 
         ``part`` may be None outside the placement, where ``dtype`` then says what the others hold.
-        Along B axes the caller guarantees equal data. The gradient of ``part`` arrives in the dual
-        layout: whole for P, as terms that add up over the ranks for B.
+        Along B axes ``replicas="equal"`` trusts the caller and sends nothing; "first" spreads the
+        data of the first coordinate over the others. The gradient of ``part`` arrives in the dual
+        layout: whole for P, as terms that add up over the ranks for B. ``infer_shape`` finds the
+        shape where no rank knows it.
         """
         if part is None:
-            part = torch.empty(0, dtype=dtype, device=boxing.world.device)
-        return GlobalTensor(part, layout, tuple(shape), boxing)
+            part = torch.empty(0, dtype=dtype, device=boxing.world.device_of(layout))
+        x = GlobalTensor(part, layout, tuple(shape), boxing)
+        return x if replicas == "equal" else _spread_first(x)
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
@@ -121,12 +128,14 @@ class GlobalTensor:
         check_user(dst, self.shape)
         boxing, shape, dtype = self.boxing, self.shape, self.dtype
         forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
-        backward: Steps = ()
-        if self.part.requires_grad and torch.is_grad_enabled():
+        if not (self.part.requires_grad and torch.is_grad_enabled()):
+            part = run_part(boxing, forward, self.part, self.layout, channel)
+        elif self.layout.has_extremum or dst.has_extremum:
+            part = convert_extremum(self.part, self.layout, dst, shape, boxing, forward, channel)
+        else:
             incoming = dst.dual() if grad_sbp is None else _grad_layout(dst, grad_sbp)
             backward = _plan(incoming, self.layout.dual(), shape, dtype, f"{id}/bwd", boxing)
-        inside = (boxing.world.rank in self.layout.placement, boxing.world.rank in dst.placement)
-        part: Any = _Convert.apply(self.part, boxing, forward, backward, inside, channel)
+            part = convert(self.part, boxing, Way(self.layout, forward, dst, backward, channel))
         return GlobalTensor(part, dst, shape, boxing)
 
     def full(self) -> Tensor:
@@ -163,34 +172,6 @@ class GlobalTensor:
         return Layout(self.layout.placement, nd_sbp)
 
 
-class _Convert(torch.autograd.Function):
-    """part under src -> part under dst; backward: under dual(dst) -> under dual(src)."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        part: Tensor,
-        boxing: Boxing,
-        forward: Steps,
-        backward: Steps,
-        inside: tuple[bool, bool],
-        channel: str,
-    ) -> Tensor:
-        ctx.state = boxing, backward, inside, channel
-        out = boxing.run(forward, part if inside[0] else None, channel)
-        return part.new_empty(0) if out is None else out
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        gradient: Tensor,
-    ) -> tuple[Tensor, None, None, None, None, None]:
-        boxing, backward, inside, channel = ctx.state
-        out = boxing.run(backward, gradient if inside[1] else None, channel)
-        out = gradient.new_empty(0) if out is None else out
-        return out, None, None, None, None, None
-
-
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
     """A trainable leaf from this rank's part (empty, of shape [0], outside the placement)."""
     part = part.detach().clone()
@@ -223,7 +204,7 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 def _plan(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, boxing: Boxing
 ) -> Steps:
-    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend)
+    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend_of(dst))
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
@@ -239,3 +220,19 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
                 "the same S, and B or P may each be B or P"
             )
     return layout
+
+
+def _spread_first(x: GlobalTensor) -> GlobalTensor:
+    """Along B axes, the first coordinate's data everywhere; its gradient is the sum of all."""
+    placement, world = x.layout.placement, x.boxing.world
+    copies = [isinstance(sbp, Broadcast) for sbp in x.layout.nd_sbp]
+    ranks = tuple(
+        rank
+        for rank in placement.ranks
+        if not any(at and b for at, b in zip(placement.coord(rank) or (), copies, strict=True))
+    )
+    sizes = tuple(1 if b else size for size, b in zip(placement.shape, copies, strict=True))
+    source = Layout(Placement(placement.device_type, ranks, sizes), x.layout.nd_sbp)
+    # The other ranks' data is not used; an empty slice keeps them in the graph.
+    part = x.part if world.rank in ranks else x.part.reshape(-1)[:0]
+    return GlobalTensor(part, source, x.shape, x.boxing).to(x.layout, id="from_local")

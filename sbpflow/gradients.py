@@ -4,6 +4,7 @@ A B parameter's gradient arrives as P, so this is the all-reduce of data paralle
 needs nothing. Parameters whose gradients travel alike share a flat bucket.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Pending
 from sbpflow.boxing_plan import BoxingStep, plan_boxing
-from sbpflow.global_tensor import GlobalTensor
+from sbpflow.global_tensor import GlobalTensor, part_shape
 from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial, Split
 
@@ -138,9 +139,7 @@ def _fill_buckets(parameters: Sequence[LaidT], bucket_bytes: int) -> list[list[L
         if not any(isinstance(sbp, Broadcast | Partial) for sbp in parameter.layout.nd_sbp):
             continue
         key = _pattern(parameter)
-        size = parameter.dtype.itemsize
-        for length in parameter.shape:
-            size *= length
+        size = parameter.dtype.itemsize * math.prod(parameter.shape)
         if key in open_ and filled[key] + size > bucket_bytes:
             done.append(open_.pop(key))
         if key not in open_:
@@ -196,10 +195,7 @@ def _flat_length(parameters: Sequence[Laid], layout: Layout) -> int:
 
 
 def _part_numel(parameter: Laid, rank: int) -> int:
-    count = 1
-    for length in parameter.layout.part_shape(parameter.shape, rank) or (0,):
-        count *= length
-    return count
+    return math.prod(part_shape(parameter.layout, parameter.shape, rank))
 
 
 def _start(parameters: list[GlobalTensor], steps: tuple[BoxingStep, ...], channel: str) -> Pending:

@@ -4,10 +4,11 @@ The only source of truth for shapes and slices of parts; nothing downstream deci
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from sbpflow.errors import SbpError
 from sbpflow.placement import Placement
-from sbpflow.sbp import NdSbp, Sbp, Split, balanced_sizes, dual, format_nd_sbp
+from sbpflow.sbp import NdSbp, Partial, Sbp, Split, balanced_sizes, dual, format_nd_sbp
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,27 @@ class Layout:
                         f"{self.placement.shape[axis]} of them"
                     )
 
+        if len({sbp.op for sbp in self.nd_sbp if isinstance(sbp, Partial)}) > 1:
+            raise SbpError(
+                f"{format_nd_sbp(self.nd_sbp)} mixes reductions, whose order would matter; "
+                "reduce one of them to B or S first"
+            )
+
     def __str__(self) -> str:
-        return f"{format_nd_sbp(self.nd_sbp)}@{list(self.placement.ranks)}"
+        """``S(0)@[0, 1]``; explicit sizes are shown: ``S(0)[3, 5]@[0, 1]``."""
+        texts = [
+            f"{sbp}{list(sbp.sizes)}" if isinstance(sbp, Split) and sbp.sizes else str(sbp)
+            for sbp in self.nd_sbp
+        ]
+        text = texts[0] if len(texts) == 1 else "(" + ", ".join(texts) + ")"
+        return f"{text}@{self.placement}"
+
+    def __hash__(self) -> int:
+        return self._hash  # kept: layouts are keys of every plan that is looked up
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.placement, self.nd_sbp))
 
     def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
         """Which part of a tensor of ``shape`` this rank holds; ``None`` outside the placement.
@@ -88,6 +108,11 @@ class Layout:
                     f"{min(short)} are there; use fewer ranks, another dim, B, or explicit sizes"
                 )
             lengths[sbp.dim] = {size for length in here for size in balanced_sizes(length, parts)}
+
+    @cached_property
+    def has_extremum(self) -> bool:
+        """Whether an axis is P(max) or P(min), which are not linear and have no dual."""
+        return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
 
     def dual(self) -> "Layout":
         """The layout of the gradient: S stays, B and P change places."""

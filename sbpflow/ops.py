@@ -4,9 +4,8 @@ The rules are the table a reader scans; the kernels are plain torch on local par
 through them gives gradients in the dual layouts without further code.
 """
 
-import string
+import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -15,59 +14,22 @@ from torch import Tensor
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
+from sbpflow.op_apply import Out, apply, cached_rule, checked_dim, choose, letters_for
+from sbpflow.op_reshape import flatten as flatten
+from sbpflow.op_reshape import reshape as reshape
 from sbpflow.sbp import NdSbp, Partial, parse_nd_sbp
-from sbpflow.signature import Choice, Operand, Rule, deduce, make_rule
+from sbpflow.signature import Choice, Operand, Rule, deduce
 
-Out = NdSbp | str | None
 Kernel = Callable[..., Tensor]
-
-
-def apply(
-    op_rule: Rule,
-    operands: Sequence[GlobalTensor],
-    shape: tuple[int, ...],
-    kernel: Callable[[Choice, list[Tensor]], Tensor],
-    *,
-    out: Out = None,
-    id: str | None = None,
-) -> GlobalTensor:
-    """Run ``kernel`` on parts boxed to the chosen signature.
-
-    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` is that of the full output.
-    """
-    wanted = parse_nd_sbp(out) if isinstance(out, str) else out
-    choice = choose(op_rule, operands, wanted)
-    name = id or op_rule.op
-    boxed = [
-        operand.to(layout, id=f"{name}.{n}")
-        for n, (operand, layout) in enumerate(zip(operands, choice.inputs, strict=True))
-    ]
-    boxing = operands[0].boxing
-    parts = [operand.part for operand in boxed]
-    inside = boxing.world.rank in choice.output.placement
-    part = kernel(choice, parts) if inside else _absent(parts)
-    return GlobalTensor(part, choice.output, shape, boxing)
-
-
-def choose(op_rule: Rule, operands: Sequence[GlobalTensor], out: NdSbp | None = None) -> Choice:
-    """The signature that ``apply`` would take."""
-    described = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
-    return deduce(op_rule, described, operands[0].boxing.world.backend, out)
-
-
-def _absent(parts: list[Tensor]) -> Tensor:
-    """The empty part of a rank outside the placement, tied to its inputs for the backward."""
-    floating = [part for part in parts if part.is_floating_point()] or parts
-    return torch.cat(floating)
 
 
 def matmul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
     """``a [.., k] @ b [k, n]``."""
-    lead = _letters(a.ndim - 1, "kn")
+    lead = letters_for(a.ndim - 1, "kn")
     signatures = "".join(f"{x},B->{x};" for x in lead) + "B,n->n; k,k->P; P,B->P; B,P->P"
-    op_rule = _rule("matmul", ((*lead, "k"), ("k", "n")), (*lead, "n"), signatures)
+    op_rule = cached_rule("matmul", ((*lead, "k"), ("k", "n")), (*lead, "n"), signatures)
     shape = (*a.shape[:-1], b.shape[-1])
     return apply(op_rule, [a, b], shape, lambda _, p: p[0] @ p[1], out=out, id=id)
 
@@ -85,9 +47,9 @@ def linear(
     Without the bias, P comes out of x S(k), weight S(1). A bias never meets P: the product is
     brought to S or B first, or computed there, whichever sends less.
     """
-    lead = _letters(x.ndim - 1, "kn")
+    lead = letters_for(x.ndim - 1, "kn")
     splits = "".join(f"{a},B->{a};" for a in lead)
-    plain = _rule(
+    plain = cached_rule(
         "linear",
         ((*lead, "k"), ("n", "k")),
         (*lead, "n"),
@@ -98,7 +60,9 @@ def linear(
     if bias is None:
         return apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), out=wanted, id=id)
     splits = "".join(f"{a},B,B->{a};" for a in lead)
-    fused = _rule("linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n")
+    fused = cached_rule(
+        "linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n"
+    )
     product = choose(plain, [x, weight])
     partial = any(isinstance(sbp, Partial) for sbp in product.output.nd_sbp)
     if partial and _is_cheaper_apart(fused, product, [x, weight, bias], shape, wanted):
@@ -134,9 +98,9 @@ def bias_add(
 
 
 def _bias_rule(ndim: int) -> Rule:
-    lead = _letters(ndim - 1, "n")
+    lead = letters_for(ndim - 1, "n")
     signatures = "".join(f"{a},B->{a};" for a in lead) + "n,n->n"
-    return _rule("bias_add", ((*lead, "n"), ("n",)), (*lead, "n"), signatures)
+    return cached_rule("bias_add", ((*lead, "n"), ("n",)), (*lead, "n"), signatures)
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
@@ -153,8 +117,8 @@ def nonlinear(
     id: str | None = None,
 ) -> GlobalTensor:
     """Any elementwise function of one tensor: S(i) -> S(i), B -> B."""
-    dims = _letters(x.ndim)
-    op_rule = _rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims))
+    dims = letters_for(x.ndim)
+    op_rule = cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims))
     return apply(op_rule, [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
 
 
@@ -170,8 +134,8 @@ def dropout(
         raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
     if not training or p == 0.0:
         return x
-    dims = _letters(x.ndim)
-    op_rule = _rule("dropout", (dims,), dims, "".join(f"{a}->{a};" for a in dims))
+    dims = letters_for(x.ndim)
+    op_rule = cached_rule("dropout", (dims,), dims, "".join(f"{a}->{a};" for a in dims))
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         start = _starts(choice.output, x.shape, x.boxing.world.rank)
@@ -207,7 +171,7 @@ def _binary(
     id: str | None,
 ) -> GlobalTensor:
     shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
-    letters = _letters(len(shape))
+    letters = letters_for(len(shape))
     dims = [
         tuple(
             letter if size == full else ""
@@ -221,14 +185,14 @@ def _binary(
         ",".join(letter if letter in own else "B" for own in dims) + f"->{letter};"
         for letter in letters
     )
-    op_rule = _rule(op, tuple(dims), letters, splits + linear_part)
+    op_rule = cached_rule(op, tuple(dims), letters, splits + linear_part)
     return apply(op_rule, [a, b], shape, lambda _, p: kernel(*p), out=out, id=id)
 
 
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
     """``x * factor``; linear, so every layout passes."""
-    dims = _letters(x.ndim)
-    op_rule = _rule("scale", (dims,), dims, "".join(f"{a}->{a};" for a in dims) + "P->P")
+    dims = letters_for(x.ndim)
+    op_rule = cached_rule("scale", (dims,), dims, "".join(f"{a}->{a};" for a in dims) + "P->P")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0] * factor, id=id)
 
 
@@ -237,15 +201,15 @@ def concat(
 ) -> GlobalTensor:
     """Join along ``dim``, which no operand may be split along; P if all are P."""
     first = tensors[0]
-    dim = _dim(first, dim, "concat")
-    letters = _letters(first.ndim)
+    dim = checked_dim(first, dim, "concat")
+    letters = letters_for(first.ndim)
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
     signatures += ",".join(["P"] * len(tensors)) + "->P"
     # Along ``dim`` the operands have lengths of their own: a letter each.
-    others = _letters(len(tensors), "".join(letters))
+    others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
-    op_rule = _rule("concat", dims, letters, signatures)
+    op_rule = cached_rule("concat", dims, letters, signatures)
     shape = (*first.shape[:dim], sum(x.shape[dim] for x in tensors), *first.shape[dim + 1 :])
     return apply(op_rule, tensors, shape, lambda _, p: torch.cat(p, dim), out=out, id=id)
 
@@ -259,21 +223,53 @@ def reduce_sum(
     id: str | None = None,
 ) -> GlobalTensor:
     """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P."""
-    chosen = sorted(_dim(x, dim, "reduce_sum") for dim in (range(x.ndim) if dims is None else dims))
-    letters = _letters(x.ndim)
-    signatures = "".join(f"{a}->{'P' if n in chosen else a};" for n, a in enumerate(letters))
-    output = tuple(
-        "" if n in chosen else a for n, a in enumerate(letters) if keepdim or n not in chosen
-    )
-    shape = tuple(
-        1 if n in chosen else size for n, size in enumerate(x.shape) if keepdim or n not in chosen
-    )
-    op_rule = _rule("reduce_sum", (letters,), output, signatures + "P->P")
 
-    def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
-        return parts[0].sum(chosen, keepdim=keepdim) if chosen else parts[0]
+    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+        return part.sum(chosen, keepdim=keepdim) if chosen else part
 
-    return apply(op_rule, [x], shape, kernel, out=out, id=id)
+    return _reduce("reduce_sum", "P", "P->P", kernel, x, dims, keepdim, out, id)
+
+
+def reduce_max(
+    x: GlobalTensor,
+    dims: Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out: Out = None,
+    id: str | None = None,
+) -> GlobalTensor:
+    """Maximum over ``dims`` (all by default); over a split dim each rank has its own: P(max).
+
+    Gradient: within a part equal maxima share it evenly, as torch's ``amax`` has it; between parts
+    the first takes it.
+    """
+
+    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+        return part.amax(chosen, keepdim=keepdim) if chosen else part
+
+    return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
+
+
+def _reduce(
+    op: str,
+    reduced: str,
+    more: str,
+    kernel: Callable[[Tensor, list[int]], Tensor],
+    x: GlobalTensor,
+    dims: Sequence[int] | None,
+    keepdim: bool,
+    out: Out,
+    id: str | None,
+) -> GlobalTensor:
+    """S(i) -> S(i) for a dim that stays, S(i) -> ``reduced`` for one that goes."""
+    chosen = sorted(checked_dim(x, dim, op) for dim in (range(x.ndim) if dims is None else dims))
+    letters = letters_for(x.ndim)
+    signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))
+    left = [n for n in range(x.ndim) if keepdim or n not in chosen]
+    output = tuple("" if n in chosen else letters[n] for n in left)
+    shape = tuple(1 if n in chosen else x.shape[n] for n in left)
+    op_rule = cached_rule(op, (letters,), output, signatures + more)
+    return apply(op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id)
 
 
 def reduce_mean(
@@ -284,48 +280,14 @@ def reduce_mean(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Mean over ``dims`` of the full tensor: the sum by the global count, so uneven parts weigh
-    what they hold."""
-    chosen = [_dim(x, dim, "reduce_mean") for dim in (range(x.ndim) if dims is None else dims)]
-    count = 1
-    for dim in chosen:
-        count *= x.shape[dim]
-    total = reduce_sum(x, dims, keepdim=keepdim, out=out, id=id or "reduce_mean")
-    return scale(total, 1.0 / count) if count else scale(total, float("nan"))
+    """Mean over ``dims`` of the full tensor: the sum by the global count.
 
-
-def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> GlobalTensor:
-    """View as ``shape`` (one entry may be -1).
-
-    A split survives where its dim starts a group of dims that are merged or cut: [b, f, d] split
-    along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim.
+    So uneven parts weigh what they hold; over a split dim it comes out as P.
     """
-    full = _resolve(x.shape, tuple(shape))
-    letters, output, scales = _reshape_groups(x.shape, full)
-    signatures = "".join(f"{a}->{a};" for a in letters if a and a in output) + "P->P"
-    op_rule = make_reshape_rule(letters, output, signatures, scales)
-
-    def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
-        return parts[0].reshape(choice.output.part_shape(full, x.boxing.world.rank) or ())
-
-    return apply(op_rule, [x], full, kernel, id=id)
-
-
-@lru_cache(maxsize=4096)
-def make_reshape_rule(
-    letters: tuple[str, ...],
-    output: tuple[str, ...],
-    signatures: str,
-    scales: tuple[tuple[str, int, int], ...],
-) -> Rule:
-    """The rule of one reshape; remembered, because deduction is keyed by it."""
-    return make_rule("reshape", [letters], output, signatures, scales)
-
-
-def flatten(x: GlobalTensor, start: int = 0, *, id: str | None = None) -> GlobalTensor:
-    """Merge all dims from ``start`` on."""
-    start = _dim(x, start, "flatten")
-    return reshape(x, (*x.shape[:start], -1), id=id)
+    chosen = range(x.ndim) if dims is None else dims
+    count = math.prod(x.shape[checked_dim(x, dim, "reduce_mean")] for dim in chosen)
+    total = reduce_sum(x, dims, keepdim=keepdim, out=out, id=id or "reduce_mean")
+    return scale(total, 1.0 / count if count else math.nan)
 
 
 def gather(
@@ -335,9 +297,9 @@ def gather(
 
     A rank that holds some of the rows gives zeros for the others, so a row split comes out as P.
     """
-    dims = _letters(ids.ndim, "rd")
+    dims = letters_for(ids.ndim, "rd")
     signatures = "".join(f"B,{a}->{a};" for a in dims) + "r,B->P; d,B->d; P,B->P"
-    op_rule = _rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
+    op_rule = cached_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         here = choice.inputs[0].part_slices(table.shape, table.boxing.world.rank)
@@ -366,8 +328,8 @@ def bce_with_logits(
     The mean divides by the global count, so uneven parts are weighted right; it comes out as P if
     the logits are split.
     """
-    letters = _letters(logits.ndim)
-    op_rule = _rule(
+    letters = letters_for(logits.ndim)
+    op_rule = cached_rule(
         "bce_with_logits", (letters, letters), letters, "".join(f"{a},{a}->{a};" for a in letters)
     )
 
@@ -384,64 +346,5 @@ def bce_with_logits(
     return reduce(loss, id=f"{id}.{reduction}")
 
 
-def _letters(count: int, taken: str = "") -> tuple[str, ...]:
-    free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
-    return tuple(free[:count])
-
-
-@lru_cache(maxsize=4096)
-def _rule(
-    op: str, inputs: tuple[tuple[str, ...], ...], output: tuple[str, ...], signatures: str
-) -> Rule:
-    return make_rule(op, inputs, output, signatures)
-
-
-def _dim(x: GlobalTensor, dim: int, op: str) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise SbpError(f"{op}: dim {dim} is out of range for {x!r}; use 0..{x.ndim - 1}")
-    return dim % x.ndim
-
-
 def _starts(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return tuple(extent.start for extent in layout.part_slices(shape, rank) or ())
-
-
-def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    count = 1
-    for size in old:
-        count *= size
-    known = 1
-    for size in new:
-        known *= size if size != -1 else 1
-    holes = new.count(-1)
-    if holes == 1 and known and count % known == 0:
-        return tuple(count // known if size == -1 else size for size in new)
-    if holes or known != count:
-        raise SbpError(f"reshape: {list(old)} has {count} elements and cannot become {list(new)}")
-    return new
-
-
-def _reshape_groups(
-    old: tuple[int, ...], new: tuple[int, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
-    """Letters of both sides, equal where a group of dims starts, and the length ratios there."""
-    names = iter(_letters(len(old) + len(new)))
-    letters: list[str] = [next(names) for _ in old]
-    output: list[str] = [next(names) for _ in new]
-    scales: list[tuple[str, int, int]] = []
-    i = j = 0
-    while i < len(old) and j < len(new):
-        start_i, start_j = i, j
-        left, right = old[i], new[j]
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right and i < len(old):
-                left, i = left * old[i], i + 1
-            elif j < len(new):
-                right, j = right * new[j], j + 1
-            else:
-                break
-        output[start_j] = letters[start_i]
-        if old[start_i] != new[start_j]:
-            scales.append((letters[start_i], new[start_j], old[start_i]))
-    return tuple(letters), tuple(output), tuple(scales)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from sbpflow.errors import SbpError
 
@@ -62,6 +63,10 @@ class Placement:
     def __contains__(self, rank: int) -> bool:
         return rank in self._index
 
+    def index(self, rank: int) -> int:
+        """Position of a global rank in row-major order; -1 outside the placement."""
+        return self._index.get(rank, -1)
+
     def coord(self, rank: int) -> tuple[int, ...] | None:
         """Grid coordinates of a global rank; ``None`` outside the placement."""
         index = self._index.get(rank)
@@ -72,6 +77,17 @@ class Placement:
             index, here = divmod(index, size)
             coord.append(here)
         return tuple(reversed(coord))
+
+    def __str__(self) -> str:
+        """The ranks as they are written: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
+        return str(_nest(list(self.ranks), self.shape))
+
+    def __hash__(self) -> int:
+        return self._hash  # kept: placements are keys of every plan that is looked up
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.device_type, self.ranks, self.shape))
 
     def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """The lines of ranks that differ only along ``axis``, each in coordinate order."""
@@ -85,6 +101,13 @@ class Placement:
             fixed = tuple(at for axis, at in enumerate(coord) if axis not in axes)
             planes.setdefault(fixed, []).append(rank)
         return tuple(tuple(plane) for plane in planes.values())
+
+
+def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) <= 1:
+        return list(ranks)
+    row = len(ranks) // shape[0]
+    return [_nest(ranks[n * row : (n + 1) * row], shape[1:]) for n in range(shape[0])]
 
 
 def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: list[int]) -> None:

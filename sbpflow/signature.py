@@ -98,7 +98,7 @@ def deduce(
     chosen: Choice | None = None
     for index, candidate in enumerate(_candidates(op_rule, operands, placement)):
         inputs, output = candidate
-        if out is not None and output.nd_sbp != out:
+        if out is not None and not _gives(output.nd_sbp, out):
             continue
         price = sum(
             _price(operand, layout, backend)
@@ -110,6 +110,15 @@ def deduce(
     if chosen is None:
         raise SbpError(_no_signature(op_rule, operands, out))
     return chosen
+
+
+def _gives(output: NdSbp, wanted: NdSbp) -> bool:
+    """Whether an output is the one asked for; a split asked for without sizes may have any."""
+    bare = tuple(
+        Split(have.dim) if isinstance(have, Split) and want == Split(have.dim) else have
+        for have, want in zip(output, wanted, strict=False)
+    )
+    return bare == wanted
 
 
 def _price(operand: Operand, layout: Layout, backend: str) -> int:

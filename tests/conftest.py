@@ -31,7 +31,7 @@ def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """``ranks(world_size, fn, *args)`` -> values of ``fn(world, *args)`` by rank, on CPU and gloo."""
+    """``ranks(world_size, fn, *args)`` -> ``fn(world, *args)`` of each rank, on CPU and gloo."""
     yield from _pools(tmp_path_factory, "cpu")
 
 

@@ -1,8 +1,8 @@
 """Persistent ranks for tests: one pool of gloo processes per world size, reused by every test.
 
-``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank and
-returns its values in rank order. If a rank raises, dies or hangs, the pool is killed and rebuilt on
-the next call, and the failure carries every rank's traceback, or its stack if it sat in a call.
+``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank
+and returns its values in rank order. If a rank raises, dies or hangs, the pool is killed and the
+next call makes another; the failure carries each rank's traceback, or its stack if it hung.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "tests.ranks"]
+PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "sbpflow.ops", "tests.ranks"]
 TIMEOUT_S = 60.0  # of a collective
 TASK_TIMEOUT_S = 240.0  # of one call of ``fn``
 GRACE_S = 3.0  # for the other ranks, once one has failed

@@ -18,7 +18,6 @@ from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.kernels import (
     KernelRequest,
     choose_kernels,
-    fbgemm_fault,
     make_storage,
 )
 from sbpflow.embedding.optimizers import SumOverColumns
@@ -56,7 +55,7 @@ class EmbeddingCollection:
         self.plan = plan
         self._world = world
         self._boxing = boxing
-        self.kernels = choose_kernels(plan, kernel, fbgemm_fault())
+        self.kernels = choose_kernels(plan, kernel)
         self._groups: list[Group] = [
             GROUPS[group.exchange](group, world, boxing, self._make_storage)
             for group in plan.groups

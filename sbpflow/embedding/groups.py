@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
 from sbpflow.embedding.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.exchange import Request, UniqueExchange
@@ -76,6 +77,13 @@ class Group(ABC):
         self.boxing = boxing
         self.forward_steps = cache(plan.forward_steps)
         self.backward_steps = cache(plan.backward_steps)
+
+    def box(self, steps: tuple[BoxingStep, ...], part: Tensor | None) -> Tensor:
+        """Run steps whose result this rank holds a part of."""
+        out = self.boxing.run(steps, part, VECTORS)
+        if out is None:
+            raise RuntimeError(f"{self.plan.name}: rank {self.world.rank} received no part")
+        return out
 
     @abstractmethod
     def storages(self) -> list[tuple[Stack, Storage]]:
@@ -172,7 +180,7 @@ class AddressedGroup(Group):
         def add_up(squares: Tensor) -> Tensor:
             num_rows = self.num_rows * len(self.plan.stacks[index].tables)
             padded = F.pad(squares, (0, num_rows - squares.shape[0]))
-            total = self.boxing.run(self._row_state_steps(index, self.num_rows), padded, VECTORS)
+            total = self.box(self._row_state_steps(index, self.num_rows), padded)
             return total[: squares.shape[0]]
 
         return add_up
@@ -202,8 +210,8 @@ class LocalGroup(AddressedGroup):
         self.update(accesses, grad)
 
     def _gather_touched(self, grad: Tensor) -> tuple[list[Access], Tensor]:
-        ids = self.boxing.run(self._touched_id_steps(self.num_rows), self._ids, VECTORS)
-        grads = self.boxing.run(self.backward_steps(self.num_rows), grad, VECTORS)
+        ids = self.box(self._touched_id_steps(self.num_rows), self._ids)
+        grads = self.box(self.backward_steps(self.num_rows), grad)
         counts = [len(member.stack.tables) for member in self.members]
         return self.access(list(ids.split(counts, 1))), grads
 
@@ -231,13 +239,13 @@ class ColumnsGroup(AddressedGroup):
             accesses, vectors = self.look_up(of_members, ids.num_rows)
         if training:
             self.num_rows, self.accesses = ids.num_rows, accesses
-        home = self.boxing.run(self.forward_steps(ids.num_rows), vectors, VECTORS)
+        home = self.box(self.forward_steps(ids.num_rows), vectors)
         return home if self._in_order else home.index_select(1, self._to_tables)
 
     def backward(self, grad: Tensor) -> None:
         accesses, self.accesses = self.accesses, []
         ordered = grad if self._in_order else grad.index_select(1, self._to_ranks)
-        part = self.boxing.run(self.backward_steps(self.num_rows), ordered, VECTORS)
+        part = self.box(self.backward_steps(self.num_rows), ordered)
         self.update(accesses, part)
 
     def _nothing(self, num_rows: int) -> Tensor:
@@ -259,12 +267,12 @@ class ReduceGroup(AddressedGroup):
             accesses, vectors = self.look_up(of_members, ids.num_rows)
         if training:
             self.num_rows, self.accesses = ids.num_rows, accesses
-        return self.boxing.run(self.forward_steps(ids.num_rows), vectors, VECTORS)
+        return self.box(self.forward_steps(ids.num_rows), vectors)
 
     def backward(self, grad: Tensor) -> None:
         accesses, self.accesses = self.accesses, []
         part = self.boxing.run(self.backward_steps(self.num_rows), grad, VECTORS)
-        if self.members:
+        if part is not None:
             self.update(accesses, part)
 
 

@@ -5,7 +5,6 @@ not a multiple of 4, has no bf16 or float64 rows on CPU, and its rowwise state s
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -14,6 +13,7 @@ from sbpflow.embedding.optimizers import SparseOptimizer, SumOverColumns
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.storage import FbgemmStorage, Storage, TorchStorage
 from sbpflow.errors import ConfigError
+from sbpflow.versions import import_fbgemm
 
 KernelRequest = Literal["auto", "fbgemm", "torch"]
 
@@ -26,18 +26,14 @@ class KernelChoice:
     reason: str
 
 
-@cache
-def fbgemm_fault() -> str | None:
-    """Why FBGEMM cannot be used here, or ``None``."""
-    try:
-        import fbgemm_gpu
-        import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401
-    except ModuleNotFoundError:
-        return "FBGEMM is not installed"
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        return f"FBGEMM does not load ({first_line})"
-    return None
+def fbgemm_fault(request: KernelRequest) -> str | None:
+    """Why FBGEMM cannot serve here, or ``None``; not looked for if only torch is asked for.
+
+    Raises ConfigError if FBGEMM is installed and does not fit the installed torch.
+    """
+    if request == "torch":
+        return "parallel.kernel: torch"
+    return None if import_fbgemm() is not None else "FBGEMM is not installed"
 
 
 def choose_kernel(
@@ -49,13 +45,11 @@ def choose_kernel(
     column_split: bool,
     fault: str | None,
 ) -> KernelChoice:
-    """Pick a kernel for a storage of ``width`` columns; ``fault`` is ``fbgemm_fault()``.
+    """Pick a kernel for a storage of ``width`` columns; ``fault`` is ``fbgemm_fault(request)``.
 
-    Raises ConfigError if FBGEMM is demanded and is not installed or does not load. Where it is
-    demanded and cannot serve a table, torch serves it and the reason says so.
+    Raises ConfigError if FBGEMM is demanded and not installed. Where it is demanded and cannot
+    serve a table, torch serves it and the reason says so.
     """
-    if request == "torch":
-        return KernelChoice("torch", "parallel.kernel: torch")
     if fault is not None:
         if request == "fbgemm":
             raise ConfigError(
@@ -74,10 +68,9 @@ def choose_kernel(
     return KernelChoice("fbgemm", "same meaning, fused update")
 
 
-def choose_kernels(
-    plan: EmbeddingPlan, request: KernelRequest, fault: str | None
-) -> dict[str, KernelChoice]:
+def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
     """The kernel of every table by name; the same on every rank."""
+    fault = fbgemm_fault(request)
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:

@@ -190,18 +190,21 @@ class FbgemmStorage:
         """Nothing to do: the rows stay on the device."""
 
     def lookup(self, access: Access) -> Tensor:
+        access.graph = self._run(access)
+        return access.graph.detach()
+
+    def update(self, access: Access, grads: Tensor) -> None:
+        graph, access.graph = access.graph, None
+        if graph is None:  # rows that other ranks looked up: TBE needs a forward of its own
+            graph = self._run(access)
+        torch.autograd.backward([graph], [grads.contiguous()])
+
+    def _run(self, access: Access) -> Tensor:
         offsets = access.offsets
         if offsets is None:
             offsets = torch.arange(access.num_bags + 1, device=access.addresses.device)
         with torch.enable_grad():
-            access.graph = self._tbe(access.addresses, offsets)
-        return access.graph.detach()
-
-    def update(self, access: Access, grads: Tensor) -> None:
-        if access.graph is None:  # rows that other ranks looked up: TBE needs its own forward
-            self.lookup(access)
-        graph, access.graph = access.graph, None
-        torch.autograd.backward([graph], [grads.contiguous()])
+            return self._tbe(access.addresses, offsets)
 
 
 def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Any:  # noqa: ANN401 - FBGEMM is imported late and has no stubs

@@ -16,6 +16,7 @@ from sbpflow.sbp import Broadcast, Partial, Sbp, Split
 from sbpflow.training.trainer import Batch
 
 CHANNEL = "control"
+_TEXT_BYTES = 120
 
 
 class LossWatch:
@@ -83,6 +84,14 @@ def check_same(boxing: Boxing, what: str, digest: str) -> None:
             f"{what}: ranks {others} differ from rank 0; start every rank with the same files and "
             "arguments"
         )
+
+
+def gather_text(boxing: Boxing, text: str) -> list[str]:
+    """One line of every rank, in rank order; cut at 120 bytes."""
+    raw = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    mine = torch.tensor(list(raw), dtype=torch.uint8, device=boxing.world.device)
+    everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/text")
+    return [bytes(row).decode(errors="replace").rstrip() for row in everyone.tolist()]
 
 
 def check_replicas(

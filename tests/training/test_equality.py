@@ -4,6 +4,7 @@ The reference (tests/reference_wdl.py) shares nothing with sbpflow but the start
 """
 
 import functools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def make_reference(config: Config) -> ReferenceWdl:
     assert len(columns) == 6
     widths = [4 * config.model.embedding_dim + len(COLUMNS.dense), *config.model.hidden, 1]
     linears = []
-    for index, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+    for index, (inputs, outputs) in enumerate(pairwise(widths)):
         weight = torch.empty(outputs, inputs, dtype=dtype)
         bound = (6 / (inputs + outputs)) ** 0.5
         fill_uniform(

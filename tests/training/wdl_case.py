@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.run_plan import DTYPES, Columns, plan_run
-from models.wdl import WideDeep
+from models.job import Job, build_job
+from models.run_plan import Columns, plan_run
 from sbpflow.boxing import Boxing
 from sbpflow.config import (
     Adagrad,
@@ -27,12 +27,8 @@ from sbpflow.config import (
     WideConfig,
 )
 from sbpflow.dist import World
-from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.explain import RunPlan
 from sbpflow.sbp import balanced_sizes
-from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.health import check_replicas
-from sbpflow.training.trainer import Trainer
 
 # No size divides by 2, 3 or 4, and C4 has fewer rows than four ranks.
 COLUMNS = Columns(
@@ -111,33 +107,10 @@ def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
     return batches
 
 
-@dataclass
-class Job:
-    """Everything one rank needs to step."""
-
-    trainer: Trainer
-    embeddings: EmbeddingCollection
-    model: WideDeep
-    plan: RunPlan
-    boxing: Boxing
-
-
 def make_job(world: World, config: Config) -> Job:
     """Build a job as ``train_wdl.py`` does, from made-up columns."""
     spec, plan = plan_run(config, COLUMNS, world_size=world.size, device_type=world.device.type)
-    boxing = Boxing(world)
-    dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
-    embeddings = EmbeddingCollection(
-        plan.embeddings, world, boxing, seed=seed, kernel=config.parallel.kernel
-    )
-    model = WideDeep(
-        spec, {p.name: p.layout for p in plan.dense}, boxing, seed=seed, dtype=dtype
-    )
-    optimizer = make_dense_optimizer(
-        config.optimizer.dense, [p.part for p in model.parameters.values()]
-    )
-    trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
-    return Job(trainer, embeddings, model, plan, boxing)
+    return build_job(config, spec, plan, Boxing(world))
 
 
 def to_device(rows: Rows, device: torch.device) -> Rows:

@@ -1,4 +1,4 @@
-"""A small Wide & Deep on logical tensors gives the same losses and weights on any number of ranks."""
+"""A small Wide & Deep on logical tensors: same losses and weights on any number of ranks."""
 
 import pytest
 import torch

@@ -1,0 +1,124 @@
+"""DLPerf's vocabulary sweep on one GPU: ms per iteration and memory from 3.2M rows on, doubling.
+
+The setting of OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
+rows): published for one V100-16GB: 56.6 to 57.0 ms at every size up to 51.2M rows; see
+docs/decisions.md for the source. Runs until memory ends. Random batches on the device, so that the
+figure is the step alone; ids are Zipf-like over whole tables.
+
+    python -m benchmarks.gpu_dlperf [--max-rows N]
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import Results
+from models.job import build_job
+from models.run_plan import Columns, plan_run
+from sbpflow.boxing import Boxing
+from sbpflow.config import Config, load_config
+from sbpflow.dist import World
+
+FIRST_ROWS = 3_200_000
+WARM_UP, STEPS, REPEATS = 5, 20, 5
+
+
+@dataclass
+class Rows:
+    labels: Tensor
+    dense: Tensor
+    ids: Tensor
+    num_rows: int
+
+
+def columns_of(vocabulary: int) -> Columns:
+    """26 deep tables and 2 wide ones, ``vocabulary`` rows in each of the two sets."""
+    fields = {f"C{n}": vocabulary // 26 for n in range(1, 27)}
+    fields |= {"C1xC2": vocabulary // 2, "C3xC4": vocabulary // 2}
+    return Columns(dense=tuple(f"I{n}" for n in range(1, 14)), fields=fields, num_sparse=26)
+
+
+def batches(config: Config, columns: Columns, device: torch.device) -> Iterator[Rows]:
+    """Endless, from a few made beforehand; exponent 4 gives a Zipf-like concentration."""
+    generator = torch.Generator(device).manual_seed(1)
+    sizes = torch.tensor(list(columns.fields.values()), device=device)
+    count = config.data.batch_size
+    made = []
+    for _ in range(8):
+        uniform = torch.rand(count, len(sizes), generator=generator, device=device)
+        made.append(
+            Rows(
+                torch.randint(0, 2, (count,), generator=generator, device=device).float(),
+                torch.rand(count, len(columns.dense), generator=generator, device=device),
+                (uniform**4 * sizes).int(),
+                count,
+            )
+        )
+    while True:
+        yield from made
+
+
+def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
+    """Median and spread of ms per step, and peak memory."""
+    columns = columns_of(vocabulary)
+    spec, plan = plan_run(config, columns, world_size=1, device_type=world.device.type)
+    job = build_job(config, spec, plan, Boxing(world))
+    source = batches(config, columns, world.device)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP):
+        loss = job.trainer.step(next(source))
+    if not bool(torch.isfinite(loss)):
+        raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}")
+    times = []
+    for _ in range(REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(STEPS):
+            job.trainer.step(next(source))
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / STEPS)
+    times.sort()
+    return {
+        "step_ms": times[REPEATS // 2],
+        "min_ms": times[0],
+        "max_ms": times[-1],
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+        "table_and_state_bytes": job.embeddings.memory_bytes(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--max-rows", type=int, default=1 << 40)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    config = load_config("configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides])
+    results = Results("gpu_dlperf")
+    with World.start("cuda") as world:
+        vocabulary = FIRST_ROWS
+        while vocabulary <= args.max_rows:
+            try:
+                figures = measure(vocabulary, config, world)
+            except torch.OutOfMemoryError:
+                results.add(benchmark="dlperf_vocabulary", rows=vocabulary, out_of_memory=True)
+                break
+            results.add(
+                benchmark="dlperf_vocabulary",
+                rows=vocabulary,
+                batch_size=config.data.batch_size,
+                embedding_dim=config.model.embedding_dim,
+                hidden=list(config.model.hidden),
+                sparse=config.optimizer.sparse.name,
+                world_size=1,
+                **figures,
+            )
+            torch.cuda.empty_cache()
+            vocabulary *= 2
+
+
+if __name__ == "__main__":
+    main()

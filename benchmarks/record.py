@@ -1,0 +1,84 @@
+"""Where a benchmark's figures go: JSON lines with what they were measured on.
+
+``open_results("name")`` writes benchmarks/results/name.jsonl anew; every line carries device,
+versions, commit and time, so that a figure is never without its provenance.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "nvidia-dali-cuda130", "torchrec", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Device, versions, commit and time of this process."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
+        "cores": len(_cores()),
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "commit": _command("git", "rev-parse", "--short", "HEAD"),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+class Results:
+    """Prints each line and appends it to a file."""
+
+    def __init__(self, name: str) -> None:
+        RESULTS.mkdir(exist_ok=True)
+        self.path = RESULTS / f"{name}.jsonl"
+        self.path.write_text("")
+        self._provenance = provenance()
+
+    def add(self, **values: object) -> None:
+        """One measurement: value names end in their unit (``_ms``, ``_bytes``)."""
+        self._write(values)
+
+    def _write(self, values: Mapping[str, object]) -> None:
+        sys.stdout.write(json.dumps(dict(values)) + "\n")
+        sys.stdout.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps({**values, **self._provenance}) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cores() -> set[int]:
+
+    return os.sched_getaffinity(0)
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _command(*words: str) -> str | None:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().splitlines()[0]

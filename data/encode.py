@@ -1,0 +1,110 @@
+"""Staged pieces to shards: dense values transformed, keys looked up, rows dealt to their splits."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from data.ids import Ids
+from data.manifest import SPLITS
+from data.options import PrepareOptions
+from data.schema import MISSING_ID
+from data.shards import Words, write_shard
+from data.stage import SPLIT_COLUMN, Staged
+from data.transforms import TRANSFORMS
+
+Record = dict[str, Any]
+
+
+def encode_all(
+    staged: Sequence[Staged],
+    tables: Mapping[str, Ids],
+    options: PrepareOptions,
+    work: Path,
+    advance: Callable[[int], None],
+) -> list[Record]:
+    """Write the shards of every piece under ``work/set``; one record of shards and clamps each.
+
+    A piece is done when its record is there; its staged file is then removed.
+    """
+    for name in ("set", "encoded"):
+        (work / name).mkdir(exist_ok=True)
+    starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
+
+    def job(index: int) -> Record:
+        record = work / "encoded" / f"{index:06d}.json"
+        if not record.exists():
+            rows = (starts[index], starts[-1])
+            done = _encode_piece(staged[index].path, index, rows, tables, options, work / "set")
+            partial = record.with_suffix(".partial")
+            partial.write_text(json.dumps(done), encoding="ascii")
+            os.replace(partial, record)
+        staged[index].path.unlink(missing_ok=True)
+        return json.loads(record.read_text(encoding="ascii"))
+
+    records: list[Record] = []
+    with ThreadPoolExecutor(options.workers) as pool:
+        for index, record in enumerate(pool.map(job, range(len(staged)))):
+            records.append(record)
+            advance(staged[index].num_rows)
+    return records
+
+
+def _encode_piece(
+    path: Path,
+    index: int,
+    rows: tuple[int, int],
+    tables: Mapping[str, Ids],
+    options: PrepareOptions,
+    folder: Path,
+) -> Record:
+    frame = pl.read_ipc(path)
+    words, clamped = encode_frame(frame, tables, options)
+    split = _split_of(frame, *rows, options)
+    shards: Record = {}
+    for number, name in enumerate(SPLITS):
+        here = split == number
+        if here.any():
+            part = words if here.all() else words[here]
+            shards[name] = asdict(write_shard(folder, f"{name}-{index:06d}.npy", part))
+    return {"shards": shards, "clamped": clamped}
+
+
+def encode_frame(
+    frame: pl.DataFrame, tables: Mapping[str, Ids], options: PrepareOptions
+) -> tuple[Words, dict[str, int]]:
+    """Words [rows, 1 + dense + fields] of a staged piece, and the clamped values by dense column."""
+    columns = {options.schema.label: _bits(frame[options.schema.label].to_numpy())}
+    clamped: dict[str, int] = {}
+    for name in options.schema.dense:
+        missing = frame[name].is_null().to_numpy()
+        values = frame[name].fill_null(0).to_numpy().astype(np.float64)
+        floats, clamped[name] = TRANSFORMS[options.transform](values, missing)
+        columns[name] = _bits(floats)
+    for name, table in tables.items():
+        ids = table.lookup(frame[name].fill_null(0).to_numpy())
+        if frame[name].null_count():
+            ids[frame[name].is_null().to_numpy()] = MISSING_ID
+        columns[name] = ids
+    return pl.DataFrame(columns).to_numpy(order="c"), clamped
+
+
+def _bits(values: "NDArray[Any]") -> NDArray[np.int32]:
+    return values.astype(np.float32).view(np.int32)
+
+
+def _split_of(
+    frame: pl.DataFrame, start: int, total: int, options: PrepareOptions
+) -> NDArray[np.uint8]:
+    if options.split.kind != "time":
+        return frame[SPLIT_COLUMN].to_numpy()
+    rows = np.arange(start, start + len(frame))
+    return np.searchsorted(options.split.bounds(total), rows, side="right").astype(np.uint8)

@@ -1,0 +1,98 @@
+"""Parquet rows to the same typed columns as text; bad rows are counted by the same reasons."""
+
+from pathlib import Path
+
+import polars as pl
+
+from data.parse import BadLines, Piece, key_expression
+from data.schema import Kind, Schema
+from sbpflow.errors import DataError
+
+PIECE_ROWS = 1 << 18
+
+
+def count_rows(path: Path, schema: Schema) -> int:
+    """Rows of a file, from its footer; DataError when it is damaged or lacks columns of the schema."""
+    try:
+        frame = pl.scan_parquet(path)
+        have = frame.collect_schema().names()
+        rows = int(frame.select(pl.len()).collect().item())
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    wanted = (schema.label, *schema.dense, *schema.sparse)
+    if absent := [name for name in wanted if name not in have]:
+        raise DataError(
+            f"{path}: no column {absent[0]!r}; it has {', '.join(have[:8])}, ...; "
+            "name its columns in a --schema file"
+        )
+    return rows
+
+
+def parquet_piece(path: Path, index: int, schema: Schema) -> Piece:
+    """Rows [index, index + 1) * PIECE_ROWS of a file."""
+    wanted = (schema.label, *schema.dense, *schema.sparse)
+    try:
+        lazy = pl.scan_parquet(path).select(wanted)
+        frame = lazy.slice(index * PIECE_ROWS, PIECE_ROWS).collect()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    return _typed_piece(frame, schema)
+
+
+def _typed_piece(frame: pl.DataFrame, schema: Schema) -> Piece:
+    frame = frame.with_columns(
+        pl.col(pl.Float32, pl.Float64).fill_nan(None),
+        *(
+            pl.col(name).replace("", None)
+            for name in schema.sparse
+            if frame[name].dtype == pl.String
+        ),
+    )
+    label = pl.col(schema.label).cast(pl.Float64, strict=False)
+    typed = frame.select(
+        label.cast(pl.UInt8, strict=False),
+        *(_integer(name) for name in schema.dense),
+        *(_key(frame[n], k) for n, k in zip(schema.sparse, schema.kinds, strict=True)),
+    )
+    faults = _faults(frame, typed, schema)
+    bad = BadLines()
+    is_bad = faults.select(pl.any_horizontal(pl.all())).to_series()
+    for number in is_bad.arg_true():
+        reason = next(name for name in faults.columns if faults[name][number])
+        bad.add(number, reason, str(frame.row(number)).encode("ascii", "backslashreplace"))
+    return Piece(typed.filter(~is_bad) if bad.total else typed, len(frame), bad)
+
+
+def _integer(name: str) -> pl.Expr:
+    """int32, null where the cell is no whole number of 32 bits."""
+    number = pl.col(name).cast(pl.Float64, strict=False)
+    return pl.when(number == number.floor()).then(number.cast(pl.Int32, strict=False)).alias(name)
+
+
+def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
+    if cells.dtype == pl.String:
+        key = key_expression(pl.col(cells.name), kind)
+        return pl.when(pl.col(cells.name).str.len_bytes() == 8).then(key) if kind == "hex" else key
+    if kind == "hex":
+        return pl.col(cells.name).cast(pl.UInt32, strict=False)
+    if kind == "integer":
+        return pl.col(cells.name).cast(pl.Int64, strict=False).reinterpret(signed=False)
+    return key_expression(pl.col(cells.name).cast(pl.String), kind)
+
+
+def _faults(frame: pl.DataFrame, typed: pl.DataFrame, schema: Schema) -> pl.DataFrame:
+    """One flag per row and reason: a cell that is there but did not convert."""
+
+    def lost(names: tuple[str, ...]) -> pl.Series:
+        flags = [frame[name].is_not_null() & typed[name].is_null() for name in names]
+        return pl.DataFrame(flags).select(pl.any_horizontal(pl.all())).to_series()
+
+    label = typed[schema.label]
+    numeric = frame[schema.label].cast(pl.Float64, strict=False)
+    return pl.DataFrame(
+        {
+            "label is not 0 or 1": ~(numeric.is_in([0, 1]) & label.is_not_null()).fill_null(False),
+            "dense value is not a 32-bit integer": lost(schema.dense),
+            "category does not fit its kind": lost(schema.sparse),
+        }
+    )

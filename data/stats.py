@@ -1,0 +1,169 @@
+"""What the lookups of each table look like: the facts a planner and a cache need, from the train part.
+
+Sources of the measures: the 17 frequency bins follow DreamShard's table features; top masses and unique
+ratios are what row caches and the ``unique`` exchange depend on.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.manifest import Manifest
+from data.schema import MISSING_ID, RARE_ID, Field
+from data.shards import SplitRows, Words
+
+TOP = (1, 16, 1024, 65536)
+BATCH_SIZES = (1024, 4096, 16384, 65536)
+NUM_BINS = 17
+_SAMPLED_BATCHES = 8
+_MIN_TAIL_COUNT = 5
+_BLOCK_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldStats:
+    """Lookups of one table over the train part; masses and ratios are fractions of the lookups."""
+
+    name: str
+    rows: int
+    hot: int
+    lookups: int
+    missing: int
+    rare: int
+    distinct: int
+    top_mass: dict[str, float]
+    bins_rows: list[int]
+    """Table rows by lookups: never, 1, 2-3, 4-7, ..., 2^14 to 2^15 - 1, 2^15 and more."""
+    bins_lookups: list[int]
+    """Lookups that fall on the rows of each bin."""
+    unique_ratio: dict[str, float]
+    """Distinct ids per lookup within a batch, by global batch size; only sizes the set can fill."""
+    tail_exponent: float | None
+    """Slope of log lookups over log rank, rows with 5 lookups or more; None for fewer than 3."""
+
+
+def field_stats(
+    field: Field, counts: NDArray[np.int64], unique_ratio: Mapping[int, float]
+) -> FieldStats:
+    """Measures of one table from its lookups per row, ``counts`` [rows] int64."""
+    total = int(counts.sum())
+    falling = np.sort(counts)[::-1]
+    mass = np.cumsum(falling) / max(total, 1)
+    place = frequency_bin(counts)
+    by_lookups = np.bincount(place, weights=counts, minlength=NUM_BINS)
+    return FieldStats(
+        name=field.name,
+        rows=field.rows,
+        hot=field.hot,
+        lookups=total,
+        missing=int(counts[MISSING_ID]),
+        rare=int(counts[RARE_ID]),
+        distinct=int((counts > 0).sum()),
+        top_mass={str(k): round(float(mass[min(k, len(mass)) - 1]), 6) for k in TOP},
+        bins_rows=np.bincount(place, minlength=NUM_BINS).tolist(),
+        bins_lookups=by_lookups.astype(np.int64).tolist(),
+        unique_ratio={str(size): round(ratio, 6) for size, ratio in unique_ratio.items()},
+        tail_exponent=tail_exponent(falling),
+    )
+
+
+def frequency_bin(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bin 0 for rows never looked up, then one bin per doubling, the last one open."""
+    exponent = np.frexp(counts.astype(np.float64))[1]
+    return np.where(counts == 0, 0, np.minimum(exponent, NUM_BINS - 1)).astype(np.int64)
+
+
+def tail_exponent(falling: NDArray[np.int64]) -> float | None:
+    """Least squares through (log rank, log count) at ranks spaced evenly in the logarithm."""
+    usable = int((falling >= _MIN_TAIL_COUNT).sum())
+    if usable < 3:
+        return None
+    ranks = np.unique(np.geomspace(1, usable, 200).astype(np.int64))
+    x, y = np.log(ranks), np.log(falling[ranks - 1])
+    spread = float(((x - x.mean()) ** 2).sum())
+    slope = -float(((x - x.mean()) * (y - y.mean())).sum()) / spread
+    return round(slope, 4) if math.isfinite(slope) else None
+
+
+def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
+    """Distinct ids per lookup by field and batch size, over a few evenly spread batches of train."""
+    rows = SplitRows(manifest, "train")
+    ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
+    for size in (size for size in BATCH_SIZES if size <= rows.num_rows):
+        sums = np.zeros(len(manifest.fields))
+        starts = np.linspace(0, rows.num_rows - size, _SAMPLED_BATCHES).astype(np.int64)
+        for start in np.unique(starts):
+            words = _read(rows, int(start), int(start) + size)
+            sums += [len(np.unique(ids)) / ids.size for ids in field_ids(manifest, words)]
+        for field, ratio in zip(manifest.fields, sums / len(np.unique(starts)), strict=True):
+            ratios[field.name][size] = float(ratio)
+    return ratios
+
+
+def field_ids(manifest: Manifest, words: Words) -> Iterator[Words]:
+    """Ids [rows, hot] of each field of a block of rows."""
+    column = 1 + len(manifest.dense)
+    for field in manifest.fields:
+        yield words[:, column : column + field.hot]
+        column += field.hot
+
+
+def _read(rows: SplitRows, start: int, stop: int) -> Words:
+    words = np.empty((stop - start, rows.num_words), dtype=np.int32)
+    rows.read(start, stop, words)
+    return words
+
+
+def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    """Lookups per table row of the named fields, by one pass over the train part."""
+    counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
+    rows = SplitRows(manifest, "train")
+    for start in range(0, rows.num_rows, _BLOCK_ROWS):
+        words = _read(rows, start, min(start + _BLOCK_ROWS, rows.num_rows))
+        for field, ids in zip(manifest.fields, field_ids(manifest, words), strict=True):
+            if field.name in counts:
+                found, times = np.unique(ids, return_counts=True)
+                counts[field.name][found] += times
+    return counts
+
+
+def compute_stats(
+    manifest: Manifest, known: Mapping[str, NDArray[np.int64]] | None = None
+) -> list[FieldStats]:
+    """Measures of every table; ``known`` gives lookups per row that need not be counted again."""
+    known = known or {}
+    counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
+    ratios = unique_ratios(manifest)
+    return [
+        field_stats(f, known[f.name] if f.name in known else counts[f.name], ratios[f.name])
+        for f in manifest.fields
+    ]
+
+
+def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
+    """The measures as the manifest and the planner read them."""
+    return [asdict(field) for field in stats]
+
+
+def stats_table(stats: Sequence[FieldStats]) -> str:
+    """The measures as text, one line per table."""
+    head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
+    head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
+    sizes = [size for size in BATCH_SIZES if str(size) in stats[0].unique_ratio]
+    head += "".join(f" {'uniq@' + _short(size):>9}" for size in sizes) + f" {'tail':>6}"
+    lines = [head]
+    for s in stats:
+        line = f"{s.name:>8} {s.rows:>11,} {s.distinct:>10,}"
+        line += f" {100 * s.missing / s.lookups:>6.2f} {100 * s.rare / s.lookups:>6.2f}"
+        line += "".join(f" {100 * s.top_mass[str(k)]:>8.2f}" for k in TOP)
+        line += "".join(f" {s.unique_ratio[str(size)]:>9.4f}" for size in sizes)
+        tail = "-" if s.tail_exponent is None else f"{s.tail_exponent:.2f}"
+        lines.append(f"{line} {tail:>6}")
+    return "\n".join(lines)
+
+
+def _short(count: int) -> str:
+    return f"{count // 1024}k" if count >= 1024 else str(count)

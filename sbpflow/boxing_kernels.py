@@ -1,0 +1,215 @@
+"""Local copies around a collective: boxes of a part to stretches of a flat buffer, and back.
+
+Each factory looks at the pieces once and returns the cheapest function for them: nothing where they
+already lie in order, one strided copy where they are equal, a loop otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing_moves import Box, numel
+from sbpflow.sbp import Reduction
+
+Shape = tuple[int, ...]
+LocalFn = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a flat buffer, from ``offset``, and the box of a part that it holds."""
+
+    offset: int
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        return numel(self.box)
+
+    @property
+    def shape(self) -> Shape:
+        return lengths(self.box)
+
+
+def keep(part: Tensor) -> Tensor:
+    """Nothing to do."""
+    return part
+
+
+def flatten(part: Tensor) -> Tensor:
+    """One contiguous run; a copy only if it was not (an expanded gradient flattens to stride 0)."""
+    return part.reshape(-1).contiguous()
+
+
+def lengths(box: Box) -> Shape:
+    """The shape of a box."""
+    return tuple(extent.stop - extent.start for extent in box)
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is all of ``shape``."""
+    return tuple(slice(0, length) for length in shape)
+
+
+def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
+    """What a rank without a term contributes: 0 to a sum, the lowest value to a max."""
+    if op == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+def slicer(inside: Box, shape: Shape) -> LocalFn:
+    """Cut a box out of a part of ``shape``."""
+    if inside == whole(shape):
+        return keep
+    return lambda part: part[inside].contiguous()
+
+
+def padder(inside: Box, at: Box, shape: Shape, fill: float | int) -> LocalFn:
+    """Set a box of the part into a part of ``shape`` that is ``fill`` elsewhere."""
+
+    def pad(part: Tensor) -> Tensor:
+        out = part.new_full(shape, fill)
+        out[at] = part[inside]
+        return out
+
+    return pad
+
+
+def packer(pieces: list[Piece], shape: Shape) -> LocalFn:
+    """Copy boxes of a part of ``shape`` to their stretches of one flat buffer."""
+    total = sum(piece.numel for piece in pieces)
+    if _lie_in_order(pieces, shape, total):
+        return flatten
+    dim = _even_dim(pieces, shape)
+    if dim is not None:
+        outer, inner = shape[:dim], shape[dim + 1 :]
+        count, length = len(pieces), shape[dim] // len(pieces)
+        split, joined = (*outer, count, length, *inner), (count, *outer, length, *inner)
+
+        def pack_even(part: Tensor) -> Tensor:
+            flat = part.new_empty(joined)
+            flat.copy_(part.reshape(split).movedim(dim, 0))
+            return flat.view(-1)
+
+        return pack_even
+    sizes = [piece.numel for piece in pieces]
+
+    def pack(part: Tensor) -> Tensor:
+        flat = part.new_empty(total)
+        for piece, stretch in zip(pieces, flat.split(sizes), strict=True):
+            stretch.view(piece.shape).copy_(part[piece.box])
+        return flat
+
+    return pack
+
+
+def assembler(pieces: list[Piece], shape: Shape, total: int) -> LocalFn:
+    """Put the stretches of a flat buffer of ``total``, which cover the part once, in place."""
+    if _lie_in_order(pieces, shape, total):
+        return lambda flat: flat.view(shape)
+    dim = _joining_dim(pieces, shape)
+    if dim is None:
+        return _scatterer(pieces, shape)
+    if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
+        stacked = (len(pieces), *pieces[0].shape)
+        return lambda flat: torch.cat(flat.view(stacked).unbind(), dim)
+    ordered = sorted(pieces, key=lambda piece: piece.box[dim].start)
+    return lambda flat: torch.cat([_stretch(flat, piece) for piece in ordered], dim)
+
+
+def combiner(pieces: list[Piece], shape: Shape, op: Reduction) -> LocalFn:
+    """Add up (or take the max or min of) the stretches, in list order; half types in float32."""
+    box = whole(shape)
+    if all(piece.box == box for piece in pieces) and len(pieces) > 1:
+        return lambda flat: _combine_whole([_stretch(flat, piece) for piece in pieces], op)
+
+    def combine(flat: Tensor) -> Tensor:
+        out = flat.new_full(shape, neutral(op, flat.dtype), dtype=_wide(flat.dtype))
+        for piece in pieces:
+            target = out[piece.box]
+            _COMBINE[op](target, _stretch(flat, piece).to(out.dtype), out=target)
+        return out.to(flat.dtype)
+
+    return combine
+
+
+_COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def _combine_whole(terms: list[Tensor], op: Reduction) -> Tensor:
+    combine, dtype = _COMBINE[op], terms[0].dtype
+    if _wide(dtype) != dtype:
+        terms = [term.to(_wide(dtype)) for term in terms]
+    out = combine(terms[0], terms[1])
+    for term in terms[2:]:
+        combine(out, term, out=out)
+    return out.to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _scatterer(pieces: list[Piece], shape: Shape) -> LocalFn:
+    def scatter(flat: Tensor) -> Tensor:
+        out = flat.new_empty(shape)
+        for piece in pieces:
+            out[piece.box] = _stretch(flat, piece)
+        return out
+
+    return scatter
+
+
+def _stretch(flat: Tensor, piece: Piece) -> Tensor:
+    return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+
+
+def _lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
+    """Whether the part, flattened, is the buffer: each piece a run of it, in buffer order."""
+    if total != numel(whole(shape)):
+        return False
+    strides = [numel(whole(shape[dim + 1 :])) for dim in range(len(shape))]
+    for piece in pieces:
+        start = sum(e.start * stride for e, stride in zip(piece.box, strides, strict=True))
+        if start != piece.offset or not _is_run(piece.box, shape):
+            return False
+    return True
+
+
+def _is_run(box: Box, shape: Shape) -> bool:
+    """Whether the box is one unbroken run of the flattened part."""
+    sizes = lengths(box)
+    first = next((dim for dim, n in enumerate(sizes) if n != 1), len(shape))
+    return sizes[first + 1 :] == shape[first + 1 :]
+
+
+def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
+    """The only dim along which the pieces differ, if there is just one."""
+    dims = [
+        dim
+        for dim, length in enumerate(shape)
+        if any(piece.box[dim] != slice(0, length) for piece in pieces)
+    ]
+    return dims[0] if len(dims) == 1 else None
+
+
+def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
+    """The dim that the pieces cut into equal lengths, first to last, if they do."""
+    dim = _joining_dim(pieces, shape)
+    if dim is None or shape[dim] % len(pieces):
+        return None
+    length = shape[dim] // len(pieces)
+    in_order = all(
+        piece.box[dim] == slice(n * length, (n + 1) * length) for n, piece in enumerate(pieces)
+    )
+    return dim if in_order else None

@@ -1,0 +1,86 @@
+"""Reshape and flatten of global tensors: which splits survive a change of dims."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from sbpflow.errors import SbpError
+from sbpflow.global_tensor import GlobalTensor
+from sbpflow.op_apply import apply, checked_dim, letters_for
+from sbpflow.signature import Choice, Rule, make_rule
+
+
+def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> GlobalTensor:
+    """View as ``shape`` (one entry may be -1).
+
+    A split survives where its dim starts a group of dims that are merged or cut: [b, f, d] split
+    along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim.
+    """
+    full = _resolve(x.shape, tuple(shape))
+    letters, output, scales = _reshape_groups(x.shape, full)
+    signatures = "".join(f"{a}->{a};" for a in letters if a and a in output) + "P->P"
+    op_rule = make_reshape_rule(letters, output, signatures, scales)
+
+    def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
+        return parts[0].reshape(choice.output.part_shape(full, x.boxing.world.rank) or ())
+
+    return apply(op_rule, [x], full, kernel, id=id)
+
+
+@lru_cache(maxsize=4096)
+def make_reshape_rule(
+    letters: tuple[str, ...],
+    output: tuple[str, ...],
+    signatures: str,
+    scales: tuple[tuple[str, int, int], ...],
+) -> Rule:
+    """The rule of one reshape; remembered, because deduction is keyed by it."""
+    return make_rule("reshape", [letters], output, signatures, scales)
+
+
+def flatten(x: GlobalTensor, start: int = 0, *, id: str | None = None) -> GlobalTensor:
+    """Merge all dims from ``start`` on."""
+    start = checked_dim(x, start, "flatten")
+    return reshape(x, (*x.shape[:start], -1), id=id)
+
+
+def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    count = 1
+    for size in old:
+        count *= size
+    known = 1
+    for size in new:
+        known *= size if size != -1 else 1
+    holes = new.count(-1)
+    if holes == 1 and known and count % known == 0:
+        return tuple(count // known if size == -1 else size for size in new)
+    if holes or known != count:
+        raise SbpError(f"reshape: {list(old)} has {count} elements and cannot become {list(new)}")
+    return new
+
+
+def _reshape_groups(
+    old: tuple[int, ...], new: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
+    """Letters of both sides, equal where a group of dims starts, and the length ratios there."""
+    names = iter(letters_for(len(old) + len(new)))
+    letters: list[str] = [next(names) for _ in old]
+    output: list[str] = [next(names) for _ in new]
+    scales: list[tuple[str, int, int]] = []
+    i = j = 0
+    while i < len(old) and j < len(new):
+        start_i, start_j = i, j
+        left, right = old[i], new[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right and i < len(old):
+                left, i = left * old[i], i + 1
+            elif j < len(new):
+                right, j = right * new[j], j + 1
+            else:
+                break
+        output[start_j] = letters[start_i]
+        if old[start_i] != new[start_j]:
+            scales.append((letters[start_i], new[start_j], old[start_i]))
+    return tuple(letters), tuple(output), tuple(scales)

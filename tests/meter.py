@@ -1,0 +1,97 @@
+"""What c10d was asked to send, seen from outside the code under test.
+
+A dispatch mode that sits below ``torch.distributed``: it sees every collective that reaches a
+process group, whoever called it, and counts the bytes this rank sends to others.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbpflow.dist import HEADER_BYTES
+
+
+class Call(NamedTuple):
+    """One collective on this rank."""
+
+    collective: str
+    bytes_sent: float
+
+
+class Meter(TorchDispatchMode):
+    """``calls`` of the ``with`` block; headers of the checked mode are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @property
+    def names(self):
+        return [call.collective for call in self.calls]
+
+    @property
+    def bytes_sent(self):
+        return sum(call.bytes_sent for call in self.calls)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name = func._schema.name.split("::")
+        if namespace == "c10d" and name in _READERS and not _is_header(args):
+            self.calls.append(_READERS[name](*args))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_header(args):
+    return getattr(args[1], "numel", int)() == HEADER_BYTES
+
+
+def _group(boxed):
+    group = dist.ProcessGroup.unbox(boxed)
+    return group.rank(), group.size()
+
+
+def _nbytes(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def _all_to_all(output, sent, group, output_sizes, input_sizes, *_):
+    rank, size = _group(group)
+    rows = input_sizes or [sent.shape[0] // size] * size
+    row_bytes = math.prod(sent.shape[1:]) * sent.element_size()
+    return Call("all_to_all", (sum(rows) - rows[rank]) * row_bytes)
+
+
+def _all_gather(output, sent, group, *_):
+    return Call("all_gather", (_group(group)[1] - 1) * _nbytes(sent))
+
+
+def _all_reduce(tensors, group, *_):
+    size = _group(group)[1]
+    return Call("all_reduce", 2 * (size - 1) / size * sum(_nbytes(t) for t in tensors))
+
+
+def _reduce_scatter(output, sent, group, *_):
+    size = _group(group)[1]
+    return Call("reduce_scatter", (size - 1) / size * _nbytes(sent))
+
+
+def _unpriced(*args):
+    return Call("other", math.nan)
+
+
+_READERS = {
+    "alltoall_base_": _all_to_all,
+    "_allgather_base_": _all_gather,
+    "allreduce_": _all_reduce,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "allgather_": _unpriced,
+    "alltoall_": _unpriced,
+    "broadcast_": _unpriced,
+    "gather_": _unpriced,
+    "reduce_": _unpriced,
+    "reduce_scatter_": _unpriced,
+    "scatter_": _unpriced,
+    "send": _unpriced,
+    "recv_": _unpriced,
+}

@@ -1,0 +1,156 @@
+"""Runs conversions on real ranks and holds each against the oracle: value, gradient, traffic.
+
+Every check is local or uses a plain all-reduce of torch, never the code under test.
+"""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.global_tensor import GlobalTensor
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split, format_nd_sbp
+from tests import oracle
+from tests.meter import Meter
+
+
+def whole_numbers(shape, dtype, step=7):
+    """Small whole numbers, exact in every dtype and in sums of a few."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * step % 31 - 15).view(shape).to(dtype)
+
+
+def sum_over_ranks(world, tensor):
+    dist.all_reduce(tensor, group=world.group(range(world.size), "oracle"))
+    return tensor
+
+
+def check_parts(world, part, layout, full, what, tolerance=0.0):
+    """This rank's part is what ``layout`` says of ``full``; P parts add up to it, per replica.
+
+    Whole numbers are compared exactly; ``tolerance`` is for functions such as exp, whose last bit
+    depends on where in a vector register an element falls.
+    """
+    inside = world.rank in layout.placement
+    extent = oracle.extent(layout, full.shape, world.rank) if inside else [(0, 0)]
+    shape = tuple(stop - start for start, stop in extent)
+    assert tuple(part.shape) == shape, f"{what}: shape {tuple(part.shape)}, not {shape}"
+    assert part.dtype == full.dtype, f"{what}: dtype {part.dtype}"
+    if not oracle.has_partial(layout):
+        expected = oracle.cut(full, extent) if inside else part
+        assert _same(part, expected, tolerance), f"{what}: wrong values on rank {world.rank}"
+        return
+    axes = [n for n, s in enumerate(layout.nd_sbp) if isinstance(s, Broadcast)]
+    replicas = list(itertools.product(*(range(layout.placement.shape[n]) for n in axes)))
+    totals = torch.zeros((len(replicas), *full.shape), dtype=torch.float64)
+    if inside:
+        coord = oracle.coordinate(layout, world.rank)
+        mine = totals[replicas.index(tuple(coord[n] for n in axes))]
+        oracle.cut(mine, extent).add_(part)
+    for replica, total in zip(replicas, sum_over_ranks(world, totals), strict=True):
+        right = _same(total, full.double(), tolerance)
+        assert right, f"{what}: terms of replica {replica} do not add up"
+
+
+def _same(a, b, tolerance):
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(a, b)
+
+
+def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None):
+    """Value, local parts, names and bytes forward; exact gradient and adjoint identity backward."""
+    what = f"{src} -> {dst} {dtype} {list(shape)}"
+    full = whole_numbers(shape, dtype)
+    parts = oracle.shares(full, src, seed=1)
+    part = parts.get(world.rank, torch.empty(0, dtype=dtype))
+    differentiable = dtype.is_floating_point
+    x = GlobalTensor.from_local(part.clone(), src, shape, boxing)
+    if differentiable:
+        x.requires_grad_()
+    with Meter() as forward:
+        y = x.to(dst, grad_sbp)
+    check_parts(world, y.part.detach(), dst, full, what)
+    planned = plan_boxing(src, dst, shape, dtype, id="to", backend="gloo")
+    check_traffic(world, forward, planned, what)
+    if differentiable:
+        grad_layout = Layout(dst.placement, grad_sbp) if grad_sbp else dst.dual()
+        check_gradient(world, x, y, grad_layout, whole_numbers(shape, dtype, step=5), what)
+    return forward.names
+
+
+def check_traffic(world, meter, steps, what):
+    """The collectives that reached c10d are those of the plan that this rank is in, by bytes."""
+    mine = [step for step in steps if step.group_of(world.rank)]
+    assert meter.names == [step.collective for step in mine], f"{what}: ran {meter.names}"
+    planned = sum(step.bytes_sent(world.rank) for step in mine)
+    # The ring of an all-reduce cuts what does not divide evenly: less than one element per rank.
+    assert abs(meter.bytes_sent - planned) < 16 * (1 + len(mine)), f"{what}: {meter.calls}"
+
+
+def check_gradient(world, x, y, grad_layout, cotangent, what):
+    """dL/dx for L = <y, c>: c laid out as dual(src), and <Ax, c> = <x, A'c>."""
+    seeds = oracle.shares(cotangent, grad_layout, seed=2)
+    seed = seeds.get(world.rank, torch.empty(0, dtype=cotangent.dtype))
+    torch.autograd.backward([y.part], [seed])
+    gradient = x.part.grad
+    assert gradient is not None, f"{what}: no gradient"
+    check_parts(world, gradient, x.layout.dual(), cotangent, f"gradient of {what}")
+    if grad_layout == y.layout.dual():
+        products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
+        sums = torch.stack([(a.double() * b.double()).sum() for a, b in products])
+        left, right = sum_over_ranks(world, sums).tolist()
+        assert left == right, f"{what}: <Ax, y> = {left}, <x, A'y> = {right}"
+
+
+def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expected=None):
+    """Every pair of ``values`` from one placement to the other; ``expected`` names collectives."""
+    boxing = Boxing(world)
+    count = 0
+    for shape, name in itertools.product(shapes, dtype_names):
+        dtype = getattr(torch, name)
+        for a, b in itertools.product(values, repeat=2):
+            src = Layout(Placement.of("cpu", src_ranks), a)
+            dst = Layout(Placement.of("cpu", dst_ranks), b)
+            names = check_conversion(world, boxing, src, dst, shape, dtype)
+            if expected is not None and world.rank in src.placement:
+                wanted = expected[format_nd_sbp(a), format_nd_sbp(b)]
+                assert names == wanted, f"{src} -> {dst} {list(shape)} ran {names}, not {wanted}"
+            count += 1
+    return count
+
+
+def one_axis(dims, partial=True):
+    """S over ``dims``, B and P as 1-D layouts."""
+    values = [(Split(dim),) for dim in dims] + [(Broadcast(),)]
+    return values + ([(Partial(),)] if partial else [])
+
+
+# What runs between two layouts on one placement of more than one rank, on gloo. Written down by
+# hand: the table a reader scans, and the one that a change of the planner must answer to.
+NONE, GATHER, EXCHANGE, REDUCE = [], ["all_gather"], ["all_to_all"], ["all_reduce"]
+SAME_PLACEMENT = {
+    ("S", "S"): NONE,
+    ("S", "S'"): EXCHANGE,
+    ("S", "B"): GATHER,
+    ("S", "P"): NONE,
+    ("B", "S"): NONE,
+    ("B", "B"): NONE,
+    ("B", "P"): NONE,
+    ("P", "S"): EXCHANGE,
+    ("P", "B"): REDUCE,
+    ("P", "P"): NONE,
+}
+
+
+def expected_names(values):
+    """``SAME_PLACEMENT`` for given 1-D layouts, by their text."""
+    table = {}
+    for (a,), (b,) in itertools.product(values, repeat=2):
+        kinds = (str(a)[0], str(b)[0] if a == b or str(b)[0] != "S" else "S'")
+        if kinds[0] != "S" and kinds[1] == "S'":
+            kinds = (kinds[0], "S")
+        table[str(a), str(b)] = SAME_PLACEMENT[kinds]
+    return table

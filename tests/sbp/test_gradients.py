@@ -1,0 +1,321 @@
+"""Gradients that the grids of conversions do not show: seeds, overrides, leaves, absent ranks."""
+
+import itertools
+
+import pytest
+import torch
+
+from sbpflow import ops
+from sbpflow.boxing import Boxing
+from sbpflow.global_tensor import GlobalTensor
+from sbpflow.gradients import GradientSync, sync_gradients
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from tests import oracle
+from tests.meter import Meter
+from tests.sbp.conversions import check_conversion, check_parts, one_axis, whole_numbers
+
+B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
+
+
+def _leaf(world, boxing, full, layout):
+    parts = oracle.shares(full, layout, seed=3)
+    part = parts.get(world.rank, full.new_empty(0)).clone()
+    return GlobalTensor.from_local(part, layout, tuple(full.shape), boxing).requires_grad_()
+
+
+def _seeds(world, ranks, nd_sbp, loss_sbp):
+    boxing = Boxing(world)
+    placement = Placement.of("cpu", ranks)
+    full = whole_numbers((6, 4), torch.float64)
+    x = _leaf(world, boxing, full, Layout(placement, parse_nd_sbp(nd_sbp)))
+    loss = ops.reduce_sum(ops.mul(x.to("S(0)") if "P" in nd_sbp else x, _like(x, full)))
+    loss = loss.to(loss_sbp)
+    loss.backward()
+    check_parts(world, x.part.grad, x.layout.dual(), full + 1, f"gradient of {nd_sbp}")
+    return loss.item(), x.part.grad.abs().sum().item()
+
+
+def _like(x, full):
+    everywhere = Layout(x.layout.placement, (B,) * x.layout.placement.ndim)
+    return GlobalTensor.from_full(full + 1, everywhere, x.boxing)
+
+
+@pytest.mark.parametrize("loss_sbp", ["B", "P"])
+@pytest.mark.parametrize("nd_sbp", ["S(0)", "S(1)", "B", "P"])
+@pytest.mark.parametrize("line", [[0, 1, 2], [2, 0]], ids=str)
+def test_a_loss_counts_once(ranks, line, nd_sbp, loss_sbp):
+    """dL/dx is that of one process, however many ranks hold the loss."""
+    full = whole_numbers((6, 4), torch.float64)
+    values = ranks(3, _seeds, line, nd_sbp, loss_sbp)
+    assert {loss for loss, _ in values} == {(full * (full + 1)).sum().item()}
+
+
+def _seeds_on_grid(world):
+    boxing = Boxing(world)
+    grid = Placement.of("cpu", [[0, 1], [2, 3]])
+    full = whole_numbers((6, 4), torch.float64)
+    for nd_sbp, loss_sbp in itertools.product(["(B, S(0))", "(S(0), P)"], ["(B, B)", "(P, B)"]):
+        x = _leaf(world, boxing, full, Layout(grid, parse_nd_sbp(nd_sbp)))
+        loss = ops.reduce_sum(ops.scale(x, 3.0)).to(loss_sbp)
+        loss.backward()
+        expected = torch.full_like(full, 3.0)
+        check_parts(world, x.part.grad, x.layout.dual(), expected, f"{nd_sbp} to {loss_sbp}")
+
+
+def test_a_loss_counts_once_on_a_grid(ranks):
+    ranks(4, _seeds_on_grid)
+
+
+def _backward_of_many(world):
+    boxing = Boxing(world)
+    x = _leaf(world, boxing, whole_numbers((6, 4), torch.float64), _line(world, S0))
+    x.backward()
+
+
+def test_backward_starts_from_one_element(ranks):
+    with pytest.raises(AssertionError, match=r"backward\(\) starts from one element.*reduce_mean"):
+        ranks(2, _backward_of_many)
+
+
+def _line(world, *nd_sbp):
+    return Layout(Placement.line("cpu", world.size), nd_sbp)
+
+
+def _overrides(world):
+    boxing = Boxing(world)
+    shape = (5, 7)
+    for (a,), (b,) in itertools.product(one_axis([0, 1]), repeat=2):
+        for override in [b] if isinstance(b, Split) else [B, P]:
+            check_conversion(
+                world, boxing, _line(world, a), _line(world, b), shape, torch.float64, (override,)
+            )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_grad_sbp(ranks, world_size):
+    """The gradient is taken to be laid out as the consumer says: exact for every legal choice."""
+    ranks(world_size, _overrides)
+
+
+def test_grad_sbp_must_have_the_shape_of_the_result(ranks):
+    with pytest.raises(AssertionError, match=r"grad_sbp S\(1\) does not fit a result"):
+        ranks(2, _bad_override)
+
+
+def _bad_override(world):
+    x = _leaf(world, Boxing(world), whole_numbers((4, 4), torch.float64), _line(world, B))
+    x.to("S(0)", grad_sbp="S(1)")
+
+
+def _round_trip(world, nd_sbp):
+    """local -> global -> another layout -> back -> local, with a local loss on every rank."""
+    boxing = Boxing(world)
+    layout = _line(world, *parse_nd_sbp(nd_sbp))
+    full = whole_numbers((6, 4), torch.float64)
+    x = _leaf(world, boxing, full, layout)
+    again = x.to("S(1)").to(nd_sbp)
+    cotangent = oracle.shares(full + 2, layout.dual(), seed=4)[world.rank]
+    (again.part * cotangent).sum().backward()
+    check_parts(world, x.part.grad, layout.dual(), full + 2, f"dual of {nd_sbp}")
+
+
+@pytest.mark.parametrize("nd_sbp", ["S(0)", "B", "P"])
+def test_local_parts_get_gradients_in_the_dual_layout(ranks, nd_sbp):
+    ranks(3, _round_trip, nd_sbp)
+
+
+def _first_replica(world):
+    boxing = Boxing(world)
+    mine = torch.full((2, 3), float(world.rank + 5), requires_grad=True)
+    x = GlobalTensor.from_local(mine, _line(world, B), (2, 3), boxing, replicas="first")
+    (x.part * (world.rank + 1)).sum().backward()
+    return x.part.detach().unique().tolist(), mine.grad.unique().tolist()
+
+
+def test_broadcast_takes_the_first_ranks_data(ranks):
+    """All hold rank 0's values; its gradient is the sum, the others' is zero."""
+    assert ranks(3, _first_replica) == [([5.0], [6.0]), ([5.0], [0.0]), ([5.0], [0.0])]
+
+
+def _through_other_ranks(world, stops):
+    boxing = Boxing(world)
+    full = whole_numbers((6, 4), torch.float64)
+    x = _leaf(world, boxing, full, Layout(Placement.of("cpu", stops[0]), (S0,)))
+    w = _leaf(world, boxing, full[:4], Layout(Placement.of("cpu", stops[1]), (B,)))
+    y = x
+    for number, stop in enumerate(stops[1:]):
+        y = y.to(Layout(Placement.of("cpu", stop), (S0,)))
+        if number == 0:
+            y = ops.matmul(y, w)
+    loss = ops.reduce_sum(y)
+    loss.backward()
+    total = loss.item()
+    wanted_x = torch.ones(6, 4, dtype=torch.float64) @ full[:4].T
+    wanted_w = full.T @ torch.ones(6, 4, dtype=torch.float64)
+    check_parts(world, x.part.grad, x.layout.dual(), wanted_x, "gradient of x")
+    check_parts(world, w.part.grad, w.layout.dual(), wanted_w, "gradient of w")
+    return total
+
+
+@pytest.mark.parametrize(
+    "stops", [[[0, 1], [2, 3]], [[0], [1, 2, 3], [0]], [[3], [1], [0, 2]]], ids=str
+)
+def test_ranks_outside_a_placement_join_the_backward(ranks, stops):
+    full = whole_numbers((6, 4), torch.float64)
+    values = ranks(4, _through_other_ranks, stops)
+    assert values == [(full @ full[:4]).sum().item()] * 4
+
+
+def _sync(world, grid, specs, bucket_bytes):
+    """Parameters of all ones times the coordinate; gradient of sum(c * w) is c."""
+    boxing = Boxing(world)
+    placement = Placement.of("cpu", grid)
+    parameters, cotangents = [], []
+    for number, (shape, nd_sbp) in enumerate(specs):
+        full = whole_numbers(shape, torch.float64, step=number + 2)
+        parameters.append(_leaf(world, boxing, full, Layout(placement, parse_nd_sbp(nd_sbp))))
+        cotangents.append(full * 2 + 1)
+    for parameter, cotangent in zip(parameters, cotangents, strict=True):
+        gradients = oracle.shares(cotangent, parameter.layout.dual(), seed=6)
+        parameter.part.grad = gradients.get(world.rank, cotangent.new_empty(0)).clone()
+    sync = GradientSync(parameters, bucket_bytes=bucket_bytes)
+    with Meter() as meter:
+        pending = sync.start()
+        pending.wait()
+    for parameter, cotangent in zip(parameters, cotangents, strict=True):
+        check_parts(world, parameter.part.grad, parameter.layout, cotangent, "synced gradient")
+    mine = [step for step in sync.steps if step.group_of(world.rank)]
+    assert meter.names == [step.collective for step in mine]
+    assert meter.bytes_sent == pytest.approx(sum(s.bytes_sent(world.rank) for s in mine), abs=16)
+    return meter.names
+
+
+LINE_SPECS = [((5, 3), "B"), ((4,), "B"), ((6, 2), "S(0)"), ((3, 7), "B"), ((5, 6), "S(1)")]
+GRID_SPECS = [((6, 3), "(S(0), B)"), ((5, 4), "(S(1), B)"), ((4,), "(B, B)"), ((7, 4), "(S(0), B)"),
+              ((5, 5), "(S(0), S(1))")]  # fmt: skip
+
+
+def test_gradients_of_many_parameters_share_a_collective(ranks):
+    assert ranks(3, _sync, [0, 1, 2], LINE_SPECS, 1 << 20) == [["all_reduce"]] * 3
+    assert ranks(3, _sync, [2, 0], LINE_SPECS, 1 << 20)[1] == []
+
+
+def test_buckets_have_a_size(ranks):
+    assert ranks(2, _sync, [0, 1], LINE_SPECS, 200) == [["all_reduce"] * 2] * 2
+
+
+def test_buckets_on_a_grid(ranks):
+    """One for the three (S, B), one for the (B, B); (S, S) needs none."""
+    assert ranks(4, _sync, [[0, 1], [2, 3]], GRID_SPECS, 1 << 20) == [["all_reduce"] * 2] * 4
+
+
+def _unused(world):
+    boxing = Boxing(world)
+    used, unused = (
+        _leaf(world, boxing, whole_numbers((4, 2), torch.float64), _line(world, B)) for _ in "ab"
+    )
+    ops.reduce_sum(used).backward()
+    sync_gradients([used, unused])
+    return used.part.grad.unique().tolist(), unused.part.grad.unique().tolist()
+
+
+def test_a_parameter_without_gradient_gets_zeros(ranks):
+    assert ranks(2, _unused) == [([1.0], [0.0])] * 2
+
+
+def _extremum(world, op, dst):
+    boxing = Boxing(world)
+    terms = torch.tensor([[[1.0, 5], [3, 3]], [[4, 5], [3, 2]], [[4, 0], [9, 3]]])
+    best = terms.amax(0) if op == "max" else terms.amin(0)
+    layout = _line(world, Partial(op))
+    x = GlobalTensor.from_local(terms[world.rank].clone(), layout, (2, 2), boxing).requires_grad_()
+    with Meter() as meter:
+        y = x.to(dst)
+    check_parts(world, y.part.detach(), y.layout, best, f"P({op}) to {dst}")
+    cotangent = torch.tensor([[1.0, 10], [100, 1000]])
+    everywhere = GlobalTensor.from_full(cotangent, _line(world, B), boxing)
+    y.backward(everywhere)
+    return meter.names, x.part.grad.tolist()
+
+
+@pytest.mark.parametrize(("dst", "names"), [("B", ["all_reduce"]), ("S(0)", ["all_to_all"])])
+def test_the_holder_of_a_maximum_gets_the_gradient(ranks, dst, names):
+    if dst == "S(0)":
+        dst = (Split(0, (1, 0, 1)),)
+    values = ranks(3, _extremum, "max", dst)
+    assert [n for n, _ in values] == [names] * 3
+    # Ties: (0, 0) is held by ranks 1 and 2, (0, 1) by 0 and 1, (1, 1) by 0 and 2: the first takes.
+    assert [g for _, g in values] == [
+        [[0, 10], [0, 1000]],
+        [[1, 0], [0, 0]],
+        [[0, 0], [100, 0]],
+    ]
+
+
+def test_the_holder_of_a_minimum_gets_the_gradient(ranks):
+    values = ranks(3, _extremum, "min", "B")
+    assert [g for _, g in values] == [
+        [[1, 0], [100, 0]],
+        [[0, 0], [0, 1000]],
+        [[0, 10], [0, 0]],
+    ]
+
+
+def _into_extremum(world, nd_sbp, dtype_name):
+    boxing = Boxing(world)
+    dtype = getattr(torch, dtype_name)
+    full = whole_numbers((3, 2), dtype)
+    x = _leaf_or_value(world, boxing, full, _line(world, *parse_nd_sbp(nd_sbp)))
+    with Meter() as meter:
+        y = x.to("P(max)")
+        back = y.to("B")
+    assert torch.equal(back.part, full)
+    if dtype.is_floating_point:
+        ops.reduce_sum(back).backward()
+        check_parts(world, x.part.grad, x.layout.dual(), torch.ones_like(full), "into P(max)")
+    return meter.names, y.part.min().item()
+
+
+def _leaf_or_value(world, boxing, full, layout):
+    x = GlobalTensor.from_full(full, layout, boxing)
+    return x.requires_grad_() if full.dtype.is_floating_point else x
+
+
+@pytest.mark.parametrize("nd_sbp", ["S(0)", "B"])
+def test_into_a_maximum_pads_with_the_lowest(ranks, nd_sbp):
+    values = ranks(3, _into_extremum, nd_sbp, "float64")
+    assert [names for names, _ in values] == [["all_reduce"]] * 3
+    assert values[1][1] == float("-inf")
+    whole = ranks(3, _into_extremum, nd_sbp, "int32")
+    assert whole[1][1] == torch.iinfo(torch.int32).min
+
+
+def _extremum_elsewhere(world):
+    boxing = Boxing(world)
+    full = whole_numbers((3, 2), torch.float64)
+    here = Layout(Placement.of("cpu", [0]), (B,))
+    there = Layout(Placement.of("cpu", [1]), (Partial("max"),))
+    x = GlobalTensor.from_full(full, here, boxing)
+    moved = x.to(there)
+    assert torch.equal(moved.full(), full)
+    x.requires_grad_().to(there)
+
+
+def test_sending_into_a_maximum_has_no_gradient(ranks):
+    with pytest.raises(AssertionError, match=r"has no gradient: .*go through B, or detach"):
+        ranks(2, _extremum_elsewhere)
+
+
+def _reductions_change(world):
+    boxing = Boxing(world)
+    terms = torch.tensor([2.0, 7.0])
+    x = GlobalTensor.from_local(terms[world.rank].view(1).expand(4).clone(),
+                                _line(world, Partial("max")), (4,), boxing)  # fmt: skip
+    y = x.to("P")
+    return y.full().tolist()
+
+
+def test_from_one_reduction_to_another(ranks):
+    assert ranks(2, _reductions_change) == [[7.0] * 4] * 2

@@ -1,0 +1,164 @@
+"""A run that goes wrong ends with the step, the fields or the tensor at fault."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.boxing import Boxing
+from sbpflow.dist import World
+from sbpflow.errors import ConfigError, DataError, TrainingError
+from sbpflow.training.evaluate import gather_rows, score_split
+from sbpflow.training.health import LossWatch, check_replicas, check_same, gather_text
+from sbpflow.training.metrics import Evaluation, auc
+from tests.training.wdl_case import COLUMNS, Rows, make_batches, make_config, make_job
+
+
+def message_of(error: type[Exception], call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except error as caught:
+        return str(caught)
+    return "nothing was raised"
+
+
+def train_on_nan(world: World) -> str:
+    job = make_job(world, make_config("1", "sgd"))
+    watch = LossWatch(job.boxing, COLUMNS.dense)
+    for step, batch in enumerate(make_batches(4, 30)[:3], 1):
+        part = batch.part(world.rank, world.size)
+        if step == 3 and world.rank == 1:
+            part.dense[2, 1] = float("nan")
+            part.dense[4, 1] = float("inf")
+        loss = job.trainer.step(part)
+        if step == 3:
+            return message_of(TrainingError, watch.push, step, loss, part)
+        watch.push(step, loss, part)
+    return "no third step"
+
+
+def test_a_nan_loss_names_step_and_fields_on_every_rank(ranks):
+    for message in ranks(2, train_on_nan):
+        assert message.startswith("step 3: the loss is nan")
+        assert "I2 (2 rows)" in message
+        assert "I1" not in message
+
+
+def push_a_loss(world: World) -> str:
+    watch = LossWatch(Boxing(world), COLUMNS.dense)
+    batch = make_batches(1, 4)[0]
+    return message_of(TrainingError, watch.push, 9, torch.tensor(float("inf")), batch)
+
+
+def test_an_infinite_loss_of_finite_fields_says_so(ranks):
+    (message,) = ranks(1, push_a_loss)
+    assert message.startswith("step 9: the loss is inf; all dense fields of the batch are finite")
+
+
+def bend_one_copy(world: World, what: str) -> str:
+    job = make_job(world, make_config("dp", "sgd"))
+    check_replicas(job.model.parameters, job.embeddings, job.boxing)
+    if world.rank == 1 and what == "mlp.0.bias":
+        job.model.parameters[what].part.data[0] += 1e-7
+    for stored in job.embeddings.stored():
+        if world.rank == 1 and stored.piece.table.name == what:
+            stored.weights[1, 0] += 1e-7
+    return message_of(
+        TrainingError, check_replicas, job.model.parameters, job.embeddings, job.boxing
+    )
+
+
+@pytest.mark.parametrize("what", ["mlp.0.bias", "deep.C3", "wide.C1xC2"])
+def test_a_copy_that_differs_is_named(ranks, what):
+    for message in ranks(3, bend_one_copy, what):
+        assert message.startswith(f"{what} is laid out B and differs between ranks")
+
+
+def compare(world: World, digests: list[str]) -> str:
+    boxing = Boxing(world)
+    assert gather_text(boxing, f"rank {world.rank}") == [f"rank {r}" for r in range(world.size)]
+    return message_of(ConfigError, check_same, boxing, "configuration", digests[world.rank])
+
+
+def test_ranks_with_another_configuration_are_named(ranks):
+    assert ranks(2, compare, ["ab12", "ab12"]) == ["nothing was raised"] * 2
+    for message in ranks(2, compare, ["ab12", "ab13"]):
+        assert message.startswith("configuration: ranks [1] differ from rank 0")
+
+
+def look_up_bad_id(world: World, value: int) -> str:
+    job = make_job(world, make_config("1", "sgd"))
+    batch = make_batches(2, 8)[0]
+    batch.ids[3, 1] = value  # C2 has 11 rows
+    return message_of(DataError, job.trainer.step, batch)
+
+
+@pytest.mark.parametrize("value", [11, -1])
+def test_an_id_out_of_range_is_named(ranks, value):
+    (message,) = ranks(1, look_up_bad_id, value)
+    assert message == (f"field C2: id {value} in row 3 of rank 0's part of the batch; use 0..10")
+
+
+class Split:
+    """A loader over given batches."""
+
+    def __init__(self, world: World, batches: list[Rows]) -> None:
+        self.batches = [batch.part(world.rank, world.size) for batch in batches]
+        self.num_steps = len(batches)
+
+    def epoch(self, epoch: int) -> Any:
+        return iter(self.batches)
+
+
+def score(world: World) -> Evaluation | None:
+    job = make_job(world, make_config("2", "sgd"))
+    for batch in make_batches(4, 30)[:3]:
+        job.trainer.step(batch.part(world.rank, world.size))
+    return score_split(job.trainer, Split(world, make_batches(6, 31, seed=8)), job.boxing)
+
+
+def test_scores_do_not_depend_on_the_number_of_ranks(ranks):
+    (alone,) = ranks(1, score)
+    for world_size in (2, 3, 4):
+        first, *others = ranks(world_size, score)
+        assert others == [None] * (world_size - 1)
+        assert first.num_rows == alone.num_rows
+        assert first.auc == pytest.approx(alone.auc, abs=1e-9)
+        assert first.logloss == pytest.approx(alone.logloss, abs=1e-12)
+
+
+def gather_ties(world: World) -> float | None:
+    rows = torch.tensor([[s, s > 2] for s in (1, 2, 2, 3, 3, 0, 5)], dtype=torch.float64)
+    rows[1, 1] = 1.0
+    sizes = (7,) + (0,) * (world.size - 1) if world.size < 3 else (2, 0, 5)
+    start = sum(sizes[: world.rank])
+    whole = gather_rows(rows[start : start + sizes[world.rank]], sizes, Boxing(world))
+    return None if whole is None else auc(whole[:, 0], whole[:, 1])
+
+
+def test_gathered_ties_count_half_on_any_number_of_ranks(ranks):
+    # positives 2, 3, 3, 5; negatives 1, 2, 0: eleven pairs in order and one tie
+    for world_size in (1, 2, 3):
+        assert ranks(world_size, gather_ties)[0] == pytest.approx(11.5 / 12)
+
+
+def train_with_dropout(world: World) -> list[float]:
+    config = make_config("1", "lazy_adam", dtype="float32")
+    config = type(config)(
+        data=config.data,
+        model=type(config.model)(embedding_dim=4, hidden=(8,), dropout=0.5, wide=config.model.wide),
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+    )
+    job = make_job(world, config)
+    return [
+        float(job.trainer.step(batch.part(world.rank, world.size))) for batch in make_batches(5, 30)
+    ]
+
+
+def test_same_seed_and_world_give_the_same_losses(ranks):
+    first, second = ranks(2, train_with_dropout), ranks(2, train_with_dropout)
+    assert first == second
+    assert first[0] == first[1]
+    assert len(set(np.round(first[0], 9))) == 5

@@ -1,0 +1,182 @@
+"""What a user gets wrong with train_wdl.py: one readable message, all ranks gone, no traceback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_wdl
+from data.manifest import load_manifest, write_manifest
+from data.shards import file_crc32
+from sbpflow.__main__ import explain
+from sbpflow.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs/scheme1.yaml")
+
+MISTAKES = {
+    "unknown key": (
+        ["train.max_step=3"],
+        "train.max_step: unknown key; did you mean train.max_steps",
+    ),
+    "wrong type": (["data.batch_size=many"], "data.batch_size: many (str) is not a whole number"),
+    "unknown scheme": (["parallel.scheme=4"], "parallel.scheme: 4"),
+    "no such data": (["data.path=nowhere"], "data.path: nowhere does not exist"),
+    "absent cross": (
+        ["model.wide.crosses=[[C1, C9]]"],
+        "model.wide.crosses: C1xC9 is not in the data, which has C1xC2, C3xC4; prepare it again "
+        "with --crosses C1xC9",
+    ),
+    "batch too small": (["data.batch_size=3"], "data.batch_size: 3 rows for 4 ranks"),
+    "too few columns": (
+        ["model.embedding_dim=3"],
+        "S(1) needs a column for each of 4 ranks, deep.C1 has 3",
+    ),
+    "pattern without table": (
+        ["parallel.tables.deep.C77={sbp: B}"],
+        "parallel.tables.deep.C77: matches no table",
+    ),
+    "rank outside": (
+        ["parallel.tables.deep.C3={sbp: S(0), ranks: [0, 7]}"],
+        "parallel.tables.deep.C3.ranks: [7] not in a world of 4",
+    ),
+    "not an override": (["--", "seed"], "'seed': not an override"),
+}
+
+
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of rank 0 of 4; every mistake is found before ranks meet."""
+    for key, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")  # nothing listens: going on would fail otherwise
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_before_any_rank_meets_another(four_ranks, synth_set, name):
+    words, expected = MISTAKES[name]
+    with pytest.raises((ConfigError, DataError)) as caught:
+        train_wdl.main(["--config", CONFIG, f"data.path={synth_set}", *words])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_explain_needs_a_positive_world(synth_set):
+    with pytest.raises(ConfigError, match="--world-size: 0 ranks"):
+        explain(["--config", CONFIG, "--world-size", "0", f"data.path={synth_set}"])
+
+
+def test_a_wrong_pair_of_torch_and_fbgemm_is_named(monkeypatch, four_ranks, synth_set):
+    real = metadata.version
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "1.9.0" if "fbgemm" in name else real(name)
+    )
+    with pytest.raises(ConfigError) as caught:
+        train_wdl.main(["--config", CONFIG, f"data.path={synth_set}"])
+    assert "fbgemm" in str(caught.value)
+    assert "1.9.0" in str(caught.value)
+
+
+class Run:
+    """One torchrun of train_wdl.py with two ranks."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", "2", "train_wdl.py", "--config", CONFIG),
+                "model.hidden=[16]",
+                *words,
+            ],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self, limit_s: float = 60) -> str:
+        text, _ = self.process.communicate(timeout=limit_s)
+        assert self.process.returncode != 0
+        assert "sbpflow/launch.py" not in text, text  # a traceback of ours
+        return text
+
+    def ranks(self) -> list[int]:
+        """Process ids of the two ranks, in rank order."""
+        found = {}
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for pid in children.read_text().split():
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(b"RANK="):
+                    found[int(entry[5:])] = int(pid)
+        return [found[rank] for rank in sorted(found)]
+
+
+def training_run(synth_set: Path, folder: Path) -> Run:
+    """A long run, a few steps after its start."""
+    run = Run(
+        f"data.path={synth_set}", f"run.dir={folder}", "train.epochs=10000", "train.log_every=1"
+    )
+    metrics = folder / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert time.monotonic() < end, "the run made no step"
+        assert run.process.poll() is None, run.process.communicate()[0]
+        time.sleep(0.05)
+    return run
+
+
+def test_a_mistake_is_said_once_by_two_ranks(synth_set):
+    output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
+    assert output.count("error: ") == 1
+    assert "error: model.wide.crosses: C1xC9 is not in the data" in output
+
+
+def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
+    run = training_run(synth_set, tmp_path)
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    start = time.monotonic()
+    output = run.end()
+    assert time.monotonic() - start < 25
+    assert output.count("error: ") == 1
+    assert "error: rank 1 died" in output
+
+
+def test_ctrl_c_ends_all_ranks_cleanly(synth_set, tmp_path):
+    run = training_run(synth_set, tmp_path)
+    pids = run.ranks()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to everyone
+    output = run.end(30)
+    assert "error: " not in output
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_nan_in_the_data_stops_the_run_with_step_and_field(synth_set, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    content = json.loads((synth_set / "manifest.json").read_text())
+    for path in synth_set.glob("**/*.npy"):
+        target = folder / path.relative_to(synth_set)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    shard = content["splits"]["train"][0]
+    words = np.load(folder / shard["file"])
+    words[2000, 1 + 4] = np.float32("nan").view(np.int32)  # I5
+    np.save(folder / shard["file"], words)
+    shard["crc32"] = file_crc32(folder / shard["file"])
+    write_manifest(folder, content)
+    load_manifest(folder)
+    output = Run(f"data.path={folder}", f"run.dir={tmp_path / 'run'}", "data.shuffle=none").end()
+    assert output.count("error: ") == 1
+    assert "error: step 2: the loss is nan; the batch holds values" in output
+    assert "I5 (1 rows)" in output

@@ -1,0 +1,221 @@
+"""The collectives of a step: as explained, by name and bytes, in order; none can be left out."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.boxing import Boxing
+from sbpflow.config import Config, TableRule
+from sbpflow.dist import World
+from sbpflow.embedding.exchange import UniqueExchange
+from sbpflow.explain import describe
+from sbpflow.training.health import check_replicas
+from tests.ranks import RanksFailed
+from tests.training.wdl_case import make_batches, make_config, make_job, to_device
+
+SCHEMES = ["dp", "1", "2", "3"]
+MIXED = {
+    "deep.C1": TableRule(sbp="S(0)", ranks=(1,)),
+    "deep.C2": TableRule(sbp="S(0)", ranks=(1, 0), sizes=(4, 7), exchange="unique"),
+    "deep.C3": TableRule(sbp="S(0)", ranks=(0,)),
+    "deep.C4": TableRule(sbp="B"),
+}
+
+
+def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
+    """What the plan says and what the log has, for the second step of a run."""
+    job = make_job(world, config)
+    first, second = make_batches(3, config.data.batch_size)[:2]
+    job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
+    world.log.clear()
+    job.trainer.step(to_device(second.part(world.rank, world.size), world.device))
+    return {
+        "plan": describe(job.plan),
+        "records": [
+            (r.step_id, r.collective, list(r.group), r.bytes_sent) for r in world.log.records
+        ],
+    }
+
+
+# What the table of the schemes promises: step id -> collective on gloo. A reduce-scatter is an
+# all-to-all and a local sum there.
+EXPECTED = {
+    "dp": {
+        "dense/bwd/0": "all_reduce",
+        "wide/local/bwd/ids": "all_gather",
+        "wide/local/bwd/gradients": "all_gather",
+        "deep/local/bwd/ids": "all_gather",
+        "deep/local/bwd/gradients": "all_gather",
+    },
+    "1": {
+        "ids/fwd": "all_gather",
+        "wide/reduce/fwd/vectors": "all_to_all",
+        "deep/columns/fwd/vectors": "all_to_all",
+        "dense/bwd/0": "all_reduce",
+        "wide/reduce/bwd/vectors": "all_gather",
+        "deep/columns/bwd/vectors": "all_to_all",
+    },
+    "2": {
+        "ids/fwd": "all_gather",
+        "wide/reduce/fwd/vectors": "all_to_all",
+        "deep/reduce/fwd/vectors": "all_to_all",
+        "dense/bwd/0": "all_reduce",
+        "wide/reduce/bwd/vectors": "all_gather",
+        "deep/reduce/bwd/vectors": "all_gather",
+    },
+    "3": {
+        "wide/unique/fwd/counts": "all_to_all",
+        "wide/unique/fwd/ids": "all_to_all",
+        "wide/unique/fwd/vectors": "all_to_all",
+        "deep/unique/fwd/counts": "all_to_all",
+        "deep/unique/fwd/ids": "all_to_all",
+        "deep/unique/fwd/vectors": "all_to_all",
+        "dense/bwd/0": "all_reduce",
+        "wide/unique/bwd/vectors": "all_to_all",
+        "deep/unique/bwd/vectors": "all_to_all",
+    },
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_scheme_runs_its_collectives_and_no_other(ranks, scheme):
+    for result in ranks(2, steps_of_one_iteration, make_config(scheme, "sgd")):
+        got = [(step_id, name) for step_id, name, _, _ in result["records"]]
+        assert got == list(EXPECTED[scheme].items())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tables"),
+    [(1, None), (2, None), (2, MIXED), (3, None), (3, MIXED)],
+    ids=["1", "2", "2-mixed", "3", "3-mixed"],
+)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_explain_holds_against_the_log(ranks, world_size, scheme, tables):
+    config = make_config(scheme, "rowwise_adagrad", tables=tables)
+    for rank, result in enumerate(ranks(world_size, steps_of_one_iteration, config)):
+        planned = [
+            (step, group)
+            for step in result["plan"]["steps"]
+            for group in step["groups"]
+            if rank in group
+        ]
+        assert len(planned) == len(result["records"])
+        for (step, group), record in zip(planned, result["records"], strict=True):
+            step_id, collective, log_group, bytes_sent = record
+            assert (step_id, collective, log_group) == (step["id"], step["collective"], group)
+            if step["exact"]:
+                assert bytes_sent == step["bytes_per_rank"][rank]
+            else:
+                assert bytes_sent <= step["bytes_per_rank"][rank]
+        if world_size == 1:
+            assert not result["records"]
+
+
+def test_scheme_volumes_follow_the_derivations(ranks):
+    """OneFlow's formulas with B rows, f deep and 1 summed wide column, 8-byte elements, P ranks."""
+    batch, num_ranks, deep, item = 30, 3, 4 * 5, 8
+    wide = batch * item * (num_ranks - 1)
+    expected = {
+        "1": {
+            "wide/reduce": wide,
+            "deep/columns": batch * deep * item * (num_ranks - 1) / num_ranks,
+        },
+        "2": {"wide/reduce": wide, "deep/reduce": batch * deep * item * (num_ranks - 1)},
+    }
+    for scheme, groups in expected.items():
+        results = ranks(num_ranks, steps_of_one_iteration, make_config(scheme, "sgd"))
+        for group, total in groups.items():
+            for way in ("fwd", "bwd"):
+                sent = sum(
+                    size
+                    for result in results
+                    for step_id, _, _, size in result["records"]
+                    if step_id == f"{group}/{way}/vectors"
+                )
+                # columns of 5 over 3 ranks are uneven: 2, 2, 1 travel a little more or less
+                assert sent == pytest.approx(total, rel=0.0 if group.endswith("reduce") else 0.05)
+
+
+def step_without(world: World, config: Config, step_id: str) -> int:
+    """Train with one conversion disabled: its input is passed on as it is. Returns steps made."""
+    job = make_job(world, config)
+    real_issue, real_swap = Boxing._issue, UniqueExchange._swap
+    skipped = []
+
+    def issue(self, step, part, *args, **kwargs):
+        if step.id == step_id:
+            skipped.append(step.id)
+            return lambda: part
+        return real_issue(self, step, part, *args, **kwargs)
+
+    def swap(self, step, send, out, into):
+        if step.id == step_id:
+            skipped.append(step.id)
+            return send
+        return real_swap(self, step, send, out, into)
+
+    Boxing._issue, UniqueExchange._swap = issue, swap
+    try:
+        for batch in make_batches(4, config.data.batch_size)[:3]:
+            job.trainer.step(batch.part(world.rank, world.size))
+        check_replicas(job.model.parameters, job.embeddings, job.boxing)
+    finally:
+        Boxing._issue, UniqueExchange._swap = real_issue, real_swap
+        assert skipped, f"{step_id} never ran"
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "step_id"), [(scheme, step) for scheme in SCHEMES for step in EXPECTED[scheme]]
+)
+def test_a_run_fails_without_a_conversion_its_scheme_uses(ranks, scheme, step_id):
+    config = make_config(scheme, "sgd")
+    with pytest.raises(RanksFailed) as failure:
+        ranks(2, step_without, config, step_id)
+    assert "never ran" not in str(failure.value)
+    assert any(
+        kind in text
+        for text in failure.value.errors.values()
+        for kind in ("SbpError", "TrainingError", "RuntimeError", "IndexError", "ValueError")
+    )
+
+
+def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]]:
+    """(table, rows that changed or whose state did, rows a batch named) of this rank's shards."""
+    job = make_job(world, config)
+    batch = make_batches(3, config.data.batch_size)[0]
+    job.trainer.step(batch.part(world.rank, world.size))
+    before = [
+        (s.weights.clone(), {k: v.clone() for k, v in s.state.items()})
+        for s in job.embeddings.stored()
+    ]
+    batch = make_batches(3, config.data.batch_size, seed=9)[0]
+    job.trainer.step(batch.part(world.rank, world.size))
+    features = list(job.plan.embeddings.features)
+    changed: list[tuple[str, int, int]] = []
+    for stored, (weights, state) in zip(job.embeddings.stored(), before, strict=True):
+        piece = stored.piece
+        ids = batch.ids[:, features.index(piece.table.feature)].unique().long()
+        here = ids[(ids >= piece.row_start) & (ids < piece.row_stop)] - piece.row_start
+        untouched = torch.ones(piece.num_rows, dtype=torch.bool)
+        untouched[here] = False
+        assert torch.equal(stored.weights[untouched], weights[untouched])
+        for name, value in state.items():
+            assert torch.equal(stored.state[name][untouched], value[untouched])
+        moved = (stored.weights != weights).any(1).sum()
+        changed.append((piece.table.name, int(moved), len(here)))
+    return changed
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("sparse", ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, kernel):
+    config = make_config(scheme, sparse, dtype="float32", dim=8, kernel=kernel)
+    changes = np.concatenate(
+        [np.array([(m, n) for _, m, n in r]) for r in ranks(2, train_and_compare, config)]
+    )
+    assert (changes[:, 0] == changes[:, 1]).all()
+    assert changes[:, 1].sum() > 0
