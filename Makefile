@@ -49,6 +49,8 @@ gpu:
 	@$(PYTHON) -c 'import torch, pytest, numpy, yaml, tqdm' || { \
 	    echo "make gpu needs torch, pytest, numpy, pyyaml and tqdm in $(PYTHON); name another" \
 	         "interpreter with make gpu PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	    echo "make gpu: the torch of $(PYTHON) sees no CUDA device" >&2; exit 1; }
 	@status=0; $(PYTHON) -m pytest -m "gpu or nccl" $(GPU_TESTS) || status=1; \
 	for module in $(GPU_BENCHMARKS); do \
 	    echo "== $$module"; $(PYTHON) -m $$module || status=1; done; exit $$status

@@ -1,5 +1,6 @@
 """A stand-in entry point: one way for a rank to end per mode. Started by torchrun in the tests."""
 
+import atexit
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ def main() -> int | None:
     if mode == "mistake_on_one" and rank == 1:
         raise DataError("shard 3: row 7 is cut short")
     if mode == "mistakes_differ":
+        time.sleep(0.5 * rank)  # the one who prints must wait for the other
         raise DataError(f"shard {rank}: row 7 is cut short")
     if mode == "crash_on_one" and rank == 1:
         raise ZeroDivisionError("a bug on one rank")
@@ -32,11 +34,11 @@ def main() -> int | None:
     if mode == "busy":
         while True:
             time.sleep(0.05)
-    if mode == "stuck" and rank == 0:
-        time.sleep(600)
+    if mode == "stuck":  # both inside C++, each waiting for the other
+        dist.recv(torch.ones(1), src=1 - rank)
     dist.all_reduce(torch.ones(1))
-    if mode in ("mistake_on_one", "crash_on_one", "killed", "stuck"):
-        dist.barrier()
+    if mode == "ok":
+        atexit.register(lambda: print(f"group open: {dist.is_initialized()}"))  # noqa: T201
     return None
 
 

@@ -47,11 +47,15 @@ class Run:
         return text
 
     def close(self) -> None:
+        """End what a failing test left behind, and say so: ranks have sessions of their own."""
+        pids = [int(file.read_text()) for file in self.folder.glob("rank*")]
+        left = [pid for pid in pids if _alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
-        for file in self.folder.glob("rank*"):
-            assert not _alive(int(file.read_text())), f"{file.name} outlived the run"
+        assert not left, f"processes {left} outlived the run"
 
 
 def _alive(pid: int) -> bool:
@@ -118,7 +122,7 @@ def test_survivors_name_the_rank_that_died(run: Run) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
 @pytest.mark.parametrize("run", ["stuck"], indirect=True)
 def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signals) -> None:
-    """Rank 1 waits in C++ for rank 0, where no Python handler can run."""
+    """Both ranks wait in C++, where no Python handler can run."""
     run.pids()
     time.sleep(0.5)
     run.process.send_signal(signum)
@@ -130,7 +134,8 @@ def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signal
 
 
 @pytest.mark.parametrize("run", ["ok"], indirect=True)
-def test_a_run_that_ends_well_is_silent(run: Run) -> None:
+def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
     output = run.output(START_S)
     assert run.process.returncode == 0
+    assert output.count("group open: False") == 2
     assert "error" not in output
