@@ -191,7 +191,7 @@ def _words(generator: Generator, maps: IdMaps, start: int, stop: int) -> tuple[W
         floats = words[here, :num_floats].view(np.float32)
         floats[:, 0] = labels[first:last]
         for column, name in enumerate(CRITEO.dense, start=1):
-            values, missing = rows.integers[name].astype(np.float64), rows.missing.get(name)
+            values, missing = rows.integers[name].astype(np.float32), rows.missing.get(name)
             mask = np.zeros(BLOCK_ROWS, dtype=bool) if missing is None else missing
             floats[:, column] = TRANSFORMS["log3"](values, mask)[0][first:last]
         for column, name in enumerate(names, start=num_floats):
