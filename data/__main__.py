@@ -1,6 +1,7 @@
-"""Command line of the data plane: prepare, synth, verify."""
+"""Command line of the data plane: prepare, synth, stats, verify."""
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -61,6 +62,17 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
     )
 
 
+def _stats(args: argparse.Namespace) -> None:
+    from data.plots import write_png
+    from data.stats import compute_stats, load_stats, stats_json, stats_table
+
+    manifest = load_manifest(args.path)
+    stats = compute_stats(manifest) if args.recount else load_stats(manifest)
+    if args.png:
+        write_png(stats, args.png)
+    print(json.dumps(stats_json(stats)) if args.json else stats_table(stats))
+
+
 def _verify(args: argparse.Namespace) -> Manifest:
     manifest = load_manifest(args.path)
     verify_shards(manifest)
@@ -112,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
     synth.set_defaults(run=_synth)
+    stats = commands.add_parser("stats", help="what the lookups of each table look like")
+    add = stats.add_argument
+    add("path", type=Path, metavar="DIR")
+    add("--json", action="store_true", help="for programs, the planner among them")
+    add("--png", type=Path, help="also draw two heat maps")
+    add("--recount", action="store_true", help="from the rows, not from the manifest")
+    stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="compare every shard with its checksum")
     verify.add_argument("path", type=Path)
     verify.set_defaults(run=_verify)

@@ -33,8 +33,8 @@ def assign_ids(
     ``reserved`` are the lookups of ids 0 (missing) and 1 (rare). Depends on nothing but the arguments.
     """
     key = [seed, *name.encode()]
-    bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(len(counts))
-    value_at = np.concatenate([np.full(NUM_RESERVED_IDS, -1), np.argsort(bits)])
+    order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
+    value_at = np.concatenate([np.full(NUM_RESERVED_IDS, -1), order])
     load = np.concatenate([np.array(reserved), counts[value_at[NUM_RESERVED_IDS:]]])
     _level(value_at, load, 0, len(load), int(load.sum()), _LEVELS)
     ids = np.empty(len(counts), dtype=np.int32)
@@ -67,9 +67,10 @@ def _swap(
     wanted: int,
 ) -> None:
     """Move about ``wanted`` lookups from rows ``hot`` to ``cold`` by swapping values."""
+    hot, idle = hot[load[hot] > 0], cold[load[cold] == 0]
     pairs = min(len(hot), len(cold), _MAX_SWAPS)
     hot = hot[_first_sorted(-load[hot], pairs)]
-    cold = cold[_first_sorted(load[cold], pairs)]
+    cold = idle[:pairs] if len(idle) >= pairs else cold[_first_sorted(load[cold], pairs)]
     gains = load[hot] - load[cold]
     useful = np.flatnonzero((gains > 0) & (gains <= wanted))
     moved = np.cumsum(gains[useful])
