@@ -1,6 +1,7 @@
-"""Command line of the data plane: prepare, synth, verify."""
+"""Command line of the data plane: prepare, synth, stats, verify."""
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -40,7 +41,8 @@ def _prepare(args: argparse.Namespace) -> Manifest:
 
 
 def _synth(args: argparse.Namespace) -> Manifest | None:
-    from data.synth import SynthOptions, synth
+    from data.synth import synth
+    from data.synth_options import SynthOptions, parse_hot, parse_skew
 
     return synth(
         SynthOptions(
@@ -50,10 +52,25 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
             vocab_scale=args.vocab_scale,
             ctr=args.ctr,
             auc=args.auc,
+            skew=parse_skew(args.skew) if args.skew else (),
+            drift=args.drift,
+            hot=parse_hot(args.hot) if args.hot else (),
             seed=args.seed,
             split=parse_split(args.split),
+            workers=args.workers,
         )
     )
+
+
+def _stats(args: argparse.Namespace) -> None:
+    from data.plots import write_png
+    from data.stats import compute_stats, load_stats, stats_json, stats_table
+
+    manifest = load_manifest(args.path)
+    stats = compute_stats(manifest) if args.recount else load_stats(manifest)
+    if args.png:
+        write_png(stats, args.png)
+    print(json.dumps(stats_json(stats)) if args.json else stats_table(stats))
 
 
 def _verify(args: argparse.Namespace) -> Manifest:
@@ -93,15 +110,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace the set that is there")
     prepare.set_defaults(run=_prepare)
     synth = commands.add_parser("synth", help="generate rows with a known best AUC")
-    synth.add_argument("--rows", type=int, required=True)
-    synth.add_argument("--output", type=Path, required=True)
-    synth.add_argument("--format", choices=("prepared", "tsv"), default="prepared")
-    synth.add_argument("--vocab-scale", type=float, default=1.0)
-    synth.add_argument("--ctr", type=float, default=0.2562)
-    synth.add_argument("--auc", type=float, default=0.80)
-    synth.add_argument("--split", default="time:0.8,0.1,0.1")
-    synth.add_argument("--seed", type=int, default=7)
+    add = synth.add_argument
+    add("--rows", type=int, required=True)
+    add("--output", type=Path, required=True, metavar="PATH", help="folder, or file for tsv")
+    add("--format", choices=("prepared", "tsv"), default="prepared")
+    add("--vocab-scale", type=float, default=1.0, help="of Criteo's vocabularies, up to 1")
+    add("--ctr", type=float, default=0.2562, help="share of clicks (default %(default)s)")
+    add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
+    add("--skew", help="power of the masses: 1.2 for all columns, or C3=1.2,C1=0.5")
+    add("--drift", type=float, default=0.0, help="share of each tail replaced per million rows")
+    add("--hot", help="ids per row: mlperf, or C1=3,C20=12")
+    add("--split", default="time:0.8,0.1,0.1")
+    add("--seed", type=int, default=7)
+    add("--workers", type=int, default=os.cpu_count() or 1)
     synth.set_defaults(run=_synth)
+    stats = commands.add_parser("stats", help="what the lookups of each table look like")
+    add = stats.add_argument
+    add("path", type=Path, metavar="DIR")
+    add("--json", action="store_true", help="for programs, the planner among them")
+    add("--png", type=Path, help="also draw two heat maps")
+    add("--recount", action="store_true", help="from the rows, not from the manifest")
+    stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="compare every shard with its checksum")
     verify.add_argument("path", type=Path)
     verify.set_defaults(run=_verify)

@@ -1,7 +1,7 @@
 """The best possible AUC and logloss of rows whose click probabilities are known.
 
-Free of label noise: a row counts as p of a click and 1 - p of a non-click. Rows are collected in fine
-bins of the logit, so any number of rows fits and the order of adding does not matter.
+Free of label noise: a row counts as p of a click and 1 - p of a non-click. Rows are collected in
+fine bins of the logit, so any number of rows fits and the order of adding hardly matters.
 """
 
 import numpy as np
@@ -19,14 +19,17 @@ class BayesTally:
         self._others = np.zeros(_BINS)
         self._entropy = 0.0
 
-    def add(self, probability: NDArray[np.float64]) -> None:
-        """Count rows with the given click probabilities."""
+    def add(
+        self, probability: NDArray[np.float64], times: NDArray[np.int64] | None = None
+    ) -> None:
+        """Count rows with the given click probabilities, each ``times`` (once by default)."""
         p = np.clip(probability, 1e-7, 1 - 1e-7)
+        weight = np.ones(len(p)) if times is None else times
         logit = np.log(p) - np.log1p(-p)
         place = ((logit + _LIMIT) * (_BINS / (2 * _LIMIT))).astype(np.int64).clip(0, _BINS - 1)
-        self._clicks += np.bincount(place, weights=p, minlength=_BINS)
-        self._others += np.bincount(place, weights=1 - p, minlength=_BINS)
-        self._entropy -= float((p * np.log(p) + (1 - p) * np.log1p(-p)).sum())
+        self._clicks += np.bincount(place, weights=p * weight, minlength=_BINS)
+        self._others += np.bincount(place, weights=(1 - p) * weight, minlength=_BINS)
+        self._entropy -= float((weight * (p * np.log(p) + (1 - p) * np.log1p(-p))).sum())
 
     def merge(self, other: "BayesTally") -> None:
         """Add what another tally has counted."""

@@ -1,13 +1,16 @@
-"""Criteo-like columns of any row range, as a function of (seed, row): ranks, integers, missing masks.
+"""Criteo-like columns of any row range, a function of (seed, row): ranks, integers, missing masks.
 
-Rows are drawn in fixed blocks, each from its own random stream, so a row does not depend on which range
-was asked for. The column structure (chains, shared masks, tails) is that measured on the Kaggle rows.
+Rows are drawn in fixed blocks, each from its own random stream, so a row does not depend on which
+range was asked for. The structure (chains, shared masks, tails, correlated integers) is that
+measured on the Kaggle rows; the numbers are in ``criteo_profile.json``.
 """
 
 import heapq
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.schema import CRITEO
-from data.tails import Coarsening, Floats, Ranks, Segment, Tail
+from data.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
 
 BLOCK_ROWS = 1 << 16
 CHAINS = (("C3", "C12", "C21", "C16", "C4", "C24"), ("C15", "C18", "C2"), ("C11", "C13"))
@@ -27,7 +30,13 @@ MASKS = (
     ("C19", "C20", "C25", "C26"),
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
+FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
+"""Rank correlations: an integer takes the quantile of another (or its mirror) in that share of rows."""
+
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
+_INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
+_TABLE_BITS = 16
+_DRIFT_ROWS = 1_000_000
 
 
 @cache
@@ -38,72 +47,102 @@ def profile() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of consecutive rows: ranks (-1 missing) by sparse, integers by dense, two free uniforms."""
+    """Consecutive rows: ranks by sparse column (-1 missing), integers and missing masks by name."""
 
     ranks: dict[str, Ranks]
-    integers: dict[str, Ranks]
+    integers: dict[str, NDArray[np.int32]]
     missing: dict[str, NDArray[np.bool_]]
     label_draw: Floats
+    """Uniform numbers that turn click probabilities into labels."""
 
 
 class Columns:
-    """Draws rows; built once per (seed, vocabulary scale)."""
+    """Draws rows; built once per seed, vocabulary scale, skew per column and drift."""
 
-    def __init__(self, seed: int, vocab_scale: float) -> None:
-        self._seed = seed
-        cats = profile()["cat"]
-        self.tails = {name: _tail(cats[name]).scaled(vocab_scale) for name in CRITEO.sparse}
+    def __init__(
+        self, seed: int, vocab_scale: float, skew: Mapping[str, float], drift: float
+    ) -> None:
+        self._seed, self._drift = seed, drift
+        self.tails = {
+            name: _tail(name).scaled(vocab_scale).sharpened(skew.get(name, 1.0))
+            for name in CRITEO.sparse
+        }
         self._maps = {
-            (a, b): Coarsening(self.tails[a], self.tails[b])
+            pair: Coarsening(self.tails[pair[0]], self.tails[pair[1]])
             for chain in CHAINS
-            for a, b in zip(chain, chain[1:], strict=False)
+            for pair in pairwise(chain)
         }
         self._children = _Refinement(self._maps["C11", "C13"], self.tails["C7"])
         self._own = [name for name in CRITEO.sparse if name not in _DERIVED]
-        self._num_draws = len(MASKS) + len(self._own) + 1 + len(CRITEO.dense) + 1
+        self._integers = {name: _integer_table(name) for name in CRITEO.dense}
+        num_integers = len(CRITEO.dense) + len(FOLLOWS)
+        self._num_draws = len(MASKS) + len(self._own) + 1 + num_integers + 1
 
     def block(self, index: int, stream: int = 0) -> Rows:
         """The BLOCK_ROWS rows of block ``index``; another ``stream`` gives other rows alike."""
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
-        raw = bits.random_raw(self._num_draws * BLOCK_ROWS).reshape(self._num_draws, BLOCK_ROWS)
-        draws = iter((raw >> np.uint64(11)) * 2.0**-53)
-        missing = self._missing(draws)
-        ranks = {name: self.tails[name].quantile(next(draws)) for name in self._own}
-        ranks["C7"] = self._children(ranks["C11"], next(draws))
+        draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
+        missing = _missing(draws)
+        ranks = {name: self._moved(name, self.tails[name].draw(next(draws)), index)
+                 for name in self._own}  # fmt: skip
+        ranks["C7"] = self._children(ranks["C11"], uniform(next(draws)))
         for chain in CHAINS:
-            for a, b in zip(chain, chain[1:], strict=False):
-                ranks[b] = self._maps[a, b](ranks[a])
+            for fine, coarse in pairwise(chain):
+                ranks[coarse] = self._maps[fine, coarse](ranks[fine])
         for name, mask in missing.items():
             if name in ranks:
                 ranks[name][mask] = -1
-        integers = {name: _integers(name, next(draws)) for name in CRITEO.dense}
-        return Rows(ranks, integers, missing, next(draws))
+        return Rows(ranks, self._integer_values(draws), missing, uniform(next(draws)))
 
-    def _missing(self, draws: "Any") -> dict[str, NDArray[np.bool_]]:
-        missing: dict[str, NDArray[np.bool_]] = {}
-        for group in MASKS:
-            kind = "int" if group[0][0] == "I" else "cat"
-            mask = next(draws) < profile()[kind][group[0]]["missing"]
-            missing.update(dict.fromkeys(group, mask))
-        return missing
+    def _moved(self, name: str, ranks: Ranks, block: int) -> Ranks:
+        """Ranks after drift: in time, the values of the last segment of a tail give way to others."""
+        tail = self.tails[name]
+        if not self._drift or not tail.segments:
+            return ranks
+        first, span = int(tail.segments[-1].start), tail.size - int(tail.segments[-1].start)
+        shift = int(self._drift * span * (block * BLOCK_ROWS / _DRIFT_ROWS)) % span
+        return np.where(ranks < first, ranks, first + (ranks - first + shift) % span)
+
+    def _integer_values(self, draws: Iterator[Bits]) -> dict[str, NDArray[np.int32]]:
+        places: dict[str, Bits] = {}
+        for name in _INTEGERS_IN_ORDER:
+            places[name] = next(draws) >> np.uint64(64 - _TABLE_BITS)
+            if name in FOLLOWS:
+                other, share = FOLLOWS[name]
+                theirs = places[other]
+                if share < 0:
+                    theirs = np.uint64((1 << _TABLE_BITS) - 1) - theirs
+                places[name] = np.where(uniform(next(draws)) < abs(share), theirs, places[name])
+        return {name: self._integers[name][places[name]] for name in CRITEO.dense}
 
 
-def _tail(column: dict[str, Any]) -> Tail:
+def _missing(draws: Iterator[Bits]) -> dict[str, NDArray[np.bool_]]:
+    missing: dict[str, NDArray[np.bool_]] = {}
+    for group in MASKS:
+        kind = "int" if group[0][0] == "I" else "cat"
+        rate = profile()[kind][group[0]]["missing"]
+        missing.update(dict.fromkeys(group, uniform(next(draws)) < rate))
+    return missing
+
+
+def _tail(name: str) -> Tail:
+    column = profile()["cat"][name]
     segments = tuple(Segment(*values) for values in column["segments"])
     return Tail(int(column["size"]), tuple(column["head"]), segments)
 
 
-def _integers(name: str, draw: Floats) -> Ranks:
-    """Integers whose distribution function passes through the measured quantiles and the share of zeros."""
+def _integer_table(name: str) -> NDArray[np.int32]:
+    """Integers at evenly spaced quantiles, through the measured quantiles and the share of zeros."""
     column = profile()["int"][name]
-    at = [*(percent / 100 for percent in column["quantile_pct"])]
+    at = [percent / 100 for percent in column["quantile_pct"]]
     values = list(column["quantile"])
     if column["zero"] > 0:
         at.append(column["neg"] + column["zero"])
         values.append(0.0)
     order = np.lexsort((values, at))
     grid = np.maximum.accumulate(np.array(values)[order])
-    return np.ceil(np.interp(draw, np.array(at)[order], grid) - 1e-9).astype(np.int64)
+    middles = (np.arange(1 << _TABLE_BITS) + 0.5) / (1 << _TABLE_BITS)
+    return np.ceil(np.interp(middles, np.array(at)[order], grid) - 1e-9).astype(np.int32)
 
 
 class _Refinement:
@@ -114,11 +153,9 @@ class _Refinement:
 
     def __init__(self, parent: Coarsening, child: Tail) -> None:
         self._parent = parent
-        fine = np.arange(parent.fine.size)
-        owners = parent(fine)
-        mass = np.zeros(parent.coarse.size)
-        np.add.at(mass, owners, _masses(parent.fine))
-        self._order, self._edges, self._before = _deal(mass, _masses(child))
+        owners = parent(np.arange(parent.fine.size))
+        mass = np.bincount(owners, weights=parent.fine.masses(), minlength=parent.coarse.size)
+        self._order, self._edges, self._before = _deal(mass, child.masses())
 
     def __call__(self, ranks: Ranks, draw: Floats) -> Ranks:
         """Child ranks for rows with the given fine ranks of the parent."""
@@ -128,30 +165,16 @@ class _Refinement:
         return self._order[np.minimum(place, len(self._order) - 1)]
 
 
-def _masses(tail: Tail) -> Floats:
-    """The mass of every rank of a small column."""
-    edges = [
-        segment.cdf(np.arange(np.ceil(segment.start), segment.stop)) for segment in tail.segments
-    ]
-    masses = np.zeros(tail.size)
-    masses[: len(tail.head)] = tail.head
-    for segment, cdf in zip(tail.segments, edges, strict=True):
-        first = int(np.ceil(segment.start))
-        masses[first : first + len(cdf)] += np.diff(np.append(cdf, segment.mass))
-    return masses
-
-
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Deal ranks (falling mass) to owners by what each still lacks; ranks grouped by owner, with edges."""
+    """Deal ranks to owners by what each still lacks: ranks by owner, their edges, owners' starts."""
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)
     owner_of = np.empty(len(mass), dtype=np.int64)
     for rank in np.argsort(-mass, kind="stable"):
-        wanted, owner = heapq.heappop(lacking)
+        wanted, owner = lacking[0]
         owner_of[rank] = owner
-        heapq.heappush(lacking, (wanted + float(mass[rank]), owner))
+        heapq.heapreplace(lacking, (wanted + float(mass[rank]), owner))
     order = np.argsort(owner_of, kind="stable")
     edges = np.cumsum(mass[order])
     last = np.searchsorted(owner_of[order], np.arange(len(owner_mass)), side="right")
-    before = np.concatenate([[0.0], edges])[np.concatenate([[0], last])]
-    return order, edges, before
+    return order, edges, np.concatenate([[0.0], edges])[np.concatenate([[0], last])]

@@ -86,7 +86,7 @@ def encode_frame(
     clamped: dict[str, int] = {}
     for name in options.schema.dense:
         missing = frame[name].is_null().to_numpy()
-        values = frame[name].fill_null(0).to_numpy().astype(np.float64)
+        values = frame[name].fill_null(0).to_numpy().astype(np.float32)
         floats, clamped[name] = TRANSFORMS[options.transform](values, missing)
         columns[name] = _bits(floats)
     for name, table in tables.items():

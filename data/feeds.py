@@ -1,12 +1,17 @@
 """How words get from a read function into torch tensors: memory map, or DALI external_source.
 
-A feed calls ``read(i)`` for i in [0, count) and yields the result as an int32 tensor on the device.
-Both feeds yield the same bits; DALI adds its prefetch queue and its way to a GPU.
+Blocks of words are read in threads of the loader, a few ahead of the consumer; a feed yields them as
+int32 tensors on the device. Both feeds yield the same bits.
 """
 
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,18 +21,87 @@ from sbpflow.errors import ConfigError
 Backend = Literal["memmap", "dali"]
 Read = Callable[[int], Words]
 
-
-def memmap_feed(read: Read, count: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield each read as a tensor; to a GPU through pinned memory, asynchronously."""
-    for index in range(count):
-        words = torch.from_numpy(read(index))
-        if device.type == "cuda":
-            words = words.pin_memory().to(device, non_blocking=True)
-        yield words
+_AHEAD = 4
+_READERS = 2
 
 
-def dali_feed(read: Read, count: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield each read through a DALI pipeline; one sample is a whole block, never a row."""
+class Buffers:
+    """Arrays for batches, used again once nobody else refers to them.
+
+    Fresh memory costs as much in page faults as the copy into it. A tensor made from an array refers
+    to it as long as any view of the tensor lives, so the reference count says when it is free.
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
+        self._made: list[Words] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_rows: int) -> Words:
+        """An array [num_rows, words] that no one else uses."""
+        with self._lock:
+            for index in range(len(self._made)):
+                buffer = self._made[index]
+                if buffer.shape[0] >= num_rows and sys.getrefcount(buffer) == _ONLY_OURS:
+                    return buffer[:num_rows]
+            buffer = np.empty((num_rows, self._num_words), dtype=np.int32)
+            if len(self._made) < 4 * _AHEAD:
+                self._made.append(buffer)
+            return buffer[:]
+
+
+_ONLY_OURS = 3
+"""References to a free buffer inside ``take``: the list, the local name, the argument."""
+
+
+def make_readers() -> ThreadPoolExecutor:
+    """The threads of a loader; they end when it is closed or collected."""
+    return ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
+
+
+def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[Words]:
+    """Yield ``read(0)``, ``read(1)``, ... with the next few already being read.
+
+    An abandoned iterator waits for nothing when it is collected, which may happen in any thread.
+    """
+    pending: deque[Future[Words]] = deque()
+    try:
+        for index in range(count):
+            while len(pending) < _AHEAD and index + len(pending) < count:
+                pending.append(readers.submit(read, index + len(pending)))
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+def memmap_feed(blocks: Iterator[Words], device: torch.device) -> Iterator[Tensor]:
+    """Yield each block as a tensor; to a GPU through pinned memory, one copy ahead."""
+    if device.type == "cuda":
+        yield from _to_gpu(blocks, device)
+    else:
+        for words in blocks:
+            yield torch.from_numpy(words)
+
+
+def _to_gpu(blocks: Iterator[Words], device: torch.device) -> Iterator[Tensor]:
+    side = torch.cuda.Stream(device)
+    waiting: Tensor | None = None
+    for words in blocks:
+        with torch.cuda.stream(side):
+            copied = torch.from_numpy(words).pin_memory().to(device, non_blocking=True)
+        if waiting is not None:
+            yield waiting
+        # The consumer's stream waits for this copy only, which ran beside its last step.
+        torch.cuda.current_stream(device).wait_stream(side)
+        copied.record_stream(torch.cuda.current_stream(device))
+        waiting = copied
+    if waiting is not None:
+        yield waiting
+
+
+def dali_feed(blocks: Iterator[Words], device: torch.device) -> Iterator[Tensor]:
+    """Yield each block through a DALI pipeline; one sample is a whole block, never a row."""
     try:
         from nvidia.dali import fn, pipeline_def
     except ImportError as error:
@@ -36,27 +110,24 @@ def dali_feed(read: Read, count: int, device: torch.device) -> Iterator[Tensor]:
             "data.loader=memmap"
         ) from error
 
-    def source(info: object) -> Words:
-        index = info.iteration  # pyright: ignore[reportAttributeAccessIssue]
-        if index >= count:
-            raise StopIteration
-        return read(index)[None]
-
     gpu = device.type == "cuda"
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=device.index or 0 if gpu else None)
     def pipeline() -> object:
-        words = fn.external_source(source=source, batch=True, batch_info=True, no_copy=True, ndim=2)
+        words = fn.external_source(source=lambda: [next(blocks)], no_copy=True, ndim=2)
         return words.gpu() if gpu else words
 
     pipe = pipeline()
     pipe.build()
-    for _ in range(count):
-        (out,) = pipe.run()
+    while True:
+        try:
+            (out,) = pipe.run()
+        except StopIteration:
+            return
         yield torch.from_dlpack(out[0])
 
 
-FEEDS: dict[Backend, Callable[[Read, int, torch.device], Iterator[Tensor]]] = {
+FEEDS: dict[Backend, Callable[[Iterator[Words], torch.device], Iterator[Tensor]]] = {
     "memmap": memmap_feed,
     "dali": dali_feed,
 }

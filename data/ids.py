@@ -20,6 +20,7 @@ Slots = NDArray[np.int64]
 
 _LEVELS = 3
 _TOLERANCE = 0.02
+_MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
 """Keys looked up at a time, so that the arrays in between stay in the cache."""
 
@@ -32,13 +33,9 @@ def assign_ids(
     ``reserved`` are the lookups of ids 0 (missing) and 1 (rare). Depends on nothing but the arguments.
     """
     key = [seed, *name.encode()]
-    bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(len(counts))
-    row_of_value = np.argsort(np.argsort(bits)) + NUM_RESERVED_IDS
-    value_at = np.full(len(counts) + NUM_RESERVED_IDS, -1)
-    value_at[row_of_value] = np.arange(len(counts))
-    load = np.zeros(len(value_at), dtype=np.int64)
-    load[:NUM_RESERVED_IDS] = reserved
-    load[row_of_value] = counts
+    order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
+    value_at = np.concatenate([np.full(NUM_RESERVED_IDS, -1), order])
+    load = np.concatenate([np.array(reserved), counts[value_at[NUM_RESERVED_IDS:]]])
     _level(value_at, load, 0, len(load), int(load.sum()), _LEVELS)
     ids = np.empty(len(counts), dtype=np.int32)
     ids[value_at[NUM_RESERVED_IDS:]] = np.arange(NUM_RESERVED_IDS, len(value_at), dtype=np.int32)
@@ -70,9 +67,10 @@ def _swap(
     wanted: int,
 ) -> None:
     """Move about ``wanted`` lookups from rows ``hot`` to ``cold`` by swapping values."""
-    pairs = min(len(hot), len(cold))
-    hot = hot[np.argsort(-load[hot], kind="stable")][:pairs]
-    cold = cold[np.argsort(load[cold], kind="stable")][:pairs]
+    hot, idle = hot[load[hot] > 0], cold[load[cold] == 0]
+    pairs = min(len(hot), len(cold), _MAX_SWAPS)
+    hot = hot[_first_sorted(-load[hot], pairs)]
+    cold = idle[:pairs] if len(idle) >= pairs else cold[_first_sorted(load[cold], pairs)]
     gains = load[hot] - load[cold]
     useful = np.flatnonzero((gains > 0) & (gains <= wanted))
     moved = np.cumsum(gains[useful])
@@ -80,6 +78,14 @@ def _swap(
     hot, cold = hot[useful[:count]], cold[useful[:count]]
     for array in (value_at, load):
         array[hot], array[cold] = array[cold], array[hot]
+
+
+def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
+    """Places of the ``count`` smallest values, in order."""
+    chosen = np.arange(len(values))
+    if count < len(values):
+        chosen = np.sort(np.argpartition(values, count)[:count])
+    return chosen[np.argsort(values[chosen], kind="stable")]
 
 
 class Ids(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.feeds import FEEDS, Backend
+from data.feeds import FEEDS, Backend, Buffers, make_readers, read_ahead
 from data.manifest import Manifest
 from data.order import SHUFFLES, RowOrder, Shuffle
 from data.shards import SplitRows, Words
@@ -103,6 +103,7 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._fields = 1 + len(manifest.dense)
+        self._readers = make_readers()
 
     @property
     def num_steps(self) -> int:
@@ -134,25 +135,32 @@ class RowLoader:
     def _order(self, epoch: int) -> RowOrder:
         return RowOrder(self._rows.num_rows, self._shuffle, self._seed, epoch)
 
-    def _read(self, order: RowOrder, step: _Step) -> Words:
-        words = np.empty((step.stop - step.start, self._rows.num_words), dtype=np.int32)
+    def _read(self, order: RowOrder, step: _Step, out: Words) -> Words:
         if order.shuffle == "rows":
-            self._rows.gather(order.rows(step.start, step.stop), words)
-            return words
+            self._rows.gather(order.rows(step.start, step.stop), out)
+            return out
         done = 0
         for start, stop in order.runs(step.start, step.stop):
-            self._rows.read(start, stop, words[done : done + stop - start])
+            self._rows.read(start, stop, out[done : done + stop - start])
             done += stop - start
-        return words
+        return out
+
+    def _new(self, num_rows: int) -> Words:
+        return np.empty((num_rows, self._rows.num_words), dtype=np.int32)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored."""
         self._begin(epoch)
         order, steps = self._order(epoch), self._steps(self._cursor)
         filled = [step for step in steps if step.stop > step.start]
-        feed = FEEDS[self._backend](
-            lambda index: self._read(order, filled[index]), len(filled), self._device
-        )
+        buffers = Buffers(self._rows.num_words)
+
+        def read(index: int) -> Words:
+            step = filled[index]
+            return self._read(order, step, buffers.take(step.stop - step.start))
+
+        blocks = read_ahead(read, len(filled), self._readers)
+        feed = FEEDS[self._backend](blocks, self._device)
         for step in steps:
             words = next(feed) if step.stop > step.start else self._no_rows()
             self._cursor = step.end
@@ -172,7 +180,7 @@ class RowLoader:
         return self._rows.num_rows - self.num_dropped_rows
 
     def _no_rows(self) -> Tensor:
-        return torch.empty((0, self._rows.num_words), dtype=torch.int32, device=self._device)
+        return torch.from_numpy(self._new(0)).to(self._device)
 
     def _batch(self, words: Tensor, step: _Step) -> Batch:
         floats = words[:, : self._fields].view(torch.float32)
@@ -188,7 +196,8 @@ class RowLoader:
         """Ids [b, fields] int32 (CPU) of the next batches of the epoch; fewer at its end."""
         order = self._order(self._epoch)
         steps = self._steps(self._cursor)[:num_batches]
-        return [torch.from_numpy(self._read(order, step)[:, self._fields :]) for step in steps]
+        read = (self._read(order, step, self._new(step.stop - step.start)) for step in steps)
+        return [torch.from_numpy(words[:, self._fields :]) for words in read]
 
     def _identity(self) -> State:
         return {
@@ -214,7 +223,8 @@ class RowLoader:
         self._restored = True
 
     def close(self) -> None:
-        """Let go of the memory maps; the loader cannot be used afterwards."""
+        """End the reading threads and drop the memory maps; the loader cannot be used afterwards."""
+        self._readers.shutdown(wait=True, cancel_futures=True)
         self._rows.close()
 
 

@@ -44,11 +44,11 @@ def prepare(options: PrepareOptions) -> Manifest:
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
-            inputs, options, work / "stage", lambda size: bar.update(_SHARE["parse"] * size)
+            inputs, options, work / "stage", lambda size: bar.update(int(_SHARE["parse"] * size))
         )
         bar.set_description("count")
         vocabularies = build_vocabularies(staged, _counted(options), options, work / "vocabulary")
-        bar.update(_SHARE["count"] * num_bytes)
+        bar.update(int(_SHARE["count"] * num_bytes))
         bar.set_description("encode")
         per_row = _SHARE["encode"] * num_bytes / sum(piece.num_rows for piece in staged)
         records = encode_all(
@@ -56,8 +56,9 @@ def prepare(options: PrepareOptions) -> Manifest:
             _tables(vocabularies, options),
             options,
             work,
-            lambda rows: bar.update(per_row * rows),
+            lambda rows: bar.update(int(per_row * rows)),
         )
+        bar.update(num_bytes - bar.n)
     if bad := describe_bad(staged):
         _LOG.warning("bad lines were left out:%s", bad)
     _finish(work / "set", _content(options, inputs, staged, vocabularies, records), vocabularies)

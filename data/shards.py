@@ -53,6 +53,11 @@ def _open(path: Path, shard: Shard, num_words: int) -> Words:
     return words
 
 
+def _as_rows(words: Words) -> "NDArray[np.void]":
+    """A view [rows] whose items are whole rows; indexing it copies a row at a time."""
+    return words.view(np.dtype((np.void, 4 * words.shape[1])))[:, 0]
+
+
 class SplitRows:
     """The rows of one split across its shards; row numbers count from the split's first row."""
 
@@ -76,9 +81,11 @@ class SplitRows:
     def gather(self, rows: NDArray[np.int64], out: Words) -> None:
         """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""
         index = np.searchsorted(self._starts, rows, side="right") - 1
-        for shard in np.unique(index):
-            chosen = np.flatnonzero(index == shard)
-            out[chosen] = self._maps[shard][rows[chosen] - self._starts[shard]]
+        order = np.argsort(index, kind="stable")
+        shards, firsts = np.unique(index[order], return_index=True)
+        target = _as_rows(out)
+        for shard, chosen in zip(shards, np.split(order, firsts[1:]), strict=True):
+            target[chosen] = _as_rows(self._maps[shard])[rows[chosen] - self._starts[shard]]
 
     def close(self) -> None:
         """Drop the memory maps; views handed out keep theirs alive."""

@@ -1,40 +1,29 @@
-"""The planted signal: a logit from ids, a cross, dense values and missing cells, scaled to a known AUC.
+"""The planted signal: a logit from ids, a cross, dense values and missing cells, of a known AUC.
 
-Only values frequent enough to be learned carry weight, so the ceiling can be reached. Weights are normal
-draws; every term has a stated share of the logit's variance; one scale and one offset are then found
-that give the wanted AUC and click rate.
+Only values frequent enough to be learned carry weight, so the ceiling can be reached. Weights are
+normal draws; every kind of term has a stated share of the logit's variance; one scale and one offset
+then give the wanted AUC and click rate. A Gaussian logit is a faithful model of Criteo: the published
+pairs of AUC and logloss lie within 0.0005 of it.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
 from data.bayes import BayesTally
 from data.columns import Columns, Rows
-from data.schema import MISSING_ID
-from data.tails import Floats, Ranks
+from data.tails import Floats, Ranks, uniform
 from sbpflow.errors import ConfigError
 
 ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
 DENSE_TERMS = {"I5": -1.0, "I6": -1.0, "I7": 1.0, "I11": 1.0, "I13": -1.0}
 MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
+"""Signs as measured: which way the click rate of the real rows goes."""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
 """Of the variance of the logit; equal parts within a kind."""
 
 _STREAM = 1
 _CALIBRATION_BLOCKS = 4
-
-
-@dataclass
-class Term:
-    """One summand of the logit: a table over ranks, pairs, integers or the missing flag."""
-
-    name: str
-    columns: tuple[str, ...]
-    weights: NDArray[np.float64]
-    scale: float = 1.0
+_BINS = 8192
 
 
 class Signal:
@@ -43,76 +32,54 @@ class Signal:
     def __init__(
         self, columns: Columns, seed: int, *, ctr: float, auc: float, min_mass: float
     ) -> None:
+        if not (0.5 < auc < 0.99 and 0 < ctr < 1):
+            raise ConfigError(f"--auc {auc} must be above 0.5 and below 0.99, --ctr {ctr} in 0..1")
         blocks = [columns.block(i, _STREAM) for i in range(_CALIBRATION_BLOCKS)]
-        self._rng = np.random.PCG64(np.random.SeedSequence([seed, 2]))
-        self._pairs: dict[tuple[str, str], tuple[Ranks, Floats]] = {}
-        self._tables: dict[str, Floats] = {}
-        for name in ID_TERMS:
-            self._tables[name] = self._id_table(name, blocks, min_mass)
-        for pair in CROSS_TERMS:
-            self._pairs[pair] = self._pair_table(pair, blocks, min_mass)
-        self._center: dict[str, tuple[float, float]] = {}
-        for name in DENSE_TERMS:
-            values = np.concatenate([_dense(rows, name) for rows in blocks])
-            self._center[name] = float(values.mean()), float(values.std())
-        self._scales = self._shares(blocks)
-        logits = np.concatenate([self.terms(rows).sum(axis=0) for rows in blocks])
-        self.offset, self.scale = _calibrate(logits, ctr, auc)
+        self._bits = np.random.PCG64(np.random.SeedSequence([seed, 2]))
+        self._tables = {name: self._id_table(name, blocks, min_mass) for name in ID_TERMS}
+        self._pairs = {pair: self._pair_table(pair, blocks, min_mass) for pair in CROSS_TERMS}
+        self._center = {name: _mean_and_std(name, blocks) for name in DENSE_TERMS}
+        raw = np.concatenate([self._raw_terms(rows) for rows in blocks], axis=1)
+        self._weights = _weights(raw)
+        self.offset, self.scale = _calibrate(self._weights @ raw, ctr, auc)
 
     def _normal(self, size: int) -> Floats:
-        u = (self._rng.random_raw(2 * size) >> np.uint64(11)) * 2.0**-53
+        u = uniform(self._bits.random_raw(2 * size))
         return np.sqrt(-2 * np.log1p(-u[:size])) * np.cos(2 * np.pi * u[size:])
 
     def _id_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
+        """Weight by rank; ranks too rare to be learned, and the last entry (missing), have none."""
         ranks = np.concatenate([rows.ranks[name] for rows in blocks])
         counts = np.bincount(ranks[ranks >= 0])
-        weights = self._normal(len(counts))
-        weights[counts < min_mass * len(ranks)] = 0.0
-        return np.append(weights, 0.0)
+        frequent = counts >= min_mass * len(ranks)
+        return np.append(np.where(frequent, self._normal(len(counts)), 0.0), 0.0)
 
     def _pair_table(
         self, pair: tuple[str, str], blocks: list[Rows], min_mass: float
     ) -> tuple[Ranks, Floats]:
-        keys, counts = np.unique(
-            np.concatenate([pair_rank(rows, pair) for rows in blocks]), return_counts=True
-        )
-        frequent = (counts >= min_mass * counts.sum()) & (keys >= 0)
-        return keys[frequent], self._normal(int(frequent.sum()))
+        """Frequent pairs in order, and the weight of each."""
+        seen = np.concatenate([pair_rank(rows, pair) for rows in blocks])
+        keys, counts = np.unique(seen, return_counts=True)
+        keys = keys[(counts >= min_mass * len(seen)) & (keys >= 0)]
+        return keys, self._normal(len(keys))
 
-    def terms(self, rows: Rows) -> Floats:
-        """Every summand [terms, rows], before the common scale and offset."""
-        out = [self._of_ids(rows.ranks[name], self._tables[name]) for name in ID_TERMS]
-        out += [self._of_pairs(pair_rank(rows, pair), *self._pairs[pair]) for pair in CROSS_TERMS]
+    def _raw_terms(self, rows: Rows) -> Floats:
+        """Every summand [terms, rows], before weights: ids, crosses, dense, missing."""
+        terms = [_by_rank(rows.ranks[name], table) for name, table in self._tables.items()]
+        terms += [_by_pair(pair_rank(rows, pair), *known) for pair, known in self._pairs.items()]
         for name, sign in DENSE_TERMS.items():
             mean, std = self._center[name]
-            out.append(sign * (_dense(rows, name) - mean) / std)
-        out += [sign * rows.missing[name] for name, sign in MISSING_TERMS.items()]
-        scales = getattr(self, "_scales", None)
-        return np.stack(out) if scales is None else np.stack(out) * scales[:, None]
+            terms.append(sign * (_dense(rows, name) - mean) / std)
+        terms += [sign * rows.missing[name] for name, sign in MISSING_TERMS.items()]
+        return np.stack(terms)
 
-    @staticmethod
-    def _of_ids(ranks: Ranks, table: Floats) -> Floats:
-        return table[np.where(ranks < 0, len(table) - 1, np.minimum(ranks, len(table) - 1))]
-
-    @staticmethod
-    def _of_pairs(keys: Ranks, known: Ranks, weights: Floats) -> Floats:
-        place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-        return np.where(known[place] == keys, weights[place], 0.0)
-
-    def _shares(self, blocks: list[Rows]) -> Floats:
-        std = np.concatenate([self.terms(rows) for rows in blocks], axis=1).std(axis=1)
-        kinds = (
-            ["ids"] * len(ID_TERMS)
-            + ["crosses"] * len(CROSS_TERMS)
-            + ["dense"] * len(DENSE_TERMS)
-            + ["missing"] * len(MISSING_TERMS)
-        )
-        shares = np.array([SHARES[kind] / kinds.count(kind) for kind in kinds])
-        return np.sqrt(shares) / np.maximum(std, 1e-9) * (std > 0)
+    def features(self, rows: Rows) -> Floats:
+        """The summands of the logit [terms, rows]: what a model would have to find."""
+        return self.scale * self._weights[:, None] * self._raw_terms(rows)
 
     def probability(self, rows: Rows) -> Floats:
         """Click probability of each row."""
-        logit = self.offset + self.scale * self.terms(rows).sum(axis=0)
+        logit = self.offset + self.scale * (self._weights @ self._raw_terms(rows))
         return 1.0 / (1.0 + np.exp(-logit))
 
 
@@ -122,30 +89,58 @@ def pair_rank(rows: Rows, pair: tuple[str, str]) -> Ranks:
     return np.where((a < 0) | (b < 0), -1, (a << 32) | b)
 
 
+def _by_rank(ranks: Ranks, table: Floats) -> Floats:
+    return table[np.minimum(ranks, len(table) - 1)]  # rank -1 is the last entry
+
+
+def _by_pair(keys: Ranks, known: Ranks, weights: Floats) -> Floats:
+    if not len(known):
+        return np.zeros(len(keys))
+    place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return np.where(known[place] == keys, weights[place], 0.0)
+
+
 def _dense(rows: Rows, name: str) -> Floats:
-    values = np.log(np.maximum(rows.integers[name], -2) + 3.0)
-    return np.where(rows.missing[name], float(MISSING_ID), values)
+    values = np.log(np.maximum(rows.integers[name], -2).astype(np.float32) + np.float32(3))
+    return np.where(rows.missing[name], 0.0, values.astype(np.float64))
+
+
+def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
+    values = np.concatenate([_dense(rows, name) for rows in blocks])
+    return float(values.mean()), float(values.std())
+
+
+def _weights(raw: Floats) -> Floats:
+    """One weight per term that gives each kind its share of the variance."""
+    sizes = {
+        "ids": len(ID_TERMS),
+        "crosses": len(CROSS_TERMS),
+        "dense": len(DENSE_TERMS),
+        "missing": len(MISSING_TERMS),
+    }
+    shares = np.concatenate([np.full(n, SHARES[kind] / n) for kind, n in sizes.items()])
+    std = raw.std(axis=1)
+    return np.where(std > 0, np.sqrt(shares) / np.maximum(std, 1e-9), 0.0)
 
 
 def _calibrate(logits: Floats, ctr: float, auc: float) -> tuple[float, float]:
-    """Offset and scale that give the wanted click rate and Bayes AUC on ``logits``."""
-    if not (0.5 < auc < 0.99 and 0 < ctr < 1):
-        raise ConfigError(f"--auc {auc} must be above 0.5 and below 0.99, --ctr {ctr} inside 0..1")
-    low, high = 0.0, 20.0
-    offset = 0.0
-    for _ in range(30):
+    """Offset and scale that give the wanted click rate and Bayes AUC, on a histogram of logits."""
+    counts, edges = np.histogram(logits, bins=_BINS)
+    middles = (edges[1:] + edges[:-1]) / 2
+    low, high, offset = 0.0, 20.0, 0.0
+    for _ in range(40):
         scale = (low + high) / 2
-        offset = _offset(logits * scale, ctr)
+        offset = _offset(middles * scale, counts, ctr)
         tally = BayesTally()
-        tally.add(1.0 / (1.0 + np.exp(-(logits * scale + offset))))
+        tally.add(1.0 / (1.0 + np.exp(-(middles * scale + offset))), counts)
         low, high = (scale, high) if tally.auc() < auc else (low, scale)
     return offset, (low + high) / 2
 
 
-def _offset(logits: Floats, ctr: float) -> float:
+def _offset(logits: Floats, counts: Ranks, ctr: float) -> float:
     low, high = -30.0, 30.0
-    for _ in range(40):
+    for _ in range(50):
         middle = (low + high) / 2
-        below = float((1.0 / (1.0 + np.exp(-(logits + middle)))).mean()) < ctr
-        low, high = (middle, high) if below else (low, middle)
+        rate = float((counts / (1.0 + np.exp(-(logits + middle)))).sum() / counts.sum())
+        low, high = (middle, high) if rate < ctr else (low, middle)
     return (low + high) / 2

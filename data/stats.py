@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from data.manifest import Manifest
 from data.schema import MISSING_ID, RARE_ID, Field
 from data.shards import SplitRows, Words
+from sbpflow.errors import DataError
 
 TOP = (1, 16, 1024, 65536)
 BATCH_SIZES = (1024, 4096, 16384, 65536)
@@ -143,6 +144,13 @@ def compute_stats(
     ]
 
 
+def load_stats(manifest: Manifest) -> list[FieldStats]:
+    """The measures recorded when the set was made."""
+    if not manifest.content.get("stats"):
+        raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")
+    return [FieldStats(**entry) for entry in manifest.content["stats"]]
+
+
 def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
     """The measures as the manifest and the planner read them."""
     return [asdict(field) for field in stats]
@@ -157,7 +165,8 @@ def stats_table(stats: Sequence[FieldStats]) -> str:
     lines = [head]
     for s in stats:
         line = f"{s.name:>8} {s.rows:>11,} {s.distinct:>10,}"
-        line += f" {100 * s.missing / s.lookups:>6.2f} {100 * s.rare / s.lookups:>6.2f}"
+        missing, rare = (100 * n / max(s.lookups, 1) for n in (s.missing, s.rare))
+        line += f" {missing:>6.2f} {rare:>6.2f}"
         line += "".join(f" {100 * s.top_mass[str(k)]:>8.2f}" for k in TOP)
         line += "".join(f" {s.unique_ratio[str(size)]:>9.4f}" for size in sizes)
         tail = "-" if s.tail_exponent is None else f"{s.tail_exponent:.2f}"

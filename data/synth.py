@@ -1,16 +1,17 @@
 """Generate a Criteo-like set with a known best AUC, as a prepared set or as TSV.
 
-The rows come from ``data.columns``, the labels from ``data.signal``; this file gives values their ids,
-writes shards or text, and tallies the Bayes AUC and logloss of every split.
+The rows come from ``data.columns``, the labels from ``data.signal``; this file gives values their
+ids, writes shards, and tallies the Bayes AUC and logloss of every split.
 """
 
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,42 +20,29 @@ from tqdm import tqdm
 from data.bayes import BayesTally
 from data.columns import BLOCK_ROWS, Columns, Rows
 from data.ids import assign_ids
-from data.manifest import MANIFEST, SPLITS, Manifest, load_manifest, write_manifest
+from data.manifest import SPLITS, Manifest, load_manifest, write_manifest
 from data.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
 from data.shards import Words, write_shard
 from data.signal import Signal, pair_rank
-from data.split import SplitRule
+from data.stats import compute_stats, stats_json
+from data.synth_options import CROSSES, SynthOptions
 from data.tails import Floats, Ranks
 from data.transforms import TRANSFORMS
 from sbpflow import __version__
 from sbpflow.errors import ConfigError
 
-CROSSES = (("C1", "C2"), ("C3", "C4"))
 _SHARD_BLOCKS = 4
-_HOT = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynthOptions:
-    """The options of ``python -m data synth``; see its help."""
-
-    rows: int
-    output: Path
-    format: Literal["prepared", "tsv"] = "prepared"
-    vocab_scale: float = 1.0
-    ctr: float = 0.2562
-    auc: float = 0.80
-    min_mass: float = 5e-4
-    split: SplitRule = SplitRule("time", (0.8, 0.1, 0.1))
-    seed: int = 7
-    workers: int = 2
+_HOT_RANKS = 64
+_TRANSPOSED_ROWS = 1024
 
 
 class Generator:
     """Rows, labels and click probabilities of any row range, from the options alone."""
 
     def __init__(self, options: SynthOptions) -> None:
-        self.columns = Columns(options.seed, options.vocab_scale)
+        self.columns = Columns(
+            options.seed, options.vocab_scale, dict(options.skew), options.drift
+        )
         self.signal = Signal(
             self.columns, options.seed, ctr=options.ctr, auc=options.auc, min_mass=options.min_mass
         )
@@ -70,47 +58,67 @@ class IdMaps:
     """Ranks and pairs of ranks to ids of embedding tables, by the rule of ``data.ids``."""
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
+        self.hot = dict(options.hot)
+        self.names = (*CRITEO.sparse, *("x".join(pair) for pair in CROSSES))
+        self._pair_rows = int(np.clip(400_000 * options.vocab_scale, 20_000, 400_000))
         sample = columns.block(0, stream=3)
         self._ids: dict[str, NDArray[np.int32]] = {}
-        for name, tail in columns.tails.items():
-            self._ids[name] = _levelled(sample.ranks[name], tail.size, options.seed, name)
-        self._pair_rows = int(np.clip(400_000 * options.vocab_scale, 20_000, 400_000))
-        for pair in CROSSES:
-            name = "x".join(pair)
-            places = self._place(sample, pair)
-            self._ids[name] = _levelled(places, self._pair_rows, options.seed, name)
-
-    def _place(self, rows: Rows, pair: tuple[str, str]) -> Ranks:
-        """A place for each pair: its own if both ranks are frequent, hashed into the rest if not."""
-        a, b = (rows.ranks[name] for name in pair)
-        keys = pair_rank(rows, pair)
-        spread = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
-        hashed = _HOT * _HOT + (spread % np.uint64(self._pair_rows - _HOT * _HOT)).astype(np.int64)
-        return np.where(keys < 0, -1, np.where((a < _HOT) & (b < _HOT), a * _HOT + b, hashed))
+        for name in self.names:
+            pair = name.split("x")
+            size = columns.tails[name].size if len(pair) == 1 else self._pair_rows
+            places = self._places(sample, name)
+            counts = np.bincount(places[places >= 0], minlength=size)
+            reserved = (int((places < 0).sum()), 0)
+            self._ids[name] = assign_ids(counts, reserved, options.seed, name)
 
     def num_rows(self, name: str) -> int:
         """Rows of the table of a field."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
-    def ids(self, rows: Rows, name: str) -> NDArray[np.int32]:
-        """Ids of a field (``C1`` or ``C1xC2``) for every row."""
-        pair = name.split("x")
-        places = rows.ranks[name] if len(pair) == 1 else self._place(rows, (pair[0], pair[1]))
-        return np.where(places < 0, np.int32(MISSING_ID), self._ids[name][places])
+    def ids(self, rows: Rows, name: str) -> list[NDArray[np.int32]]:
+        """Ids of a field (``C1`` or ``C1xC2``), one array per hot position.
+
+        Further positions are a fixed function of the first, spread evenly over the table, as in the
+        MLPerf DLRMv2 data.
+        """
+        places, table = self._places(rows, name), self._ids[name]
+        present = places >= 0
+        out: list[NDArray[np.int32]] = []
+        for position in range(self.hot.get(name, 1)):
+            here = places if position == 0 else _spread(places, position, len(table))
+            out.append(np.where(present, table[here], np.int32(MISSING_ID)))
+        return out
+
+    def _places(self, rows: Rows, name: str) -> Ranks:
+        """Rank of a column or place of a pair; -1 missing.
+
+        A pair has a place of its own if both ranks are frequent and a hashed one if not.
+        """
+        if name in rows.ranks:
+            return rows.ranks[name]
+        left, right = name.split("x")
+        a, b, keys = rows.ranks[left], rows.ranks[right], pair_rank(rows, (left, right))
+        own = _HOT_RANKS * _HOT_RANKS
+        hashed = own + _mixed(keys.astype(np.uint64), self._pair_rows - own)
+        frequent = (a < _HOT_RANKS) & (b < _HOT_RANKS)
+        return np.where(keys < 0, -1, np.where(frequent, a * _HOT_RANKS + b, hashed))
 
 
-def _levelled(sample: Ranks, size: int, seed: int, name: str) -> NDArray[np.int32]:
-    present = sample[sample >= 0]
-    counts = np.bincount(present, minlength=size)
-    return assign_ids(counts, (len(sample) - len(present), 0), seed, name)
+def _spread(places: Ranks, position: int, size: int) -> Ranks:
+    salt = np.uint64(position * 0xD6E8FEB86659FD93 % 2**64)
+    return _mixed(places.astype(np.uint64) + salt, size)
+
+
+def _mixed(keys: NDArray[np.uint64], size: int) -> Ranks:
+    mixed = keys * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return ((mixed >> np.uint64(33)) % np.uint64(size)).astype(np.int64)
 
 
 def synth(options: SynthOptions) -> Manifest | None:
     """Generate what the options say; returns the manifest of a prepared set, None for TSV."""
-    if options.rows < 1:
-        raise ConfigError(f"--rows: {options.rows} must be 1 or more")
-    if options.split.kind != "time":
-        raise ConfigError("--split: generated rows are split by time, like time:0.8,0.1,0.1")
+    options.check()
     if options.output.exists():
         raise ConfigError(f"--output {options.output}: exists; choose another or remove it")
     generator = Generator(options)
@@ -128,27 +136,43 @@ def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     step = _SHARD_BLOCKS * BLOCK_ROWS
-    starts = range(0, options.rows, step)
+    ranges = [(start, min(start + step, options.rows)) for start in range(0, options.rows, step)]
     bounds = options.split.bounds(options.rows)
+    done: list[tuple[dict[str, Any], dict[str, BayesTally]]] = []
+    with (
+        ThreadPoolExecutor(options.workers) as pool,
+        tqdm(total=options.rows, unit="row", unit_scale=True, desc="synth") as bar,
+    ):
+        jobs = pool.map(_write_range, repeat((generator, maps, work, bounds)), ranges)
+        for (start, stop), result in zip(ranges, jobs, strict=True):
+            done.append(result)
+            bar.update(stop - start)
+    content = _content(maps, options, done)
+    write_manifest(work, content)
+    manifest = load_manifest(work)
+    stats = stats_json(compute_stats(manifest)) if manifest.splits["train"] else []
+    write_manifest(work, {**content, "stats": stats})
+    os.replace(work, options.output)
+    return load_manifest(options.output)
 
-    def job(start: int) -> tuple[dict[str, Any], dict[str, BayesTally]]:
-        return _write_range(generator, maps, work, (start, min(start + step, options.rows)), bounds)
 
-    with ThreadPoolExecutor(options.workers) as pool:
-        done = list(tqdm(pool.map(job, starts), total=len(starts), unit="shard", desc="synth"))
-    names = [*CRITEO.sparse, *("x".join(pair) for pair in CROSSES)]
-    content = {
+def _content(
+    maps: IdMaps,
+    options: SynthOptions,
+    done: list[tuple[dict[str, Any], dict[str, BayesTally]]],
+) -> dict[str, Any]:
+    return {
         "source": "synth",
         "dense": [{"name": name, "transform": "log3", "clamped": 0} for name in CRITEO.dense],
-        "fields": [{"name": name, "rows": maps.num_rows(name)} for name in names],
+        "fields": [
+            {"name": name, "rows": maps.num_rows(name), "hot": maps.hot.get(name, 1)}
+            for name in maps.names
+        ],
         "splits": {k: [shards[k] for shards, _ in done if k in shards] for k in SPLITS},
-        "options": {**asdict(options), "output": None, "workers": None},
+        "options": {k: v for k, v in asdict(options).items() if k not in ("output", "workers")},
         "bayes": _bayes([tallies for _, tallies in done]),
         "versions": {"sbpflow": __version__, "numpy": np.__version__},
     }
-    write_manifest(work, content)
-    os.replace(work, options.output)
-    return load_manifest(options.output)
 
 
 def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
@@ -157,47 +181,63 @@ def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
         for name, tally in part.items():
             total[name].merge(tally)
     return {
-        k: {"auc": t.auc(), "logloss": t.logloss(), "ctr": t.ctr()}
-        for k, t in total.items()
-        if t.rows
+        name: {"auc": tally.auc(), "logloss": tally.logloss(), "ctr": tally.ctr()}
+        for name, tally in total.items()
+        if tally.rows
     }
 
 
 def _write_range(
-    generator: Generator, maps: IdMaps, folder: Path, rows: tuple[int, int], bounds: tuple[int, int]
+    shared: tuple[Generator, IdMaps, Path, tuple[int, int]], rows: tuple[int, int]
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
     """Write the shards of rows [start, stop) and tally their Bayes figures, by split."""
-    words, probability = _words(generator, maps, *rows)
+    generator, maps, folder, bounds = shared
+    words, probability = make_words(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")
     shards: dict[str, Any] = {}
     tallies: dict[str, BayesTally] = {}
-    for k, name in enumerate(SPLITS):
-        if (split == k).any():
+    for number, name in enumerate(SPLITS):
+        here = split == number
+        if here.any():
             file = f"{name}-{rows[0] // BLOCK_ROWS:06d}.npy"
-            shards[name] = asdict(write_shard(folder, file, words[split == k]))
+            part = words if here.all() else words[here]
+            shards[name] = asdict(write_shard(folder, file, part))
             tallies[name] = BayesTally()
-            tallies[name].add(probability[split == k])
+            tallies[name].add(probability[here])
     return shards, tallies
 
 
-def _words(generator: Generator, maps: IdMaps, start: int, stop: int) -> tuple[Words, Floats]:
-    names = [*CRITEO.sparse, *("x".join(pair) for pair in CROSSES)]
-    num_floats = 1 + len(CRITEO.dense)
-    words = np.empty((stop - start, num_floats + len(names)), dtype=np.int32)
-    probability = np.empty(stop - start)
+def make_words(
+    generator: Generator, maps: IdMaps, start: int, stop: int
+) -> tuple[Words, Floats]:
+    """Words [rows, 1 + dense + ids] of rows [start, stop), and their click probabilities."""
+    pieces: list[Words] = []
+    chances: list[Floats] = []
     for block, first, last in block_ranges(start, stop):
-        rows, p, labels = generator.block(block)
-        here = slice(block * BLOCK_ROWS + first - start, block * BLOCK_ROWS + last - start)
-        floats = words[here, :num_floats].view(np.float32)
-        floats[:, 0] = labels[first:last]
-        for column, name in enumerate(CRITEO.dense, start=1):
-            values, missing = rows.integers[name].astype(np.float64), rows.missing.get(name)
-            mask = np.zeros(BLOCK_ROWS, dtype=bool) if missing is None else missing
-            floats[:, column] = TRANSFORMS["log3"](values, mask)[0][first:last]
-        for column, name in enumerate(names, start=num_floats):
-            words[here, column] = maps.ids(rows, name)[first:last]
-        probability[here] = p[first:last]
-    return words, probability
+        rows, probability, labels = generator.block(block)
+        columns = [labels.astype(np.float32).view(np.int32)]
+        columns += [_dense_bits(rows, name) for name in CRITEO.dense]
+        for name in maps.names:
+            columns += maps.ids(rows, name)
+        pieces.append(_transposed(columns, first, last))
+        chances.append(probability[first:last])
+    return np.concatenate(pieces), np.concatenate(chances)
+
+
+def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
+    values = rows.integers[name].astype(np.float32)
+    missing = rows.missing.get(name)
+    mask = np.zeros(len(values), dtype=np.bool_) if missing is None else missing
+    return TRANSFORMS["log3"](values, mask)[0].view(np.int32)
+
+
+def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:
+    """Rows [first, last) of columns, row by row, in tiles that stay in the cache."""
+    words = np.empty((last - first, len(columns)), dtype=np.int32)
+    for start in range(first, last, _TRANSPOSED_ROWS):
+        stop = min(start + _TRANSPOSED_ROWS, last)
+        words[start - first : stop - first] = np.stack([c[start:stop] for c in columns]).T
+    return words
 
 
 def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:

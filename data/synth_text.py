@@ -1,5 +1,7 @@
 """Generated rows as Criteo text: label, integers, eight hex digits per category, empty = missing."""
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,8 @@ from tqdm import tqdm
 
 from data.columns import Rows
 from data.schema import CRITEO
-from data.synth import Generator, SynthOptions, block_ranges
+from data.synth import Generator, block_ranges
+from data.synth_options import SynthOptions
 from data.tails import Ranks
 
 _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
@@ -41,17 +44,37 @@ def text_frame(rows: Rows, labels: NDArray[np.bool_], first: int, last: int) -> 
 
 
 def _blank(values: pl.Series, missing: NDArray[np.bool_]) -> pl.Series:
-    return values.set(pl.Series(missing), None)
+    return values.set(pl.Series(missing), None) if missing.any() else values
+
+
+def _block_text(generator: Generator, block: int, first: int, last: int) -> bytes:
+    rows, _, labels = generator.block(block)
+    frame = text_frame(rows, labels, first, last)
+    text = frame.write_csv(include_header=False, separator="\t", quote_style="never")
+    return text.encode("ascii")
 
 
 def write_tsv(generator: Generator, options: SynthOptions) -> None:
     """Write all rows to ``options.output``; the file appears when it is complete."""
     partial = Path(str(options.output) + ".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("wb") as file, tqdm(total=options.rows, unit="row", unit_scale=True) as bar:
+    waiting: deque[tuple[int, Future[bytes]]] = deque()
+    with (
+        ThreadPoolExecutor(options.workers) as pool,
+        partial.open("wb") as file,
+        tqdm(total=options.rows, unit="row", unit_scale=True, desc="synth") as bar,
+    ):
+
+        def finish() -> None:
+            num_rows, future = waiting.popleft()
+            file.write(future.result())
+            bar.update(num_rows)
+
         for block, first, last in block_ranges(0, options.rows):
-            rows, _, labels = generator.block(block)
-            frame = text_frame(rows, labels, first, last)
-            frame.write_csv(file, include_header=False, separator="\t", quote_style="never")
-            bar.update(last - first)
+            future = pool.submit(_block_text, generator, block, first, last)
+            waiting.append((last - first, future))
+            if len(waiting) > options.workers:
+                finish()
+        while waiting:
+            finish()
     partial.replace(options.output)

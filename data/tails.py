@@ -1,7 +1,7 @@
 """How often the values of a column occur: exact masses for the first ranks, power laws for the rest.
 
-Ranks count from 0, the most frequent value first. A tail is sampled by inverse CDF, so a uniform number
-gives a rank without any table of the size of the vocabulary.
+Ranks count from 0, the most frequent value first. A tail is sampled by inverse CDF, so a uniform
+number gives a rank without any table of the size of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,14 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.int64]
+Bits = NDArray[np.uint64]
+
+_TABLE_BITS = 16
+
+
+def uniform(bits: Bits) -> Floats:
+    """Random bits as numbers in [0, 1)."""
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,13 @@ class Segment:
         low, high = self.start**power, self.stop**power
         return (low + np.clip(mass / self.mass, 0.0, 1.0) * (high - low)) ** (1.0 / power)
 
+    def sharpened(self, skew: float) -> "Segment":
+        """The segment whose density is this one's to the power ``skew``."""
+        power, sharp = 1.0 - self.slope, 1.0 - self.slope * skew + 1e-9
+        density = self.mass * power / (self.stop**power - self.start**power)
+        mass = density**skew * (self.stop**sharp - self.start**sharp) / sharp
+        return Segment(self.start, self.stop, mass, 1.0 - sharp)
+
 
 @dataclass(frozen=True)
 class Tail:
@@ -49,16 +64,38 @@ class Tail:
         """Cumulative mass after each head rank and after each segment."""
         return np.cumsum([*self.head, *(segment.mass for segment in self.segments)])
 
+    @cached_property
+    def _places(self) -> NDArray[np.int16]:
+        """Place in ``bounds`` by the first bits of a uniform number; -1 where those do not decide."""
+        edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
+        low = np.searchsorted(self.bounds, edges[:-1], side="right")
+        high = np.searchsorted(self.bounds, edges[1:], side="left")
+        return np.where(low == high, low, -1).astype(np.int16)
+
+    def draw(self, bits: Bits) -> Ranks:
+        """Ranks for uniformly random 64-bit numbers."""
+        places = self._places[bits >> np.uint64(64 - _TABLE_BITS)].astype(np.int64)
+        open_ = np.flatnonzero(places < 0)
+        places[open_] = np.searchsorted(self.bounds, uniform(bits[open_]), side="right")
+        tail = np.flatnonzero(places >= len(self.head))
+        if len(tail):
+            self._fill(places, tail, uniform(bits[tail]))
+        return np.minimum(places, self.size - 1, out=places)
+
     def quantile(self, mass: Floats) -> Ranks:
-        """Ranks of uniform numbers ``mass`` in [0, 1)."""
+        """Ranks below which ``mass`` of the column lies."""
         places = np.searchsorted(self.bounds, mass, side="right")
-        ranks = np.minimum(places, len(self.head) - 1).astype(np.int64)
+        tail = np.flatnonzero(places >= len(self.head))
+        self._fill(places, tail, mass[tail])
+        return np.minimum(places, self.size - 1, out=places)
+
+    def _fill(self, places: Ranks, tail: NDArray[np.int64], mass: Floats) -> None:
+        """Turn the places of segments into ranks; ``tail`` are the rows they are in."""
+        which = np.minimum(places[tail], len(self.bounds) - 1)
         for index, segment in enumerate(self.segments, start=len(self.head)):
-            last = index == len(self.bounds) - 1
-            here = np.flatnonzero(places >= index if last else places == index)
+            here = np.flatnonzero(which == index)
             inside = segment.quantile(mass[here] - self.bounds[index - 1])
-            ranks[here] = np.clip(inside, segment.start, segment.stop - 1e-6).astype(np.int64)
-        return np.minimum(ranks, self.size - 1)
+            places[tail[here]] = np.clip(inside, segment.start, segment.stop - 1e-6)
 
     def tail_mass(self, ranks: Ranks) -> Floats:
         """Mass between the head and the middle of each rank, for ranks beyond the head."""
@@ -70,31 +107,50 @@ class Tail:
             before += segment.mass
         return out
 
+    def masses(self) -> Floats:
+        """The mass of every rank; for columns of modest size."""
+        masses = np.zeros(self.size)
+        masses[: len(self.head)] = self.head
+        for segment in self.segments:
+            ranks = np.arange(int(segment.start), int(np.ceil(segment.stop)))
+            edges = segment.cdf(np.clip([*ranks, segment.stop], segment.start, segment.stop))
+            masses[ranks[0] : ranks[0] + len(ranks)] += np.diff(edges)[: self.size - ranks[0]]
+        return masses
+
     def scaled(self, scale: float) -> "Tail":
-        """The same masses over a smaller vocabulary; columns of up to 1000 values stay as they are."""
+        """The same masses over a smaller vocabulary; columns of up to 1000 values stay whole."""
         size = max(min(self.size, 1000), round(self.size * scale))
         if size == self.size:
             return self
         first = self.segments[0].start
         shrink = (size - first) / (self.size - first)
-        segments = tuple(
-            Segment(
-                first + (s.start - first) * shrink,
-                first + (s.stop - first) * shrink,
-                s.mass,
-                s.slope,
-            )
-            for s in self.segments
+
+        def move(rank: float) -> float:
+            return first + (rank - first) * shrink
+
+        segments = (Segment(move(s.start), move(s.stop), s.mass, s.slope) for s in self.segments)
+        return Tail(size, self.head, tuple(segments))
+
+    def sharpened(self, skew: float) -> "Tail":
+        """Masses to the power ``skew``: 1 leaves them, 0 makes all values equally frequent."""
+        if skew == 1.0:
+            return self
+        head = [mass**skew for mass in self.head]
+        segments = [segment.sharpened(skew) for segment in self.segments]
+        total = sum(head) + sum(segment.mass for segment in segments)
+        return Tail(
+            self.size,
+            tuple(mass / total for mass in head),
+            tuple(Segment(s.start, s.stop, s.mass / total, s.slope) for s in segments),
         )
-        return Tail(size, self.head, segments)
 
 
 @dataclass(frozen=True)
 class Coarsening:
     """A fixed map from the ranks of a fine column to those of a coarser one.
 
-    The pushforward of the fine distribution is (nearly) the coarse one: head ranks go where most mass is
-    still wanted, tail ranks fill the coarse tail in order, and the rarest of them top up the coarse head.
+    The pushforward of the fine distribution is (nearly) the coarse one: head ranks go where most
+    mass is still wanted, tail ranks fill the coarse tail in order, and the rarest top up the head.
     """
 
     fine: Tail
@@ -102,7 +158,7 @@ class Coarsening:
 
     @cached_property
     def _head(self) -> tuple[Ranks, Floats]:
-        """Coarse rank of each fine head rank, and the mass still wanted by each coarse head rank."""
+        """Coarse rank of each fine head rank, and the mass each coarse head rank still wants."""
         wanted = np.array(self.coarse.head)
         target = np.empty(len(self.fine.head), dtype=np.int64)
         for rank, mass in enumerate(self.fine.head):
@@ -110,21 +166,30 @@ class Coarsening:
             wanted[target[rank]] -= mass
         return target, np.maximum(wanted, 0.0)
 
+    @cached_property
+    def _table(self) -> Ranks:
+        """The map of the frequent ranks, which most rows have."""
+        ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
+        target, _ = self._head
+        return np.concatenate([target, self._tail(ranks[len(target) :])])
+
     def __call__(self, ranks: Ranks) -> Ranks:
         """Coarse ranks of fine ``ranks``."""
-        target, wanted = self._head
-        num_head = len(self.fine.head)
-        out = target[np.minimum(ranks, num_head - 1)]
-        tail = np.flatnonzero(ranks >= num_head)
-        out[tail] = self._tail(self.fine.tail_mass(ranks[tail]), wanted)
+        table = self._table
+        out = table[np.minimum(ranks, len(table) - 1)]
+        rest = np.flatnonzero(ranks >= len(table))
+        out[rest] = self._tail(ranks[rest])
         return out
 
-    def _tail(self, mass: Floats, wanted: Floats) -> Ranks:
+    def _tail(self, ranks: Ranks) -> Ranks:
+        """Coarse ranks of ranks beyond the fine head."""
+        _, wanted = self._head
         fine_tail, coarse_head = 1.0 - sum(self.fine.head), sum(self.coarse.head)
-        coarse_tail = 1.0 - coarse_head
-        scaled = mass * (coarse_tail + wanted.sum()) / fine_tail
-        in_tail = scaled < coarse_tail
-        tail_ranks = self.coarse.quantile(coarse_head + np.minimum(scaled, coarse_tail))
-        edges = np.cumsum(wanted)
-        head_ranks = np.searchsorted(edges, scaled - coarse_tail, side="right")
-        return np.where(in_tail, tail_ranks, np.minimum(head_ranks, len(wanted) - 1))
+        coarse_tail = max(1.0 - coarse_head, 0.0)
+        mass = self.fine.tail_mass(ranks) * (coarse_tail + wanted.sum()) / max(fine_tail, 1e-12)
+        out = np.empty(len(ranks), dtype=np.int64)
+        in_tail = mass < coarse_tail
+        out[in_tail] = self.coarse.quantile(coarse_head + mass[in_tail])
+        head = np.searchsorted(np.cumsum(wanted), mass[~in_tail] - coarse_tail, side="right")
+        out[~in_tail] = np.minimum(head, len(wanted) - 1)
+        return out

@@ -1,7 +1,7 @@
 """What a dense value becomes: one named function per convention, missing included.
 
-Each takes the integers (or floats) of a column and a mask of the missing ones, and returns float32 with
-the number of values it had to clamp, so that nothing is clamped silently.
+Each takes the integers of a column as float32 (exact below 2^24) and a mask of the missing ones, and
+returns float32 with the number of values it had to clamp, so that nothing is clamped silently.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-Values = NDArray[np.float64]
+Values = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Transform = Callable[[Values, Mask], tuple[NDArray[np.float32], int]]
 
 
 def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> tuple[Values, int]:
     below = (values < lowest) & ~missing
-    out = np.log(np.maximum(np.where(missing, lowest, values), lowest) + shift)
+    out = np.log(np.maximum(np.where(missing, np.float32(lowest), values), lowest) + np.float32(shift))
     return out, int(below.sum())
 
 
@@ -28,7 +28,7 @@ def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     """
     out, clamped = _log_shifted(values, missing, 3.0, -2.0)
     out[missing] = 0.0
-    return out.astype(np.float32), clamped
+    return out, clamped
 
 
 def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
@@ -38,7 +38,7 @@ def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     """
     out, clamped = _log_shifted(values, missing, 1.0, 0.0)
     out[missing] = 0.0
-    return out.astype(np.float32), clamped
+    return out, clamped
 
 
 def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
@@ -47,7 +47,7 @@ def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int
     Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f (there a category, here a number).
     """
     large = values > 2
-    logs = np.log(np.where(large, values, 1.0))
+    logs = np.log(np.where(large, values, 1.0).astype(np.float64))
     out = np.where(large, np.floor(logs * logs), values)
     out[missing] = 0.0
     return out.astype(np.float32), 0

@@ -1,0 +1,87 @@
+"""What ``synth`` was asked to generate; two equal values give byte-identical sets."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from data.schema import CRITEO
+from data.split import SplitRule
+from sbpflow.errors import ConfigError
+
+CROSSES = (("C1", "C2"), ("C3", "C4"))
+
+# fmt: off
+MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+# fmt: on
+"""Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)."""
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthOptions:
+    """The options of ``python -m data synth``; see its help for the meaning of each."""
+
+    rows: int
+    output: Path
+    format: Literal["prepared", "tsv"] = "prepared"
+    vocab_scale: float = 1.0
+    ctr: float = 0.2562
+    auc: float = 0.80
+    min_mass: float = 5e-4
+    """Values and pairs less frequent than this carry no signal."""
+    skew: tuple[tuple[str, float], ...] = ()
+    drift: float = 0.0
+    hot: tuple[tuple[str, int], ...] = ()
+    split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
+    seed: int = 7
+    workers: int = os.cpu_count() or 1
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot work."""
+        if self.split.kind != "time":
+            raise ConfigError("--split: generated rows are split by time, like time:0.8,0.1,0.1")
+        if self.format == "tsv" and any(hot > 1 for _, hot in self.hot):
+            raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
+        if self.vocab_scale > 1:
+            raise ConfigError(f"--vocab-scale: {self.vocab_scale} must be at most 1 (full Criteo)")
+        for key, value, least in (
+            ("--rows", self.rows, 1),
+            ("--seed", self.seed, 0),
+            ("--drift", self.drift, 0),
+            ("--workers", self.workers, 1),
+            ("--vocab-scale", self.vocab_scale, 1e-6),
+            *(("--hot " + name, hot, 1) for name, hot in self.hot),
+            *(("--skew " + name, skew, 0) for name, skew in self.skew),
+        ):
+            if value < least:
+                raise ConfigError(f"{key}: {value} must be {least} or more")
+
+
+def parse_hot(text: str) -> tuple[tuple[str, int], ...]:
+    """Read ``mlperf`` or ``C1=3,C20=12``."""
+    if text == "mlperf":
+        return tuple(zip(CRITEO.sparse, MLPERF_HOT, strict=True))
+    return _by_column("--hot", text, int)
+
+
+def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
+    """Read ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
+    if "=" not in text:
+        text = ",".join(f"{name}={text}" for name in CRITEO.sparse)
+    return _by_column("--skew", text, float)
+
+
+def _by_column(
+    key: str, text: str, number: Callable[[str], _Number]
+) -> tuple[tuple[str, _Number], ...]:
+    try:
+        pairs = [item.split("=") for item in text.split(",")]
+        values = tuple((name.strip(), number(value)) for name, value in pairs)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {text!r} must be like C1=3,C20=12") from error
+    if unknown := [name for name, _ in values if name not in CRITEO.sparse]:
+        raise ConfigError(f"{key}: {unknown[0]!r} is no column; there are C1..C26")
+    return values

@@ -1,0 +1,88 @@
+"""Small Criteo-like text of our own, and plain-Python readers to compare with."""
+
+import gzip
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import load_manifest
+from data.options import PrepareOptions
+from data.prepare import prepare
+from data.schema import CRITEO
+from data.shards import SplitRows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def genuine_rows() -> Path:
+    """The rows kept beside the checkout; skips, with the reason, where there are none."""
+    default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
+    path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
+    if not path.exists():
+        pytest.skip(f"no genuine Criteo rows at {path}; SBPFLOW_CRITEO_ROWS may name them")
+    return path
+
+
+def text_rows(num_rows: int, seed: int = 0) -> list[list[str]]:
+    """Rows of cells: about 30 values per column, a fifth of the cells empty, C1 never empty."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        dense = [str(rng.choice([-2, -1, 0, 3, 70_000])) for _ in CRITEO.dense]
+        sparse = [f"{int(30 * rng.random() ** 2) * 0x1234567:08x}" for _ in CRITEO.sparse]
+        cells = [str(rng.randrange(2)), *dense, *sparse]
+        rows.append([c if i in (0, 14) or rng.random() < 0.8 else "" for i, c in enumerate(cells)])
+    return rows
+
+
+def write_rows(path: Path, rows: list[list[str]]) -> Path:
+    """Write rows as text, gzipped where the name says so."""
+    text = "".join("\t".join(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def run_prepare(output: Path, *inputs: Path, **options):
+    """Prepare with small pieces, so that there are several."""
+    settings = {"piece_bytes": 1 << 15, "max_bad_fraction": 0.0, **options}
+    return prepare(PrepareOptions(inputs=inputs, output=output, **settings))
+
+
+def all_words(manifest, split):
+    """All rows of a split as one array of words."""
+    rows = SplitRows(manifest, split)
+    words = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
+    rows.read(0, rows.num_rows, words)
+    return words
+
+
+def floats(manifest, split):
+    """Label and dense values of a split."""
+    return all_words(manifest, split)[:, : 1 + len(manifest.dense)].view(np.float32)
+
+
+def ids(manifest, split):
+    """Ids of a split by field name, for fields with one id per row."""
+    words = all_words(manifest, split)[:, 1 + len(manifest.dense) :]
+    return {field.name: words[:, k] for k, field in enumerate(manifest.fields)}
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file of a set."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*"))}
+
+
+def counts_of(rows: list[list[str]], name: str) -> Counter:
+    """How often each value of a column, or pair of values of a cross, occurs; empty ones apart."""
+    places = [CRITEO.columns.index(part) for part in name.split("x")]
+    cells = (tuple(row[place] for place in places) for row in rows)
+    return Counter(cell for cell in cells if all(cell))
+
+
+def reopened(folder: Path):
+    """The manifest as another process would read it."""
+    return load_manifest(folder)

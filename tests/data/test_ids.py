@@ -1,0 +1,82 @@
+"""Ids: every value one id, equal load on contiguous halves, and tables that find what was put in."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.ids import HashedIds, NarrowIdTable, WideIdTable, assign_ids
+from data.schema import RARE_ID
+
+
+def loads(counts, reserved, ids):
+    load = np.zeros(len(counts) + 2, dtype=np.int64)
+    load[:2] = reserved
+    load[ids] = counts
+    return load
+
+
+def zipf_counts(size, exponent=1.1, total=10**6):
+    mass = np.arange(1, size + 1.0) ** -exponent
+    return (total * mass / mass.sum()).astype(np.int64) + 1
+
+
+@pytest.mark.parametrize("reserved", [(0, 0), (300_000, 50_000), (0, 480_000)])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_contiguous_parts_carry_equal_load(reserved, parts):
+    counts = zipf_counts(20_000)
+    load = loads(counts, reserved, assign_ids(counts, reserved, 7, "C3"))
+    assert load.sum() == counts.sum() + sum(reserved)
+    shares = [part.sum() / load.sum() for part in np.array_split(load, 2)]
+    assert max(shares) < 0.53
+    # A part cannot carry less than its hottest row; beyond that it is level too.
+    hottest = max(load) / load.sum()
+    shares = [part.sum() / load.sum() for part in np.array_split(load, parts)]
+    assert max(shares) < max(1 / parts + 0.05, hottest + 0.02)
+
+
+def test_one_id_with_most_lookups_shares_its_half_with_the_coldest():
+    counts = zipf_counts(20_000)
+    reserved = (3 * int(counts.sum()), 0)
+    load = loads(counts, reserved, assign_ids(counts, reserved, 7, "C22"))
+    first, second = load[:10_001], load[10_001:]
+    assert first[1:].sum() < 0.05 * second.sum()
+
+
+def test_ids_do_not_follow_frequency():
+    counts = zipf_counts(5000)
+    ids = assign_ids(counts, (0, 0), 7, "C1")
+    assert sorted(ids) == list(range(2, 5002))
+    assert abs(np.corrcoef(np.arange(5000), ids)[0, 1]) < 0.1
+    assert not np.array_equal(ids, assign_ids(counts, (0, 0), 8, "C1"))
+    assert not np.array_equal(ids, assign_ids(counts, (0, 0), 7, "C2"))
+
+
+@given(
+    st.sets(st.integers(0, 2**32 - 1), max_size=200),
+    st.lists(st.integers(0, 2**32 - 1), max_size=50),
+    st.sampled_from([(NarrowIdTable, np.uint32), (WideIdTable, np.uint64)]),
+)
+def test_tables_find_what_was_put_in_and_nothing_else(known, others, kind):
+    table_type, dtype = kind
+    keys = np.array(sorted(known), dtype=dtype)
+    ids = np.arange(len(keys), dtype=np.int32)[::-1] + np.int32(2)
+    table = table_type(keys, ids)
+    wanted = {int(key): int(value) for key, value in zip(keys, ids, strict=True)}
+    asked = np.array([*known, *others, 0], dtype=dtype)
+    assert table.lookup(asked).tolist() == [wanted.get(int(key), RARE_ID) for key in asked]
+
+
+def test_wide_keys_are_compared_in_full():
+    keys = (np.arange(1000, dtype=np.uint64) << np.uint64(32)) | np.uint64(5)
+    table = WideIdTable(keys, np.arange(2, 1002, dtype=np.int32))
+    assert table.lookup(keys).tolist() == list(range(2, 1002))
+    assert set(table.lookup(keys + np.uint64(1)).tolist()) == {RARE_ID}
+
+
+def test_hashed_ids_fill_the_table_evenly_and_keep_off_the_reserved():
+    ids = HashedIds(1002, 7, "C3").lookup(np.arange(100_000, dtype=np.uint32))
+    counts = np.bincount(ids, minlength=1002)
+    assert counts[:2].sum() == 0
+    assert counts[2:].min() > 50
+    assert counts[2:].max() < 160

@@ -1,0 +1,294 @@
+"""prepare: counts, ids and values against plain Python, the input forms, and bad lines."""
+
+import gzip
+
+import numpy as np
+import polars as pl
+import pytest
+
+from data.__main__ import main
+from data.ids import HashedIds
+from data.options import PrepareOptions
+from data.parquet import PIECE_ROWS
+from data.prepare import prepare
+from data.schema import CRITEO
+from data.split import parse_split
+from sbpflow.errors import ConfigError, DataError
+from tests.data.rows import (
+    all_words,
+    counts_of,
+    floats,
+    folder_bytes,
+    genuine_rows,
+    ids,
+    run_prepare,
+    text_rows,
+    write_rows,
+)
+
+ROWS = text_rows(3000)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("text") / "rows.tsv", ROWS)
+
+
+def check_ids(manifest, rows, train_rows, name, min_count):
+    """Each kept value of the train part has one id of its own, missing 0, anything else 1."""
+    counts = counts_of(rows[:train_rows], name)
+    kept = {value for value, count in counts.items() if count >= min_count}
+    places = [CRITEO.columns.index(part) for part in name.split("x")]
+    id_of, start = {}, 0
+    for split in ("train", "val", "test"):
+        found = ids(manifest, split)[name]
+        for row, got in zip(rows[start : start + len(found)], found.tolist(), strict=True):
+            value = tuple(row[place] for place in places)
+            if not all(value):
+                assert got == 0
+            elif value not in kept:
+                assert got == 1
+            else:
+                assert id_of.setdefault(value, got) == got
+        start += len(found)
+    assert len(set(id_of.values())) == len(kept)
+    assert manifest.field(name).rows == len(kept) + 2
+    assert set(id_of.values()) <= set(range(2, len(kept) + 2))
+
+
+@pytest.mark.parametrize("min_count", [1, 40])
+def test_ids_follow_counts_of_the_train_part(tmp_path, source, min_count):
+    manifest = run_prepare(tmp_path / "set", source, min_count=min_count)
+    assert manifest.splits == {"train": 2400, "val": 300, "test": 300}
+    for name in ("C1", "C2", "C17", "C26", "C1xC2", "C3xC4"):
+        check_ids(manifest, ROWS, 2400, name, min_count)
+
+
+def test_labels_and_integers_are_reproduced(tmp_path, source):
+    manifest = run_prepare(tmp_path / "set", source, transform="identity")
+    got = np.concatenate([floats(manifest, split) for split in ("train", "val", "test")])
+    assert np.array_equal(got, [[float(cell or 0) for cell in row[:14]] for row in ROWS])
+
+
+def test_genuine_rows_count_as_an_independent_count_and_repeat_exactly(tmp_path):
+    path = genuine_rows()
+    with gzip.open(path, "rt") as file:
+        rows = [line.rstrip("\n").split("\t") for line in file]
+    by_name = dict(zip(CRITEO.columns, zip(*rows, strict=True), strict=True))
+    options = {"min_count": 1, "transform": "identity", "piece_bytes": 4 << 20}
+    manifest = run_prepare(tmp_path / "a", path, **options)
+    run_prepare(tmp_path / "b", path, **options)
+    assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
+    train_rows = manifest.splits["train"]
+    assert train_rows == round(0.8 * len(rows)) == sum(manifest.splits.values()) - 2 * 10_971
+    for field in manifest.fields:
+        parts = (by_name[part][:train_rows] for part in field.parts)
+        distinct = {value for value in zip(*parts, strict=True) if all(value)}
+        assert field.rows - 2 == len(distinct), field.name
+    got = np.concatenate([floats(manifest, split) for split in ("train", "val", "test")])
+    assert np.array_equal(got, [[float(cell or 0) for cell in row[:14]] for row in rows])
+
+
+def test_genuine_halves_carry_equal_load(tmp_path):
+    manifest = run_prepare(tmp_path / "set", genuine_rows(), piece_bytes=8 << 20)
+    large = [field for field in manifest.fields if field.rows >= 1000]
+    assert len(large) > 12
+    train = ids(manifest, "train")
+    for field in large:
+        share = float((train[field.name] < (field.rows + 1) // 2).mean())
+        assert 0.4 <= share <= 0.6, (field, share)
+
+
+def test_every_input_form_gives_the_same_rows(tmp_path, source):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write_rows(folder / "day_2.tsv.gz", ROWS[:1000])
+    write_rows(folder / "day_10.tsv", ROWS[1000:])
+    types = {name: pl.Int64 for name in (CRITEO.label, *CRITEO.dense)}
+    frame = pl.read_csv(source, separator="\t", has_header=False, new_columns=CRITEO.columns,
+                        schema_overrides=types | dict.fromkeys(CRITEO.sparse, pl.String))  # fmt: skip
+    frame.with_columns(pl.col("I1").cast(pl.Float64)).write_parquet(tmp_path / "rows.parquet")
+    crlf = tmp_path / "crlf.txt"
+    crlf.write_bytes(source.read_bytes().replace(b"\n", b"\r\n")[:-2])
+    plain = run_prepare(tmp_path / "set", source)
+    want = {split: all_words(plain, split) for split in ("train", "test")}
+    for number, other in enumerate((folder, tmp_path / "rows.parquet", crlf)):
+        manifest = run_prepare(tmp_path / f"set{number}", other)
+        for split, words in want.items():
+            assert np.array_equal(words, all_words(manifest, split)), other
+
+
+def test_parquet_is_read_in_pieces(tmp_path):
+    count = PIECE_ROWS + 10
+    columns = {"label": np.arange(count) % 2} | {"I1": np.arange(count)}
+    pl.DataFrame(columns | {"C1": np.arange(count) % 50}).write_parquet(tmp_path / "r.parquet")
+    (tmp_path / "schema.yaml").write_text("dense: [I1]\nsparse: {C1: integer}\n")
+    arguments = ["prepare", "--input", str(tmp_path / "r.parquet"), "--dense", "identity"]
+    arguments += ["--schema", str(tmp_path / "schema.yaml"), "--output", str(tmp_path / "set")]
+    assert main([*arguments, "--split", "time:1,0,0"]) == 0
+    from data import load_manifest
+
+    manifest = load_manifest(tmp_path / "set")
+    assert len(manifest.shards("train")) == 2
+    assert np.array_equal(floats(manifest, "train")[:, 1], np.arange(count))
+    assert manifest.field("C1").rows == 52
+
+
+def test_ratio_and_file_splits(tmp_path, source):
+    ratio = run_prepare(tmp_path / "ratio", source, split=parse_split("ratio:0.5,0.3,0.2"))
+    assert sum(ratio.splits.values()) == 3000
+    assert abs(ratio.splits["train"] - 1500) < 120
+    assert abs(ratio.splits["val"] - 900) < 120
+    files = [write_rows(tmp_path / f"day_{n}.tsv", ROWS[500 * n : 500 * (n + 1)]) for n in range(6)]
+    rule = parse_split("file:val=day_4*,test=day_5*")
+    by_file = run_prepare(tmp_path / "files", *files, split=rule)
+    assert by_file.splits == {"train": 2000, "val": 500, "test": 500}
+    check_ids(by_file, ROWS, 2000, "C5", 2)
+
+
+def test_hashed_fields_need_no_vocabulary(tmp_path, source):
+    manifest = run_prepare(tmp_path / "set", source, hash_sizes=(("C3", 12), ("C1xC2", 50)))
+    assert manifest.field("C3").rows == 12
+    raw = np.array([int(row[16] or "0", 16) for row in ROWS[:2400]], dtype=np.uint32)
+    want = HashedIds(12, 7, "C3").lookup(raw)
+    want[[not row[16] for row in ROWS[:2400]]] = 0
+    assert np.array_equal(ids(manifest, "train")["C3"], want)
+    stats = {entry["name"]: entry for entry in manifest.content["stats"]}
+    assert stats["C3"]["lookups"] == 2400
+    check_ids(manifest, ROWS, 2400, "C4", 2)
+
+
+def test_other_columns_by_a_schema_file(tmp_path):
+    rows = [f"{n % 2},{n},{'red' if n % 3 else 'blue'},{n % 7},x" for n in range(200)]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    (tmp_path / "schema.yaml").write_text(
+        "separator: ','\ncolumns: [click, price, colour, shop, note]\nlabel: click\n"
+        "dense: [price]\nsparse: {colour: string, shop: integer}\n"
+    )
+    arguments = ["prepare", "--input", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "s")]
+    arguments += ["--schema", str(tmp_path / "schema.yaml"), "--crosses", "colourxshop"]
+    assert main(arguments) == 0
+    from data import load_manifest
+
+    manifest = load_manifest(tmp_path / "s")
+    assert [field.rows for field in manifest.fields] == [4, 9, 16]
+    assert manifest.splits["train"] == 160
+
+
+BAD = {
+    "39 fields instead of 40": "\t".join(ROWS[0][:-1]),
+    "41 fields instead of 40": "\t".join([*ROWS[0], "x"]),
+    "label is not 0 or 1": "\t".join(["2", *ROWS[0][1:]]),
+    "dense value is not a 32-bit integer": "\t".join(["1", "1.5", *ROWS[0][2:]]),
+    "category is not eight hex digits": "\t".join([*ROWS[0][:-1], "+1234567"]),
+    "broken encoding": "\t".join([*ROWS[0][:-1], "\xff1234567"]),
+}
+
+
+def with_bad_lines(path, bad=BAD):
+    lines = ["\t".join(row) for row in ROWS]
+    for number, line in enumerate(bad.values()):
+        lines.insert(100 + 300 * number, line)
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+    return path
+
+
+def test_bad_lines_are_counted_by_reason_and_left_out(tmp_path, source):
+    path = with_bad_lines(tmp_path / "bad.tsv")
+    manifest = run_prepare(tmp_path / "set", path, max_bad_fraction=0.01)
+    assert manifest.content["bad_lines"] == dict.fromkeys(sorted(BAD), 1)
+    assert manifest.content["lines"] == 3000 + len(BAD)
+    clean = run_prepare(tmp_path / "clean", source)
+    assert np.array_equal(all_words(manifest, "train"), all_words(clean, "train"))
+
+
+def test_too_many_bad_lines_replace_nothing(tmp_path, source):
+    output = tmp_path / "set"
+    run_prepare(output, source)
+    before = folder_bytes(output)
+    path = with_bad_lines(tmp_path / "bad.tsv")
+    with pytest.raises(DataError) as error:
+        run_prepare(output, path, overwrite=True, max_bad_fraction=0.001)
+    assert folder_bytes(output) == before
+    message = str(error.value)
+    assert "6 of 3006 lines are bad" in message
+    assert all(f"1 x {reason}" in message for reason in BAD)
+    for number, reason in enumerate(list(BAD)[:5]):
+        assert f"bad.tsv:{101 + 300 * number}: {reason}" in message
+
+
+def test_bad_parquet_cells_are_counted(tmp_path):
+    frame = pl.DataFrame(
+        {"label": [0, 1, 2, 1, None], "I1": [1.0, float("nan"), 3.0, 0.5, 1.0], "C1": ["a"] * 5}
+    )
+    frame.write_parquet(tmp_path / "r.parquet")
+    (tmp_path / "schema.yaml").write_text("dense: [I1]\nsparse: {C1: string}\n")
+    arguments = ["prepare", "--input", str(tmp_path / "r.parquet"), "--output", str(tmp_path / "s")]
+    arguments += ["--schema", str(tmp_path / "schema.yaml"), "--max-bad-fraction", "1"]
+    assert main([*arguments, "--split", "time:1,0,0"]) == 0
+    from data import load_manifest
+
+    content = load_manifest(tmp_path / "s").content
+    assert content["bad_lines"] == {
+        "dense value is not a 32-bit integer": 1,
+        "label is not 0 or 1": 2,
+    }
+
+
+@pytest.mark.parametrize("cut", [0.3, 0.97])
+def test_a_gzip_cut_short_is_refused(tmp_path, cut):
+    path = write_rows(tmp_path / "rows.tsv.gz", ROWS)
+    path.write_bytes(path.read_bytes()[: int(cut * path.stat().st_size)])
+    with pytest.raises(DataError, match="cut short or damaged"):
+        run_prepare(tmp_path / "set", path)
+
+
+def test_a_table_of_another_kind_is_refused_before_its_end(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b,c\n" * 2_000_000)
+    with pytest.raises(DataError, match=r"no usable row in \d{5} lines"):
+        run_prepare(tmp_path / "set", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "nowhere.tsv"], "no such file"),
+        (["--crosses", "C1xC99"], "C99"),
+        (["--crosses", "C1"], "like C1xC2"),
+        (["--split", "time:0.8,0.1"], "three fractions"),
+        (["--split", "ratio:0.8,0.1,0.2"], "add up to 1"),
+        (["--split", "weekday"], "time:0.8,0.1,0.1"),
+        (["--hash-size", "many"], "C3=1000000"),
+        (["--hash-size", "C99=10"], "C99"),
+        (["--min-count", "0"], "1 or more"),
+        (["--dense", "sqrt"], "log3"),
+        (["--schema", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_a_users_mistake_is_one_readable_message(tmp_path, source, capsys, arguments, message):
+    start = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
+    assert main([*start, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_output_that_is_there_is_kept(tmp_path, source):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="not a prepared set"):
+        run_prepare(tmp_path / "full", source, overwrite=True)
+    run_prepare(tmp_path / "set", source)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run_prepare(tmp_path / "set", source)
+    again = run_prepare(tmp_path / "set", source, overwrite=True, min_count=3)
+    assert again.content["min_count"] == 3
+
+
+def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
+    one = prepare(PrepareOptions(inputs=(source,), output=tmp_path / "a", workers=1))
+    many = run_prepare(tmp_path / "b", source, workers=4)
+    for split in ("train", "val", "test"):
+        assert np.array_equal(all_words(one, split), all_words(many, split))
