@@ -54,6 +54,26 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     for replica, total in zip(replicas, sum_over_ranks(world, totals), strict=True):
         right = _same(total, full.double(), tolerance)
         assert right, f"{what}: terms of replica {replica} do not add up"
+    if len(replicas) > 1:
+        _check_replicas(world, part, layout, full, what)
+
+
+def _check_replicas(world, part, layout, full, what):
+    """Ranks that differ only along B axes hold equal terms: each is the mean of them."""
+    sizes = [1 if isinstance(s, Broadcast) else n
+             for s, n in zip(layout.nd_sbp, layout.placement.shape, strict=True)]  # fmt: skip
+    terms = list(itertools.product(*map(range, sizes)))
+    sums = torch.zeros((len(terms), *full.shape), dtype=torch.float64)
+    inside = world.rank in layout.placement
+    if inside:
+        extent = oracle.extent(layout, full.shape, world.rank)
+        coord = oracle.coordinate(layout, world.rank)
+        here = tuple(0 if size == 1 else at for at, size in zip(coord, sizes, strict=True))
+        oracle.cut(sums[terms.index(here)], extent).add_(part)
+    sum_over_ranks(world, sums)
+    if inside:
+        mean = oracle.cut(sums[terms.index(here)], extent) * len(terms) / layout.placement.size
+        assert torch.allclose(mean, part.double()), f"{what}: replicas of a term differ"
 
 
 def _same(a, b, tolerance):
