@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbpflow.boxing_program import Program, compile_step
-from sbpflow.boxing_step import GLOO_DTYPES, BoxingStep
+from sbpflow.boxing_step import WIRE_DTYPES, BoxingStep
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
 from sbpflow.errors import SbpError
@@ -147,12 +147,14 @@ def _record(program: Program, channel: str) -> CommRecord:
 
 
 def _as_sent(buffer: Tensor) -> Tensor:
-    """The same memory under a dtype that gloo moves; nothing is added up, so bits are enough."""
-    if buffer.dtype in GLOO_DTYPES or buffer.dtype == torch.bool or buffer.is_cuda:
+    """The same memory under a dtype the backends know; nothing is added up, so bits are enough."""
+    if buffer.dtype in WIRE_DTYPES or buffer.dtype == torch.bool:
         return buffer
     same_size = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
     if buffer.dtype.itemsize not in same_size:
-        raise SbpError(f"gloo cannot move {buffer.dtype}; convert the tensor to another dtype")
+        raise SbpError(
+            f"neither gloo nor NCCL moves {buffer.dtype}; convert the tensor to another dtype"
+        )
     return buffer.view(same_size[buffer.dtype.itemsize])
 
 

@@ -6,15 +6,15 @@ chosen in ``boxing_plan``. One rule covers all pairs of layouts, placements and 
 * source ranks that differ only along B axes hold the same data: one of them sends it;
 * source ranks that differ only along P axes hold terms: each term is sent, the receiver adds them;
 * destination ranks that differ only along P axes share a value as a sum: exactly one of them gets
-  each term, the others fill in the neutral element.
+  each term, the others fill in the neutral element; it is the same one for all copies along B.
 
 A rank that already has what it needs sends it to itself, which costs nothing.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
-from itertools import product
 
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
@@ -38,9 +38,13 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Ranks of a layout that may stand in for one another, and the box each of them has."""
+    """Ranks with the same box. ``rows`` has a row for each way to choose among them.
 
-    ranks: tuple[int, ...]
+    Of a source: one row, any rank of which may send. Of a destination: one row per coordinate along
+    the P axes, its ranks the copies along the B axes, all of which receive.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
     box: Box
 
 
@@ -72,15 +76,20 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, ...]:
-    """All moves of ``src -> dst``, at most one per pair of ranks, ordered by (dst, src) cells."""
-    sources = _cells(src, shape, Broadcast)
+    """All moves of ``src -> dst``, at most one per pair of ranks, in order of (dst, src) cells."""
+    sources = _cells(src, shape, _Role.SOURCE)
     moves: list[Move] = []
-    for target in _cells(dst, shape, Partial):
+    for target in _cells(dst, shape, _Role.TARGET):
         for source in sources:
             box = intersect(source.box, target.box)
-            if box is not None:
-                sender, receiver = _meet(source.ranks, target.ranks, src.placement, dst.placement)
-                moves.append(Move(sender, receiver, box))
+            if box is None:
+                continue
+            offers = [
+                [_meet(source.rows[0], receiver, src.placement, dst.placement) for receiver in row]
+                for row in target.rows
+            ]
+            pairs = min(offers, key=lambda offer: _effort(offer, src.placement, dst.placement))
+            moves += [Move(sender, receiver, box) for sender, receiver in pairs]
     return tuple(moves)
 
 
@@ -89,38 +98,51 @@ def is_local(moves: Iterable[Move]) -> bool:
     return all(move.src == move.dst for move in moves)
 
 
-def _cells(layout: Layout, shape: tuple[int, ...], free: type) -> list[_Cell]:
-    """Ranks grouped by their coordinates along all axes but those with a ``free`` sbp."""
-    cells: dict[tuple[int, ...], list[int]] = {}
+class _Role(Enum):
+    SOURCE = 0
+    TARGET = 1
+
+
+def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
+    """The ranks grouped by what they must send, or receive, together."""
+    # Terms of a source are sent each; coordinates along P of a destination are a choice.
+    together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
+    cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
-        coord = layout.placement.coord(rank) or ()
-        key = tuple(
-            0 if isinstance(sbp, free) else at for at, sbp in zip(coord, layout.nd_sbp, strict=True)
-        )
-        cells.setdefault(key, []).append(rank)
+        placed = list(zip(layout.placement.coord(rank) or (), layout.nd_sbp, strict=True))
+        cell = tuple(0 if isinstance(sbp, together) else at for at, sbp in placed)
+        row = tuple(at if isinstance(sbp, Partial) else 0 for at, sbp in placed)
+        cells.setdefault(cell, {}).setdefault(row, []).append(rank)
     return [
-        _Cell(tuple(ranks), layout.part_slices(shape, ranks[0]) or ()) for ranks in cells.values()
+        _Cell(
+            tuple(tuple(ranks) for ranks in rows.values()),
+            layout.part_slices(shape, next(iter(rows.values()))[0]) or (),
+        )
+        for rows in cells.values()
     ]
 
 
 def _meet(
-    senders: tuple[int, ...], receivers: tuple[int, ...], origin: Placement, target: Placement
+    senders: tuple[int, ...], receiver: int, origin: Placement, target: Placement
 ) -> tuple[int, int]:
-    """Who sends to whom, of ranks that stand in for one another.
+    """Who sends to ``receiver``: itself if it can.
 
-    A rank to itself, if one is both. Else, on one placement, two that differ along the fewest axes,
-    so that one-axis steps stay on their axis; between placements, senders take turns.
+    Else, on one placement, the one that differs along the fewest axes, so that one-axis steps stay
+    on their axis; between placements, senders take turns.
     """
-    for rank in receivers:
-        if rank in senders:
-            return rank, rank
-    receiver = receivers[0]
+    if receiver in senders:
+        return receiver, receiver
     turn = target.index(receiver) % len(senders)
     in_turn = (*senders[turn:], *senders[:turn])
     if origin != target:
         return in_turn[0], receiver
-    pairs = product(in_turn, receivers)
-    return min(pairs, key=lambda pair: _axes_between(origin, *pair))
+    return min(in_turn, key=lambda sender: _axes_between(origin, sender, receiver)), receiver
+
+
+def _effort(pairs: list[tuple[int, int]], origin: Placement, target: Placement) -> tuple[int, int]:
+    """How many must really send, and how far across the axes of one placement."""
+    far = sum(_axes_between(origin, *pair) for pair in pairs) if origin == target else 0
+    return sum(sender != receiver for sender, receiver in pairs), far
 
 
 def _axes_between(placement: Placement, a: int, b: int) -> int:

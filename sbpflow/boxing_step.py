@@ -5,7 +5,7 @@ Pure values. ``boxing_plan`` makes lists of them, ``boxing`` runs them.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
+COLLECTIVE_NAMES: tuple[Collective, ...] = get_args(Collective)
 Groups = tuple[tuple[int, ...], ...]
 
 # An all-gather needs parts of one size and pads the others; past this much padding an all-to-all,
@@ -21,8 +22,8 @@ Groups = tuple[tuple[int, ...], ...]
 MAX_PADDING = 0.25
 
 
-# What gloo can add up (torch 2.13); others are exchanged and added locally.
-GLOO_DTYPES = frozenset(
+# What gloo and NCCL know (torch 2.13); terms of others are exchanged and added locally.
+WIRE_DTYPES = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -160,12 +161,12 @@ def _choose_collective(
     if not changes:
         return "all_to_all"
     if all(isinstance(a, Partial) and isinstance(b, Broadcast) for a, b in changes):
-        reduces = backend == "nccl" or dtype in GLOO_DTYPES
-        return "all_reduce" if reduces else "all_to_all"
+        return "all_reduce" if dtype in WIRE_DTYPES else "all_to_all"
     if all(isinstance(a, Split) and isinstance(b, Broadcast) for a, b in changes):
         return "all_gather" if _worth_padding(src, shape, groups, changes) else "all_to_all"
     scatters = all(isinstance(a, Partial) and isinstance(b, Split) for a, b in changes)
-    if backend == "nccl" and scatters and _even(dst, shape, groups):
+    ready = backend == "nccl" and dtype in WIRE_DTYPES
+    if scatters and ready and _even(dst, shape, groups):
         return "reduce_scatter"
     return "all_to_all"
 

@@ -30,8 +30,12 @@ class Way:
 
 def run_part(boxing: Boxing, steps: Steps, part: Tensor, src: Layout, channel: str) -> Tensor:
     """``boxing.run`` with empty parts in place of None."""
+    if not steps:
+        return part
     out = boxing.run(steps, part if boxing.world.rank in src.placement else None, channel)
-    return part.new_empty(0) if out is None else out
+    if out is None:
+        return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
+    return out
 
 
 def convert(part: Tensor, boxing: Boxing, way: Way) -> Tensor:

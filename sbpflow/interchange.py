@@ -46,7 +46,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
     return DTensor.from_local(
         chunked.part,
         mesh,
-        [_to_theirs(sbp) for sbp in x.layout.nd_sbp],
+        [to_theirs(sbp) for sbp in x.layout.nd_sbp],
         run_check=False,
         shape=torch.Size(x.shape),
         stride=torch.empty(x.shape, device="meta").stride(),
@@ -95,7 +95,8 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))
 
 
-def _to_theirs(sbp: Sbp) -> DPlacement:
+def to_theirs(sbp: Sbp) -> DPlacement:
+    """The DTensor placement of an sbp; explicit sizes are lost."""
     if isinstance(sbp, Split):
         return Shard(sbp.dim)
     return Replicate() if isinstance(sbp, Broadcast) else DPartial(sbp.op)

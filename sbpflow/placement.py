@@ -111,7 +111,10 @@ def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
 
 
 def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: list[int]) -> None:
+    """Append all ranks to ``flat`` in order, and to ``shape`` the length of each new depth."""
     if depth == len(shape):
+        if flat:
+            raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
         shape.append(len(ranks))
     if len(ranks) != shape[depth]:
         raise SbpError(

@@ -24,6 +24,12 @@ def whole_numbers(shape, dtype, step=7):
     return (torch.arange(count) * step % 31 - 15).view(shape).to(dtype)
 
 
+def on_device(world, parts, layout, dtype):
+    """This rank's part, or an empty one, where the layout has it."""
+    part = parts.get(world.rank, torch.empty(0, dtype=dtype))
+    return part.clone().to(world.device_of(layout))
+
+
 def sum_over_ranks(world, tensor):
     dist.all_reduce(tensor, group=world.group(range(world.size), "oracle"))
     return tensor
@@ -35,6 +41,8 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     Whole numbers are compared exactly; ``tolerance`` is for functions such as exp, whose last bit
     depends on where in a vector register an element falls.
     """
+    assert part.device == world.device_of(layout), f"{what}: on {part.device}"
+    part = part.cpu()
     inside = world.rank in layout.placement
     extent = oracle.extent(layout, full.shape, world.rank) if inside else [(0, 0)]
     shape = tuple(stop - start for start, stop in extent)
@@ -54,6 +62,26 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     for replica, total in zip(replicas, sum_over_ranks(world, totals), strict=True):
         right = _same(total, full.double(), tolerance)
         assert right, f"{what}: terms of replica {replica} do not add up"
+    if len(replicas) > 1:
+        _check_replicas(world, part, layout, full, what)
+
+
+def _check_replicas(world, part, layout, full, what):
+    """Ranks that differ only along B axes hold equal terms: each is the mean of them."""
+    sizes = [1 if isinstance(s, Broadcast) else n
+             for s, n in zip(layout.nd_sbp, layout.placement.shape, strict=True)]  # fmt: skip
+    terms = list(itertools.product(*map(range, sizes)))
+    sums = torch.zeros((len(terms), *full.shape), dtype=torch.float64)
+    inside = world.rank in layout.placement
+    if inside:
+        extent = oracle.extent(layout, full.shape, world.rank)
+        coord = oracle.coordinate(layout, world.rank)
+        here = tuple(0 if size == 1 else at for at, size in zip(coord, sizes, strict=True))
+        oracle.cut(sums[terms.index(here)], extent).add_(part)
+    sum_over_ranks(world, sums)
+    if inside:
+        mean = oracle.cut(sums[terms.index(here)], extent) * len(terms) / layout.placement.size
+        assert torch.allclose(mean, part.double()), f"{what}: replicas of a term differ"
 
 
 def _same(a, b, tolerance):
@@ -64,16 +92,15 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None):
     """Value, local parts, names and bytes forward; exact gradient and adjoint identity backward."""
     what = f"{src} -> {dst} {dtype} {list(shape)}"
     full = whole_numbers(shape, dtype)
-    parts = oracle.shares(full, src, seed=1)
-    part = parts.get(world.rank, torch.empty(0, dtype=dtype))
+    part = on_device(world, oracle.shares(full, src, seed=1), src, dtype)
     differentiable = dtype.is_floating_point
-    x = GlobalTensor.from_local(part.clone(), src, shape, boxing)
+    x = GlobalTensor.from_local(part, src, shape, boxing)
     if differentiable:
         x.requires_grad_()
     with Meter() as forward:
         y = x.to(dst, grad_sbp)
     check_parts(world, y.part.detach(), dst, full, what)
-    planned = plan_boxing(src, dst, shape, dtype, id="to", backend="gloo")
+    planned = plan_boxing(src, dst, shape, dtype, id="to", backend=world.backend_of(dst))
     check_traffic(world, forward, planned, what)
     if differentiable:
         grad_layout = Layout(dst.placement, grad_sbp) if grad_sbp else dst.dual()
@@ -93,14 +120,14 @@ def check_traffic(world, meter, steps, what):
 def check_gradient(world, x, y, grad_layout, cotangent, what):
     """dL/dx for L = <y, c>: c laid out as dual(src), and <Ax, c> = <x, A'c>."""
     seeds = oracle.shares(cotangent, grad_layout, seed=2)
-    seed = seeds.get(world.rank, torch.empty(0, dtype=cotangent.dtype))
+    seed = on_device(world, seeds, grad_layout, cotangent.dtype)
     torch.autograd.backward([y.part], [seed])
     gradient = x.part.grad
     assert gradient is not None, f"{what}: no gradient"
     check_parts(world, gradient, x.layout.dual(), cotangent, f"gradient of {what}")
     if grad_layout == y.layout.dual():
         products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
-        sums = torch.stack([(a.double() * b.double()).sum() for a, b in products])
+        sums = torch.stack([(a.double() * b.double()).sum().cpu() for a, b in products])
         left, right = sum_over_ranks(world, sums).tolist()
         assert left == right, f"{what}: <Ax, y> = {left}, <x, A'y> = {right}"
 
@@ -112,8 +139,8 @@ def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expect
     for shape, name in itertools.product(shapes, dtype_names):
         dtype = getattr(torch, name)
         for a, b in itertools.product(values, repeat=2):
-            src = Layout(Placement.of("cpu", src_ranks), a)
-            dst = Layout(Placement.of("cpu", dst_ranks), b)
+            src = Layout(Placement.of(world.device.type, src_ranks), a)
+            dst = Layout(Placement.of(world.device.type, dst_ranks), b)
             names = check_conversion(world, boxing, src, dst, shape, dtype)
             if expected is not None and world.rank in src.placement:
                 wanted = expected[format_nd_sbp(a), format_nd_sbp(b)]

@@ -1,4 +1,8 @@
-"""A small Wide & Deep on logical tensors: same losses and weights on any number of ranks."""
+"""A small Wide & Deep on logical tensors: same losses and weights on any number of ranks.
+
+The layouts are the schemes of the WDL article and a column- then row-parallel MLP; nothing else
+changes between them.
+"""
 
 import pytest
 import torch
@@ -9,66 +13,122 @@ from sbpflow.global_tensor import GlobalTensor
 from sbpflow.gradients import GradientSync
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Split, parse_nd_sbp
+from sbpflow.sbp import parse_nd_sbp
+from tests.meter import Meter
 
 BATCH, FIELDS, ROWS, WIDTH, DENSE, HIDDEN = 11, 3, 9, 5, 4, 8
+STEPS = 4
+
+# ids, wide table, deep table, first weight, first bias, second weight
+LAYOUTS = {
+    "dp": ("S(0)", "B", "B", "B", "B", "B"),
+    "scheme 1": ("B", "S(0)", "S(1)", "B", "B", "B"),
+    "scheme 2": ("B", "S(0)", "S(0)", "B", "B", "B"),
+    "column then row": ("B", "S(0)", "S(0)", "S(0)", "S(0)", "S(1)"),
+    "row then column": ("S(0)", "B", "B", "S(1)", "B", "S(0)"),
+}
 
 
-def _train(world, ids_sbp, table_sbp, w1_sbp, b1_sbp, w2_sbp):
+def _model(x, ids, dense):
+    """The logits [BATCH, 1]; every conversion but the two of the vectors is deduced."""
+    deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
+    features = ops.concat([ops.flatten(deep, 1), dense], 1)
+    hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
+    logit = ops.linear(hidden, x["w2"], x["b2"], id="mlp.1")
+    wide = ops.reduce_sum(ops.gather(x["wide"], ids, id="wide"), [1])
+    return ops.add(logit, wide.to("S(0)", id="wide/vectors"), id="logits")
+
+
+def _parameters(lay, layouts):
+    _, wide, deep, w1, b1, w2 = layouts
+    inputs = FIELDS * WIDTH + DENSE
+    shapes = {
+        "wide": ((ROWS, 1), wide),
+        "deep": ((ROWS, WIDTH), deep),
+        "w1": ((HIDDEN, inputs), w1),
+        "b1": ((HIDDEN,), b1),
+        "w2": ((1, HIDDEN), "B" if w2 == "S(0)" else w2),
+        "b2": ((1,), "B"),
+    }
+    return {
+        name: lay(torch.randn(shape) * 0.3, sbp).requires_grad_()
+        for name, (shape, sbp) in shapes.items()
+    }
+
+
+def train(world, *layouts):
+    """Losses of STEPS steps of SGD and the full weights after them."""
     torch.manual_seed(0)
     boxing = Boxing(world)
-    line = Placement.line("cpu", world.size)
+    line = Placement.line(world.device.type, world.size)
 
     def lay(value, sbp):
-        return GlobalTensor.from_full(value.double(), Layout(line, parse_nd_sbp(sbp)), boxing)
+        value = value.to(torch.int64 if value.dtype == torch.int64 else torch.float64)
+        return GlobalTensor.from_full(
+            value.to(world.device), Layout(line, parse_nd_sbp(sbp)), boxing
+        )
 
-    inputs = FIELDS * WIDTH + DENSE
-    table = lay(torch.randn(ROWS, WIDTH), table_sbp).requires_grad_()
-    wide = lay(torch.randn(ROWS, 1), "S(0)").requires_grad_()
-    w1 = lay(torch.randn(HIDDEN, inputs) * 0.3, w1_sbp).requires_grad_()
-    b1 = lay(torch.randn(HIDDEN), b1_sbp).requires_grad_()
-    w2 = lay(torch.randn(1, HIDDEN), w2_sbp).requires_grad_()
-    b2 = lay(torch.randn(1), "B").requires_grad_()
-    parameters = [table, wide, w1, b1, w2, b2]
-    sync = GradientSync(parameters)
-    optimizer = torch.optim.SGD([p.part for p in parameters], lr=0.5)
+    parameters = _parameters(lay, layouts)
+    sync = GradientSync(list(parameters.values()))
+    optimizer = torch.optim.SGD([p.part for p in parameters.values()], lr=0.5)
     losses = []
-    for _ in range(4):
-        ids_full = torch.randint(0, ROWS, (BATCH, FIELDS))
-        dense_full, labels_full = torch.randn(BATCH, DENSE), torch.randint(0, 2, (BATCH, 1))
-        split = Layout(line, (Split(0),))
-        ids = GlobalTensor.from_full(ids_full, split, boxing).to(ids_sbp)
-        dense = GlobalTensor.from_full(dense_full.double(), split, boxing)
-        labels = GlobalTensor.from_full(labels_full.double(), split, boxing)
-        deep = ops.gather(table, ids).to("S(0)")
-        x = ops.concat([ops.reshape(deep, (BATCH, -1)), dense], 1)
-        hidden = ops.relu(ops.linear(x, w1, b1))
-        logit = ops.linear(hidden, w2, b2)
-        shallow = ops.reduce_sum(ops.gather(wide, ids), [1])
-        logit = ops.add(logit, shallow.to("S(0)"))
-        loss = ops.bce_with_logits(logit, labels)
+    for _ in range(STEPS):
+        ids = lay(torch.randint(0, ROWS, (BATCH, FIELDS)), "S(0)").to(layouts[0], id="ids")
+        dense = lay(torch.randn(BATCH, DENSE), "S(0)")
+        labels = lay(torch.randint(0, 2, (BATCH, 1)).float(), "S(0)")
+        loss = ops.bce_with_logits(_model(parameters, ids, dense), labels)
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         sync.run()
         optimizer.step()
-    return losses, [p.full().detach().numpy() for p in parameters]
+    return losses, [p.full().cpu().numpy() for p in parameters.values()]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        ("S(0)", "B", "B", "B", "B"),
-        ("B", "S(1)", "B", "B", "B"),
-        ("B", "S(0)", "B", "B", "B"),
-        ("B", "S(0)", "S(0)", "S(0)", "S(1)"),
-    ],
-    ids=["dp", "scheme1", "scheme2", "column-then-row"],
-)
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
-    ((losses, weights),) = ranks(1, _train, "S(0)", "B", "B", "B", "B")
-    for other_losses, other_weights in ranks(world_size, _train, *layouts):
-        assert losses == pytest.approx(other_losses, rel=1e-10)
+    """Float64; the bound is what another order of summation can change in four steps."""
+    ((losses, weights),) = ranks(1, train, *LAYOUTS["dp"])
+    assert losses[0] != losses[-1]
+    for other_losses, other_weights in ranks(world_size, train, *layouts):
+        assert losses == pytest.approx(other_losses, rel=1e-12)
         for mine, theirs in zip(weights, other_weights, strict=True):
-            assert abs(mine - theirs).max() < 1e-10
+            assert abs(mine - theirs).max() < 1e-12
+
+
+def _traffic(world, *layouts):
+    with Meter() as meter:
+        train(world, *layouts)
+    ran = [(record.step_id, record.collective) for record in world.log.records]
+    assert [name for _, name in ran] == meter.names
+    assert sum(r.bytes_sent for r in world.log.records) == pytest.approx(meter.bytes_sent, abs=64)
+    one_step = ran[: ran.index(("dense/bwd/0", "all_reduce")) + 1]
+    return [(step_id, name) for step_id, name in one_step if not step_id.startswith("full")]
+
+
+EXPECTED = {
+    "dp": [("dense/bwd/0", "all_reduce")],
+    "scheme 1": [
+        ("ids/fwd", "all_gather"),
+        ("deep/vectors/fwd", "all_to_all"),
+        ("wide/vectors/fwd", "all_to_all"),
+        ("wide/vectors/bwd", "all_gather"),
+        ("deep/vectors/bwd", "all_to_all"),
+        ("dense/bwd/0", "all_reduce"),
+    ],
+    "scheme 2": [
+        ("ids/fwd", "all_gather"),
+        ("deep/vectors/fwd", "all_to_all"),
+        ("wide/vectors/fwd", "all_to_all"),
+        ("wide/vectors/bwd", "all_gather"),
+        ("deep/vectors/bwd", "all_gather"),
+        ("dense/bwd/0", "all_reduce"),
+    ],
+}
+
+
+@pytest.mark.parametrize("scheme", EXPECTED)
+def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
+    for ran in ranks(3, _traffic, *LAYOUTS[scheme]):
+        assert ran == EXPECTED[scheme]

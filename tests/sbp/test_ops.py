@@ -190,7 +190,7 @@ SIGNATURES = {
 }
 
 
-def _dry_operands(name, nd_sbps, boxing, placement):
+def dry_operands(name, nd_sbps, boxing, placement):
     operands = []
     for full, nd_sbp in zip(_operands(name), nd_sbps, strict=True):
         layout = Layout(placement, nd_sbp)
@@ -212,7 +212,7 @@ def test_signatures_are_the_table(name, monkeypatch):
             continue  # a column of labels cannot be split along its second dim
         given, output = text.split(" -> ")
         boxing = DryBoxing(2)
-        operands = _dry_operands(
+        operands = dry_operands(
             name, [parse_nd_sbp(t) for t in given.split(", ")], boxing, placement
         )
         y = OPS[name][0](*operands)
@@ -245,7 +245,7 @@ def test_deduction_takes_the_cheapest(name, given, output, moved):
     nd_sbps = [parse_nd_sbp(text) for text in given]
     placement = Placement.of("cpu", [[0, 1], [2, 3]] if len(nd_sbps[0]) == 2 else [0, 1])
     boxing = DryBoxing(placement.size)
-    y = OPS[name][0](*_dry_operands(name, nd_sbps, boxing, placement))
+    y = OPS[name][0](*dry_operands(name, nd_sbps, boxing, placement))
     assert y.layout.nd_sbp == parse_nd_sbp(output)
     assert [step.collective for step in boxing.trace] == moved
 
@@ -254,7 +254,7 @@ def test_partial_never_reaches_a_function_that_is_not_linear():
     for name in ("relu", "tanh", "bias_add", "bce_none", "linear_bias"):
         boxing = DryBoxing(2)
         nd_sbps = [(Partial(),), *[parse_nd_sbp("B")] * (len(OPS[name][2]) - 1)]
-        y = OPS[name][0](*_dry_operands(name, nd_sbps, boxing, Placement.line("cpu", 2)))
+        y = OPS[name][0](*dry_operands(name, nd_sbps, boxing, Placement.line("cpu", 2)))
         assert not oracle.has_partial(y.layout), name
         assert boxing.trace, name
 
@@ -308,7 +308,7 @@ def test_dropout_masks(ranks):
 
 def test_impossible_signature_names_what_is_legal():
     boxing, placement = DryBoxing(2), Placement.line("cpu", 2)
-    x, w = _dry_operands("linear", [parse_nd_sbp("S(0)"), parse_nd_sbp("B")], boxing, placement)
+    x, w = dry_operands("linear", [parse_nd_sbp("S(0)"), parse_nd_sbp("B")], boxing, placement)
     with pytest.raises(SbpError) as caught:
         ops.relu(x, out="P")
     text = str(caught.value)
@@ -320,7 +320,7 @@ def test_impossible_signature_names_what_is_legal():
 def test_shapes_that_do_not_fit():
     boxing = DryBoxing(2)
     placement = Placement.line("cpu", 2)
-    x = _dry_operands("linear", [parse_nd_sbp("B")] * 2, boxing, placement)[0]
+    x = dry_operands("linear", [parse_nd_sbp("B")] * 2, boxing, placement)[0]
     with pytest.raises(SbpError, match=r"linear: shapes \[\[5, 7\], \[5, 6\]\] do not fit"):
         ops.linear(x, GlobalTensor(torch.empty(5, 6, device="meta"), x.layout, (5, 6), boxing))
     with pytest.raises(SbpError, match=r"reduce_sum: dim 2 is out of range .* use 0\.\.1"):

@@ -1,0 +1,275 @@
+"""How long each conversion takes, beside the bare collective it uses and DTensor.redistribute.
+
+    python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
+
+Every variant allocates its own result. Values are checked first; variants are timed in turn, so
+that a slow moment of the machine meets all of them; figures are medians over the repeats, of the
+slowest rank. One JSON line per conversion and size, and one per conversion for the Python part.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from sbpflow import boxing as boxing_module
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.dist import Rendezvous, World, all_gather_single, reduce_scatter_single
+from sbpflow.interchange import to_mesh, to_theirs
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import parse_nd_sbp
+
+CONVERSIONS = [
+    ("S(0)", "B"),
+    ("S(1)", "B"),
+    ("S(0)", "S(1)"),
+    ("S(1)", "S(0)"),
+    ("P", "S(0)"),
+    ("P", "S(1)"),
+    ("P", "B"),
+    ("B", "S(0)"),
+    ("B", "S(1)"),
+    ("S(0)", "P"),
+    ("B", "P"),
+]
+SIDES = {"64 KiB": 128, "1 MiB": 512, "16 MiB": 2048}  # float32, square
+WARM_UP = 5
+
+Variant = Callable[[], torch.Tensor | None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--output", type=Path, default=Path("out/boxing.jsonl"))
+    options = parser.parse_args()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_measure, (options, f"{folder}/store"), nprocs=options.ranks)
+    print(options.output.read_text(), end="")
+
+
+def _measure(rank: int, options: argparse.Namespace, store: str) -> None:
+    torch.set_num_threads(1)
+    meeting = Rendezvous(
+        init_method=f"file://{store}", rank=rank, size=options.ranks, local_rank=rank
+    )
+    with World.start(options.device, timeout_s=120, rendezvous=meeting) as world:
+        lines = [
+            _conversion(world, src, dst, size, options.repeats)
+            for size in options.sizes
+            for src, dst in CONVERSIONS
+        ]
+        lines += [_python_part(world, src, dst) for src, dst in CONVERSIONS]
+        if rank == 0:
+            facts = _provenance(world)
+            options.output.write_text("".join(json.dumps(x | facts) + "\n" for x in lines))
+
+
+def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> dict[str, object]:
+    side = SIDES[size]
+    line = Placement.line(world.device.type, world.size)
+    layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
+    steps = _plan(world, layouts, side)
+    full = torch.arange(side * side, device=world.device).remainder(251).float().view(side, side)
+    part = _part(world, full, layouts[0])
+    runner = Boxing(world)
+    variants: dict[str, Variant] = {"ours": lambda: runner.run(steps, part)}
+    variants |= _bare(world, steps, part)
+    if dst != "P":  # DTensor refuses to make partial sums
+        variants["dtensor"] = _dtensor(layouts, part)
+    for name in [name for name in variants if name in ("ours", "dtensor")]:
+        _check(world, variants[name](), full, layouts[1], name)
+    times = _time_in_turn(world, variants, repeats)
+    line_out: dict[str, object] = {
+        "benchmark": "boxing",
+        "conversion": f"{src} -> {dst}",
+        "size": size,
+        "shape": [side, side],
+        "dtype": "float32",
+        "collective": steps[0].collective if steps else "none",
+        "bytes_total": sum(step.total_bytes for step in steps),
+        "unit": "ms",
+    }
+    for name, values in times.items():
+        line_out[name] = round(statistics.median(values), 4)
+        line_out[f"{name}_spread"] = round(_spread(values), 4)
+    for name in times.keys() - {"ours"}:
+        line_out[f"ratio_to_{name}"] = round(
+            statistics.median(times["ours"]) / statistics.median(times[name]), 3
+        )
+    return line_out
+
+
+def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, ...]:
+    backend = world.backend_of(layouts[1])
+    return plan_boxing(*layouts, (side, side), torch.float32, id="bench", backend=backend)
+
+
+def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Cut without the code under test: P has the value on the first rank."""
+    if str(layout.nd_sbp[0]) == "P":
+        return full.clone() if world.rank == 0 else torch.zeros_like(full)
+    return full[layout.part_slices(tuple(full.shape), world.rank)].contiguous()
+
+
+def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> dict[str, Variant]:
+    """The collective that the step names, alone, on buffers of the same size."""
+    if not steps or not steps[0].groups:
+        return {}
+    group = world.group(range(world.size), "bare")
+    size = world.size
+    flat = part.reshape(-1)
+
+    def all_gather() -> torch.Tensor:
+        out = flat.new_empty(flat.numel() * size)
+        all_gather_single(out, flat, group=group)
+        return out
+
+    def all_to_all() -> torch.Tensor:
+        out = torch.empty_like(flat)
+        dist.all_to_all_single(out, flat, group=group)
+        return out
+
+    def all_reduce() -> torch.Tensor:
+        out = flat.clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    def reduce_scatter() -> torch.Tensor:
+        out = flat.new_empty(flat.numel() // size)
+        reduce_scatter_single(out, flat, group=group)
+        return out
+
+    bare = {
+        "all_gather": all_gather,
+        "all_to_all": all_to_all,
+        "all_reduce": all_reduce,
+        "reduce_scatter": reduce_scatter,
+    }
+    chosen: dict[str, Variant] = {"bare": bare[steps[0].collective]}
+    if "P@" in str(steps[0].src) and steps[0].collective == "all_to_all":
+        chosen["backend_reduce_scatter"] = reduce_scatter
+    return chosen
+
+
+def _dtensor(layouts: list[Layout], part: torch.Tensor) -> Variant:
+    mesh = to_mesh(layouts[0].placement)
+    source, target = ([to_theirs(sbp) for sbp in layout.nd_sbp] for layout in layouts)
+    tensor = DTensor.from_local(part, mesh, source, run_check=False)
+
+    def redistribute() -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.redistribute(mesh, target).to_local()
+
+    return redistribute
+
+
+def _check(
+    world: World, part: torch.Tensor | None, full: torch.Tensor, layout: Layout, name: str
+) -> None:
+    assert part is not None
+    if str(layout.nd_sbp[0]) == "P":
+        total = part.clone()
+        dist.all_reduce(total, group=world.group(range(world.size), "check"))
+        assert torch.allclose(total, full, rtol=1e-6), name
+    else:
+        assert torch.equal(part, _part(world, full, layout)), name
+
+
+def _time_in_turn(
+    world: World, variants: dict[str, Variant], repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds per call, of the slowest rank, variants taking turns."""
+    for variant in variants.values():
+        for _ in range(WARM_UP):
+            variant()
+    measured = torch.zeros(len(variants), repeats)
+    for repeat in range(repeats):
+        for number, variant in enumerate(variants.values()):
+            world.barrier()
+            start = time.perf_counter()
+            variant()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            measured[number, repeat] = (time.perf_counter() - start) * 1e3
+    dist.all_reduce(measured, dist.ReduceOp.MAX, group=world.group(range(world.size), "control"))
+    return dict(zip(variants, measured.tolist(), strict=True))
+
+
+def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
+    """Microseconds of ``Boxing.run`` when the collective itself takes none, on 16 x 16 elements."""
+    line = Placement.line(world.device.type, world.size)
+    layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
+    steps = _plan(world, layouts, 16)
+    part = _part(world, torch.ones(16, 16, device=world.device), layouts[0])
+    runner = Boxing(world)
+    runner.run(steps, part)
+    real = dist.all_to_all_single, dist.all_reduce, boxing_module.all_gather_single
+    done = _Done()
+    dist.all_to_all_single = dist.all_reduce = lambda *_, **__: done
+    boxing_module.all_gather_single = lambda *_, **__: done
+    values: list[float] = []
+    try:
+        for _ in range(30):
+            start = time.perf_counter()
+            for _ in range(100):
+                runner.run(steps, part)
+            values.append((time.perf_counter() - start) * 1e4)
+    finally:
+        dist.all_to_all_single, dist.all_reduce, boxing_module.all_gather_single = real
+    return {
+        "benchmark": "boxing_python",
+        "conversion": f"{src} -> {dst}",
+        "unit": "us",
+        "ours": round(statistics.median(values), 2),
+        "ours_spread": round(_spread(values), 2),
+    }
+
+
+class _Done:
+    """A collective that is over at once."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _spread(values: list[float]) -> float:
+    """Half the distance between the quartiles."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2
+
+
+def _provenance(world: World) -> dict[str, object]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor()
+    return {
+        "ranks": world.size,
+        "backend": world.backend,
+        "device": name or platform.machine(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+if __name__ == "__main__":
+    main()

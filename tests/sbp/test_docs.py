@@ -1,0 +1,100 @@
+"""docs/sbp.md says what is true: its Python runs and prints what it shows, its tables hold."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbpflow import op_apply, ops
+from sbpflow.boxing_dry import DryBoxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.layout import line_layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import parse_nd_sbp, parse_sbp
+from sbpflow.signature import describe
+from tests.sbp import test_ops
+
+PAGE = Path(__file__).parents[2] / "docs" / "sbp.md"
+BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.S)
+
+
+def _run_page(world, blocks):
+    """What each block prints on this rank; all share one namespace, as a reader would have it."""
+    names = {"world": world}
+    printed = []
+    for number, block in enumerate(blocks):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, f"sbp.md block {number}", "exec"), names)
+        printed.append(out.getvalue())
+    return printed
+
+
+def test_the_code_prints_what_the_page_shows(ranks):
+    found = BLOCK.findall(PAGE.read_text())
+    assert len(found) >= 7
+    printed = ranks(2, _run_page, [code for code, _ in found])[0]
+    for (code, shown), real in zip(found, printed, strict=True):
+        assert real == shown, f"this block prints something else:\n{code}"
+
+
+def _rows(title):
+    """The body of the first table under a heading, as lists of cells."""
+    section = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_the_table_of_conversions_holds(p):
+    rows = _rows("What happens from X to Y")
+    assert len(rows) == 10
+    size = 64 * 64 * 4
+    formulas = {
+        "0": 0,
+        "(p-1)/p T": (p - 1) * size // p,
+        "(p-1) T": (p - 1) * size,
+        "2 (p-1) T": 2 * (p - 1) * size,
+    }
+    for src, dst, gloo, nccl, bytes_text, _ in rows:
+        expected = formulas[bytes_text]
+        for backend, collective in (("gloo", gloo), ("nccl", nccl)):
+            layouts = [line_layout("cpu", p, parse_sbp(text)) for text in (src, dst)]
+            steps = plan_boxing(*layouts, (64, 64), torch.float32, id="x", backend=backend)
+            ran = [step.collective for step in steps if step.groups] or ["-"]
+            assert ran == [collective], f"{src} -> {dst} on {backend}"
+            assert sum(step.total_bytes for step in steps) == expected, f"{src} -> {dst}"
+
+
+NAMES = {
+    "linear with bias": "linear_bias",
+    "concat along 1": "concat",
+    "reduce_sum over 1": "reduce_sum",
+    "gather(table, ids)": "gather",
+    "bce_with_logits": "bce_none",
+}
+
+
+def test_the_table_of_signatures_holds(monkeypatch):
+    seen = []
+    deduce = op_apply.deduce
+    monkeypatch.setattr(op_apply, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
+    for op, shown in _rows("Ops choose their layouts"):
+        seen.clear()
+        call, shapes_of = _call_of(op)
+        everywhere = [parse_nd_sbp("B")] * len(test_ops.OPS[shapes_of][2])
+        line = Placement.line("cpu", 2)
+        call(*test_ops.dry_operands(shapes_of, everywhere, DryBoxing(2), line))
+        all_b = "; " + ", ".join(["B"] * len(everywhere)) + " -> B"
+        assert shown + all_b in [describe(rule) for rule in seen], op
+
+
+def _call_of(op):
+    """The function of a row of the table, and the name of the operands to call it with."""
+    if op == "reduce_max over 1":
+        return lambda x: ops.reduce_max(x, [1]), "reduce_sum"
+    name = NAMES.get(op, op)
+    return test_ops.OPS[name][0], name

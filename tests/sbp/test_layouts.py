@@ -1,0 +1,194 @@
+"""The values: parsing, printing, splits, placements, parts. No rank runs."""
+
+import itertools
+
+import pytest
+import torch
+
+from sbpflow.boxing_moves import find_moves
+from sbpflow.errors import SbpError
+from sbpflow.global_shape import full_shape
+from sbpflow.layout import Layout, line_layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import (
+    Broadcast,
+    Partial,
+    Split,
+    balanced_sizes,
+    dual,
+    format_nd_sbp,
+    parse_nd_sbp,
+    parse_sbp,
+)
+from tests import oracle
+
+B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
+PRIMES = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_balanced_splits_are_those_of_tensor_split(parts):
+    for size in [*range(4 * parts + 1), *PRIMES]:
+        pieces = torch.arange(size).tensor_split(parts)
+        assert balanced_sizes(size, parts) == tuple(len(piece) for piece in pieces)
+
+
+def test_balanced_is_not_chunked():
+    assert balanced_sizes(5, 4) == (2, 1, 1, 1)
+    assert balanced_sizes(20, 6) == (4, 4, 3, 3, 3, 3)
+
+
+@pytest.mark.parametrize("text", ["S(0)", "S(12)", "B", "P", "P(max)", "P(min)"])
+def test_parse_reads_what_is_printed(text):
+    assert str(parse_sbp(text)) == text
+    assert parse_nd_sbp(text) == (parse_sbp(text),)
+    grid = f"({text}, B)"
+    assert format_nd_sbp(parse_nd_sbp(grid)) == grid
+
+
+@pytest.mark.parametrize("text", ["", "S", "S()", "S(-1)", "s(0)", "R", "P(mean)", "S(0) B"])
+def test_parse_refuses_and_shows_the_forms(text):
+    with pytest.raises(SbpError, match=r"write S\(0\), S\(1\), B, P"):
+        parse_sbp(text)
+
+
+def test_p_and_p_sum_are_one():
+    assert parse_sbp("P(sum)") == Partial() == P
+    assert len({S0, Split(0), Split(0, (1, 2)), Split(0, (1, 2)), B, Broadcast(), P}) == 4
+
+
+def test_values_are_equal_and_hash_by_content():
+    a, b = (Layout(Placement.of("cpu", [[0, 1], [2, 3]]), (S0, B)) for _ in range(2))
+    assert a == b
+    assert a is not b
+    assert hash(a) == hash(b)
+    assert a != Layout(Placement.of("cpu", [[0, 1], [2, 3]]), (S0, P))
+    assert a.placement != Placement.of("cuda", [[0, 1], [2, 3]])
+    assert {a: 1}[b] == 1
+
+
+def test_layouts_print_all_that_makes_them_differ():
+    grid = Placement.of("cpu", [[0, 1], [3, 2]])
+    assert str(Layout(grid, (S0, B))) == "(S(0), B)@[[0, 1], [3, 2]]"
+    assert str(line_layout("cpu", 2, Split(1, (3, 5)))) == "S(1)[3, 5]@[0, 1]"
+
+
+def test_dual():
+    assert [dual(s) for s in (S0, B, P)] == [S0, P, B]
+    assert Layout(Placement.of("cpu", [[0, 1]]), (B, S1)).dual().nd_sbp == (P, S1)
+    with pytest.raises(SbpError, match=r"P\(max\) is not linear and has no dual"):
+        dual(Partial("max"))
+
+
+def test_nested_splits_apply_one_after_the_other():
+    layout = Layout(Placement.of("cpu", [[0, 1], [2, 3]]), (S0, S0))
+    assert [layout.part_shape((6,), rank) for rank in range(4)] == [(2,), (1,), (2,), (1,)]
+    flat = line_layout("cpu", 4, S0)
+    assert [flat.part_shape((6,), rank) for rank in range(4)] == [(2,), (2,), (1,), (1,)]
+
+
+@pytest.mark.parametrize("grid", [[0, 2, 1], [[0, 1], [2, 3]], [[[1, 0]], [[3, 2]]]], ids=str)
+def test_parts_cover_and_do_not_overlap(grid):
+    placement = Placement.of("cpu", grid)
+    for nd_sbp in itertools.product([S0, S1, B, P], repeat=placement.ndim):
+        layout = Layout(placement, nd_sbp)
+        counts = torch.zeros(13, 9)
+        for rank in placement.ranks:
+            counts[layout.part_slices((13, 9), rank)] += 1
+            extent = [(s.start, s.stop) for s in layout.part_slices((13, 9), rank)]
+            assert extent == oracle.extent(layout, (13, 9), rank)
+        copies = placement.size
+        for sbp, size in zip(nd_sbp, placement.shape, strict=True):
+            copies //= size if isinstance(sbp, Split) else 1
+        assert (counts == copies).all(), layout
+        assert layout.part_slices((13, 9), 7) is None
+
+
+def test_moves_deliver_each_element_once():
+    """What a destination rank receives covers its part once per term of the source."""
+    placements = [Placement.of("cpu", r) for r in ([0, 1], [1, 2, 0], [[0, 1], [2, 3]])]
+    for src_at, dst_at in itertools.product(placements, repeat=2):
+        for a in itertools.product([S0, S1, B, P], repeat=src_at.ndim):
+            for b in itertools.product([S0, S1, B], repeat=dst_at.ndim):
+                terms = 1
+                for sbp, size in zip(a, src_at.shape, strict=True):
+                    terms *= size if isinstance(sbp, Partial) else 1
+                src, dst = Layout(src_at, a), Layout(dst_at, b)
+                counts = {rank: torch.zeros(5, 4) for rank in dst_at.ranks}
+                for move in find_moves(src, dst, (5, 4)):
+                    counts[move.dst][move.box] += 1
+                for rank, count in counts.items():
+                    wanted = torch.zeros(5, 4)
+                    wanted[dst.part_slices((5, 4), rank)] = terms
+                    assert torch.equal(count, wanted), f"{src} -> {dst} on {rank}"
+
+
+def test_placement_groups():
+    grid = Placement.of("cpu", [[0, 1, 2], [5, 4, 3]])
+    assert grid.axis_groups(0) == ((0, 5), (1, 4), (2, 3))
+    assert grid.axis_groups(1) == ((0, 1, 2), (5, 4, 3))
+    assert grid.plane_groups({0, 1}) == ((0, 1, 2, 5, 4, 3),)
+    assert [grid.coord(rank) for rank in (0, 4, 7)] == [(0, 0), (1, 1), None]
+    assert str(grid) == "[[0, 1, 2], [5, 4, 3]]"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Placement.of("cpu", []), "at least one rank"),
+        (lambda: Placement.of("cpu", [0, 0]), "repeat; each rank may appear once"),
+        (lambda: Placement.of("cpu", [[0, 1], [2]]), "ragged; every row"),
+        (lambda: Placement.of("cpu", [0, [1]]), "mix depths"),
+        (lambda: Placement.of("cpu", [[0], 1]), "mix depths"),
+        (lambda: Placement.of("cpu", [-1]), "must be 0 or more"),
+        (lambda: Placement("cpu", (0, 1, 2), (2, 2)), "do not fill a grid"),
+        (lambda: Split(-1), "count from the front"),
+        (lambda: Split(0, (2, -1)), "must be 0 or more"),
+        (lambda: line_layout("cpu", 3, Split(0, (1, 2))), "needs 3 of them"),
+        (lambda: Layout(Placement.line("cpu", 2), (S0, B)), "2 entries, the placement has 1 axes"),
+        (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes reductions"),
+        (
+            lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
+            "summing to 3; dim is 4",
+        ),
+        (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "more than 2 dims"),
+    ],
+)
+def test_impossible_values_say_why(make, message):
+    with pytest.raises(SbpError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("nd_sbp", "shape", "message"),
+    [
+        ((S0,), (3, 5), r"splits dim 0 of \[3, 5\] into 4 parts, but only 3 are there.*explicit"),
+        ((Split(2),), (4, 4), r"splits dim 2, but the shape \[4, 4\] has only 2 dims; use S\(0\)"),
+        ((S0,), (), "splits a tensor without dims; use B or P"),
+    ],
+)
+def test_a_user_tensor_must_fill_its_ranks(nd_sbp, shape, message):
+    with pytest.raises(SbpError, match=message):
+        Layout(Placement.line("cpu", 4), nd_sbp).check_user(shape)
+
+
+def test_empty_parts_that_are_asked_for():
+    line_layout("cpu", 4, S0).check_user((0, 5))
+    line_layout("cpu", 4, Split(0, (1, 0, 2, 0))).check_user((3, 5))
+    nested = Layout(Placement.of("cpu", [[0, 1], [2, 3]]), (S0, S0))
+    nested.check_user((4,))
+    with pytest.raises(SbpError, match="into 2 parts, but only 1 are there"):
+        nested.check_user((3,))
+
+
+def test_full_shape_from_parts():
+    layout = Layout(Placement.of("cpu", [[0, 1], [2, 3]]), (S0, S1))
+    parts = {0: (3, 2), 1: (3, 1), 2: (2, 2), 3: (2, 1)}
+    assert full_shape(parts, layout) == (5, 3)
+    for wrong in (
+        {0: (3, 2), 1: (3, 1), 2: (1, 2), 3: (2, 1)},
+        parts | {3: (2,)},
+        parts | {0: (4, 2)},
+    ):
+        with pytest.raises(SbpError, match=r"parts of shapes .* would hold .*sizes=\(\.\.\)"):
+            full_shape(parts | wrong, layout)

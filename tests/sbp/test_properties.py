@@ -1,0 +1,159 @@
+"""Random layouts, placements, shapes, sizes and dtypes, on simulated and on real ranks.
+
+A failure prints the smallest case found as two lines that can be pasted into Python.
+"""
+
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split, balanced_sizes
+from tests import oracle
+from tests.sbp.conversions import check_conversion, whole_numbers
+from tests.sbp.simulator import simulate
+
+DTYPES = ["float64", "float32", "bfloat16", "int64", "int32", "int8"]
+
+
+@st.composite
+def shapes(draw):
+    ndim = draw(st.integers(1, 4))
+    return tuple(draw(st.lists(st.integers(0, 9), min_size=ndim, max_size=ndim)))
+
+
+@st.composite
+def placements(draw, world_size):
+    ranks = draw(st.permutations(range(world_size)))
+    shape = draw(st.sampled_from([s for s in GRIDS if s[0] * s[-1] <= world_size]))
+    count = 1
+    for size in shape:
+        count *= size
+    return Placement("cpu", tuple(ranks[:count]), shape)
+
+
+GRIDS = [(1,), (2,), (3,), (4,), (5,), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]
+
+
+@st.composite
+def layouts(draw, placement, shape):
+    """Any legal layout; a dim that is split once may have explicit sizes, zeros included."""
+    nd_sbp = [
+        draw(st.sampled_from([Broadcast(), Partial(), *map(Split, range(len(shape)))]))
+        for _ in placement.shape
+    ]
+    for axis, sbp in enumerate(nd_sbp):
+        if not isinstance(sbp, Split):
+            continue
+        once = sum(isinstance(s, Split) and s.dim == sbp.dim for s in nd_sbp) == 1
+        parts = placement.shape[axis]
+        short = 0 < shape[sbp.dim] < parts
+        if once and (draw(st.booleans()) or short):
+            nd_sbp[axis] = Split(sbp.dim, draw(cuts(shape[sbp.dim], parts)))
+    return Layout(placement, tuple(nd_sbp))
+
+
+@st.composite
+def cuts(draw, size, parts):
+    inner = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
+    return tuple(b - a for a, b in zip([0, *inner], [*inner, size], strict=True))
+
+
+@st.composite
+def cases(draw, world_size):
+    shape = draw(shapes())
+    src, dst = (draw(layouts(draw(placements(world_size)), shape)) for _ in "ab")
+    return src, dst, shape, draw(st.sampled_from(DTYPES))
+
+
+def _reproduction(case, backend):
+    src, dst, shape, dtype = case
+    return (
+        "from sbpflow.layout import *; from sbpflow.placement import *; from sbpflow.sbp import *; "
+        "from tests.sbp.simulator import check\n"
+        f"check({src!r}, {dst!r}, {shape!r}, {dtype!r}, {backend!r})"
+    )
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(case=cases(6), backend=st.sampled_from(["gloo", "nccl"]))
+def test_any_conversion_on_simulated_ranks(case, backend):
+    note(_reproduction(case, backend))
+    simulate(*case, backend)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(case=cases(6))
+def test_plans_are_chains_whose_bytes_add_up(case):
+    src, dst, shape, dtype = case
+    note(_reproduction(case, "gloo"))
+    steps = plan_boxing(src, dst, shape, getattr(torch, dtype), id="x", backend="gloo")
+    assert (steps == ()) == (src == dst)
+    here = src
+    for step in steps:
+        assert step.src == here
+        here = step.dst
+        assert (step.collective == "none") == (step.groups == ()) == (step.total_bytes == 0)
+        talking = [rank for group in step.groups for rank in group]
+        assert len(talking) == len(set(talking))
+        assert set(talking) <= {*step.src.placement.ranks, *step.dst.placement.ranks}
+        assert step.total_bytes == sum(step.bytes_sent(rank) for rank in talking)
+    assert here == dst
+    again = plan_boxing(src, dst, shape, getattr(torch, dtype), id="x", backend="gloo")
+    assert again == steps
+
+
+def _check_all(world, drawn):
+    boxing = Boxing(world)
+    for src, dst, shape, dtype in drawn:
+        check_conversion(world, boxing, src, dst, shape, getattr(torch, dtype))
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(drawn=st.lists(cases(4), min_size=3, max_size=3))
+def test_any_conversion_on_real_ranks(ranks, drawn):
+    """With gradients; user tensors must fill their ranks, so short balanced splits are left out."""
+    legal = [case for case in drawn if _fills(case)]
+    note("\n".join(_reproduction(case, "gloo") for case in legal))
+    ranks(4, _check_all, legal)
+
+
+def _fills(case):
+    src, dst, shape, _ = case
+    try:
+        src.check_user(shape)
+        dst.check_user(shape)
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_simulator_would_notice():
+    """A wrong part on one rank is found: the property above can fail."""
+    line = Placement.line("cpu", 3)
+    src, dst = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
+    full = whole_numbers((5, 2), torch.float64)
+    parts = oracle.shares(full, src)
+    parts[1] = parts[1] + 1
+    try:
+        simulate(src, dst, (5, 2), "float64", "gloo", parts=parts)
+    except AssertionError:
+        return
+    raise AssertionError("a wrong part went unnoticed")
+
+
+def test_balanced_sizes_differ_by_at_most_one():
+    for size in range(50):
+        for parts in range(1, 9):
+            sizes = balanced_sizes(size, parts)
+            assert sum(sizes) == size
+            assert max(sizes) - min(sizes) <= 1
+            assert list(sizes) == sorted(sizes, reverse=True)

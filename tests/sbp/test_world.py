@@ -1,0 +1,376 @@
+"""World, log, checked mode, start and wait: what holds the ranks together."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_dry import DryBoxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.comm_log import CommRecord
+from sbpflow.dist import World
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.global_shape import infer_shape
+from sbpflow.global_tensor import GlobalTensor
+from sbpflow.layout import Layout, line_layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split
+from tests import oracle
+from tests.ranks import RanksFailed
+
+B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
+ROOT = Path(__file__).parents[2]
+
+
+def _steps(world_size, a, b, shape=(6, 4), id="x"):
+    src, dst = line_layout("cpu", world_size, a), line_layout("cpu", world_size, b)
+    return plan_boxing(src, dst, shape, torch.float32, id=id, backend="gloo")
+
+
+def _log(world):
+    boxing = Boxing(world)
+    full = torch.arange(24.0).view(6, 4)
+    for a, b, channel in ((S0, B, "ids"), (B, S0, "ids"), (S0, S1, "vectors"), (P, B, "dense")):
+        steps = _steps(world.size, a, b, id=f"{channel}/fwd/0")
+        boxing.run(steps, oracle.shares(full, steps[0].src)[world.rank], channel)
+    world.log.enabled = False
+    boxing.run(_steps(world.size, S0, B), oracle.shares(full, steps[0].dst)[world.rank][:3])
+    return world.log.records
+
+
+def test_the_log_has_what_ran_in_order(ranks):
+    """Conversions without traffic leave no record, and neither does a disabled log."""
+    assert ranks(2, _log)[1] == [
+        CommRecord("ids/fwd/0", "all_gather", "ids", (0, 1), 3 * 4 * 4),
+        CommRecord("vectors/fwd/0", "all_to_all", "vectors", (0, 1), 3 * 2 * 4),
+        CommRecord("dense/fwd/0", "all_reduce", "dense", (0, 1), 6 * 4 * 4),
+    ]
+
+
+def _overlap(world):
+    boxing = Boxing(world)
+    full = torch.arange(24.0).view(6, 4)
+    first, second = _steps(world.size, S0, S1, id="a"), _steps(world.size, S0, B, id="b")
+    part = oracle.shares(full, first[0].src)[world.rank]
+    boxing.prepare(first + second, "ids")
+    pending = boxing.start(first, part, "ids")
+    other = boxing.start(second, part, "vectors")
+    gathered, split = other.wait(), pending.wait()
+    assert torch.equal(gathered, full)
+    assert torch.equal(split, oracle.shares(full, first[0].dst)[world.rank])
+    with pytest.raises(SbpError, match="waited for already"):
+        pending.wait()
+    chain = plan_boxing(
+        Layout(Placement.of("cpu", [0, 1]), (Partial("max"),)),
+        Layout(Placement.of("cpu", [0, 1]), (P,)),
+        (6, 4),
+        torch.float32,
+        id="c",
+        backend="gloo",
+    )
+    assert len(chain) == 2
+    part = boxing.start(chain, full - world.rank).wait()
+    dist.all_reduce(part)
+    assert torch.equal(part, full)
+
+
+def test_start_and_wait(ranks):
+    ranks(2, _overlap)
+
+
+def _donated(world):
+    boxing = Boxing(world)
+    part = torch.full((6, 4), world.rank + 1.0)
+    steps = _steps(world.size, P, B)
+    kept = boxing.run(steps, part)
+    assert part.unique().tolist() == [world.rank + 1.0]
+    given = boxing.run(steps, part, donate=True)
+    assert torch.equal(kept, given)
+    return given.data_ptr() == part.data_ptr()
+
+
+def test_a_part_is_overwritten_only_if_donated(ranks):
+    assert ranks(2, _donated) == [True, True]
+
+
+def _sum_in_order(world):
+    """Terms whose float32 sum depends on the order: the receiver adds rank 0 first."""
+    terms = [1e8, 1.0, -1e8, 1.0]
+    part = torch.full((8, 3), terms[world.rank])
+    out = Boxing(world).run(_steps(4, P, S0, (8, 3)), part)
+    expected = torch.tensor(0.0)
+    for term in terms:
+        expected = expected + torch.tensor(term)
+    return out.unique().tolist(), expected.item()
+
+
+def test_sums_are_in_rank_order(ranks):
+    for values, expected in ranks(4, _sum_in_order):
+        assert values == [expected]
+
+
+def _half_sum(world, dtype_name):
+    part = torch.full((4, 2), 256.0 if world.rank == 0 else 0.75).to(getattr(torch, dtype_name))
+    src, dst = line_layout("cpu", 4, P), line_layout("cpu", 4, S0)
+    steps = plan_boxing(src, dst, (4, 2), part.dtype, id="x", backend="gloo")
+    return Boxing(world).run(steps, part).float().unique().tolist()
+
+
+def test_half_types_add_up_in_float32(ranks):
+    """256 + 3 x 0.75 = 258.25 -> 258 in bfloat16; added one by one in bfloat16 it stays 256."""
+    assert ranks(4, _half_sum, "bfloat16") == [[258.0]] * 4
+
+
+def _different_steps(world):
+    boxing = Boxing(world)
+    mine = (
+        _steps(2, S0, B, id="wide/fwd/0") if world.rank == 0 else _steps(2, S0, S1, id="deep/fwd/0")
+    )
+    boxing.run(mine, torch.zeros(3, 4))
+
+
+def test_a_rank_that_takes_a_different_step_is_named(ranks):
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, _different_steps)
+    assert len(caught.value.errors) == 2
+    for text in caught.value.errors.values():
+        assert "SbpError: ranks take different steps" in text
+        assert "rank 0 is at wide/fwd/0 (all_gather, 96 bytes" in text
+        assert "rank 1 is at deep/fwd/0 (all_to_all, 48 bytes" in text
+
+
+def _skipped_step(world):
+    boxing = Boxing(world)
+    for number in range(3):
+        if (world.rank, number) != (2, 1):
+            steps = _steps(3, S0, B, id=f"step/{number}")
+            boxing.run(steps, torch.zeros(2, 4))
+
+
+def test_a_skipped_step_is_named(ranks):
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, _skipped_step)
+    assert "rank 1 is at step/1" in caught.value.errors[0]
+    assert "rank 2 is at step/2" in caught.value.errors[0]
+
+
+def _other_channel(world):
+    steps = _steps(2, S0, B)
+    Boxing(world).run(steps, torch.zeros(3, 4), channel="ids" if world.rank else "vectors")
+
+
+def test_a_channel_is_part_of_the_step(ranks):
+    with pytest.raises(RanksFailed, match=r"channel vectors.*channel ids"):
+        ranks(2, _other_channel)
+
+
+def _one_raises(world):
+    if world.rank == 1:
+        raise SbpError("the table deep.C3 has no rows")
+    Boxing(world).run(_steps(3, S0, B), torch.zeros(2, 4))
+
+
+def test_all_ranks_end_when_one_raises(ranks):
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, _one_raises)
+    assert "the table deep.C3 has no rows" in caught.value.errors[1]
+    assert ranks(3, _rank) == [0, 1, 2]  # a fresh set of ranks
+
+
+def _dies(world):
+    boxing = Boxing(world)
+    boxing.run(_steps(2, S0, B), torch.zeros(3, 4))
+    if world.rank == 1:
+        os._exit(3)
+    boxing.run(_steps(2, S0, B), torch.zeros(3, 4))
+
+
+def test_a_rank_that_dies_ends_the_others(ranks):
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, _dies)
+    assert "died with exit code 3" in caught.value.errors[1]
+    assert "Connection" in caught.value.errors[0]
+
+
+def _rank(world):
+    return world.rank
+
+
+def _bad_part(world, kind):
+    boxing = Boxing(world)
+    if kind == "shape":
+        boxing.run(_steps(2, S0, B), torch.zeros(4, 4))
+    elif kind == "dtype":
+        boxing.run(_steps(2, S0, B), torch.zeros(3, 4, dtype=torch.float64))
+    elif kind == "none":
+        boxing.run(_steps(2, S0, B), None)
+    elif kind == "outside":
+        src = Layout(Placement.of("cpu", [0]), (B,))
+        dst = line_layout("cpu", 2, B)
+        steps = plan_boxing(src, dst, (3, 4), torch.float32, id="x", backend="gloo")
+        boxing.run(steps, torch.zeros(3, 4))
+    elif kind == "global":
+        GlobalTensor.from_local(torch.zeros(2, 4), line_layout("cpu", 2, S0), (6, 4), boxing)
+    elif kind == "world":
+        steps = plan_boxing(line_layout("cpu", 3, S0), line_layout("cpu", 3, B), (6, 4),
+                            torch.float32, id="x", backend="gloo")  # fmt: skip
+        boxing.run(steps, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("shape", r"passed torch.float32\[4, 4\]; under S\(0\)@\[0, 1\] its part of \[6, 4\] is"),
+        ("dtype", r"passed torch.float64\[3, 4\]"),
+        ("none", "passed None"),
+        ("outside", r"rank 1 is outside B@\[0\]; pass None"),
+        ("global", r"part of shape \[2, 4\], but its part of \[6, 4\] under S\(0\)@\[0, 1\] is"),
+        ("world", r"ranks \[2\] are not in this world of 2; use 0..1"),
+    ],
+)  # fmt: skip
+def test_a_part_that_does_not_fit_is_refused(ranks, kind, message):
+    with pytest.raises(RanksFailed, match=message):
+        ranks(2, _bad_part, kind)
+
+
+def _inferred(world, lengths):
+    boxing = Boxing(world)
+    layout = Layout(Placement.of("cpu", [0, 2]), (S0,))
+    part = None if world.rank == 1 else torch.zeros(lengths[world.rank], 5)
+    return infer_shape(part, layout, boxing)
+
+
+def test_shapes_are_inferred_from_parts(ranks):
+    assert ranks(3, _inferred, [3, 0, 2]) == [(5, 5)] * 3
+
+
+def test_sizes_that_are_not_balanced_are_shown_on_every_rank(ranks):
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, _inferred, [2, 0, 3])
+    assert sorted(caught.value.errors) == [0, 1, 2]
+    for text in caught.value.errors.values():
+        assert "parts of shapes {0: [2, 5], 2: [3, 5]} do not make a tensor laid out S(0)" in text
+        assert "for other sizes use Split(dim, sizes=(..))" in text
+
+
+def _script(text, env=None, **kwargs):
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", textwrap.dedent(text)],
+        env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **kwargs,
+    )
+
+
+ALONE = """
+    import torch
+    from sbpflow.boxing import Boxing
+    from sbpflow.boxing_plan import plan_boxing
+    from sbpflow.dist import World
+    from sbpflow.layout import line_layout
+    from sbpflow.sbp import parse_sbp
+
+    with World.start("cpu") as world:
+        world.log.enabled = True
+        boxing = Boxing(world)
+        for a in ("S(0)", "S(1)", "B", "P"):
+            for b in ("S(0)", "S(1)", "B", "P"):
+                src, dst = (line_layout("cpu", 1, parse_sbp(s)) for s in (a, b))
+                steps = plan_boxing(src, dst, (3, 4), torch.float32, id="x", backend="gloo")
+                full = torch.arange(12.0).view(3, 4)
+                assert torch.equal(boxing.run(steps, full), full), (a, b)
+                assert sum(step.total_bytes for step in steps) == 0
+        world.barrier()
+        print(world.rank, world.size, world.backend, world.log.records)
+"""
+
+
+def test_one_process_needs_no_launcher():
+    done = _script(ALONE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1", "gloo", "[]"]
+
+
+def test_half_an_environment_is_refused():
+    done = _script(ALONE, {"RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 1
+    assert "ConfigError: RANK is set but MASTER_ADDR, MASTER_PORT is not" in done.stderr
+    assert "torchrun" in done.stderr
+
+
+def test_torchrun_starts_a_world(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch
+        from sbpflow.boxing import Boxing
+        from sbpflow.boxing_plan import plan_boxing
+        from sbpflow.dist import World
+        from sbpflow.layout import line_layout
+        from sbpflow.sbp import Broadcast, Partial
+
+        with World.start("cpu", timeout_s=60, checked=True) as world:
+            src, dst = (line_layout("cpu", world.size, s) for s in (Partial(), Broadcast()))
+            steps = plan_boxing(src, dst, (2,), torch.float32, id="x", backend="gloo")
+            out = Boxing(world).run(steps, torch.full((2,), world.rank + 1.0))
+            if world.rank == 0:
+                print("sum", out.tolist(), "of", world.size)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "sum [3.0, 3.0] of 2" in done.stdout
+
+
+def test_unknown_devices_and_backends():
+    with pytest.raises(ConfigError, match="device 'tpu' is not known; use auto, cpu or cuda"):
+        World.start("tpu")
+    with pytest.raises(SbpError, match="backend 'mpi' is not known; use gloo or nccl"):
+        plan_boxing(line_layout("cpu", 2, S0), line_layout("cpu", 2, B), (2,), torch.float32,
+                    id="x", backend="mpi")  # fmt: skip
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no CUDA device; use cpu"):
+            World.start("cuda")
+
+
+def test_a_layout_on_a_device_the_world_lacks():
+    world = World(0, 1, torch.device("cpu"), owns_default_group=False)
+    with pytest.raises(SbpError, match=r'on cuda, this world runs on cpu; .*device="cuda"'):
+        world.device_of(line_layout("cuda", 1, B))
+
+
+def test_a_dry_run_lists_the_steps_of_any_rank():
+    for rank in range(3):
+        boxing = DryBoxing(3, rank)
+        layout = line_layout("cpu", 3, P)
+        part = torch.empty(6, 4, device="meta", requires_grad=True)
+        x = GlobalTensor(part, layout, (6, 4), boxing)
+        y = x.to("S(0)", id="a").to("B", id="b")
+        y.backward(GlobalTensor(torch.empty(6, 4, device="meta"), y.layout, (6, 4), boxing))
+        ran = [(step.id, step.collective) for step in boxing.trace]
+        assert ran == [
+            ("a/fwd", "all_to_all"),
+            ("b/fwd", "all_gather"),
+            ("seed/fwd", "none"),
+            ("b/bwd", "all_to_all"),
+            ("a/bwd", "all_gather"),
+        ]
+        assert x.part.grad.shape == (6, 4)
