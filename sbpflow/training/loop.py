@@ -16,8 +16,10 @@ from sbpflow.training.trainer import Loader, Trainer
 class Reporter(Protocol):
     """Where progress goes; rank 0 shows and writes it, the others ignore it."""
 
-    def step(self, step: int, loss: float, samples_per_s: float) -> None:
-        """A log interval is over."""
+    def step(
+        self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
+    ) -> None:
+        """A log interval is over; ``extra`` are further figures, such as ``data_ms``."""
         ...
 
     def advance(self, step: int, loss: float) -> None:
@@ -31,35 +33,55 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to; evaluations are on rank 0 only."""
+    """What a run came to; ``samples_per_s`` is over all ranks, evaluations are on rank 0 only."""
 
     steps: int
-    rows: int
-    train_seconds: float
+    samples_per_s: float
     loss: float
     val: Evaluation | None
     test: Evaluation | None
 
-    @property
-    def samples_per_s(self) -> float:
-        """Over all ranks, evaluations and reporting not counted."""
-        return self.rows / self.train_seconds if self.train_seconds else 0.0
 
-
-class Stopwatch:
-    """Seconds of training, without what ``paused`` times."""
+class Pace:
+    """Rows and seconds of training, without the first step (it allocates and connects), without
+    evaluations, and with the seconds that went into waiting for data told apart.
+    """
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._paused = 0.0
+        self.rows = 0
+        self.seconds = 0.0
+        self._interval = [0, 0, 0.0, 0.0]  # steps, rows, seconds, of them for data
+        self._begin = time.perf_counter()
+        self._data_seconds = 0.0
+        self._warm = False
 
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start - self._paused
+    def got_batch(self) -> None:
+        """The batch of the next step is there."""
+        self._data_seconds = time.perf_counter() - self._begin
 
-    def pause(self, seconds: float) -> None:
-        """Leave out ``seconds`` that went to something else."""
-        self._paused += seconds
+    def stepped(self, num_rows: int) -> None:
+        """The step is over."""
+        now = time.perf_counter()
+        if self._warm:
+            seconds = now - self._begin
+            self.rows += num_rows
+            self.seconds += seconds
+            for place, value in enumerate((1, num_rows, seconds, self._data_seconds)):
+                self._interval[place] += value
+        self._warm = True
+        self._begin = now
+
+    def resume(self) -> None:
+        """What happened since the last step was no training."""
+        self._begin = time.perf_counter()
+
+    def interval(self) -> tuple[float, dict[str, float]]:
+        """Samples/s and ms per step since the last call; the first step alone gives NaN."""
+        steps, rows, seconds, data = self._interval
+        self._interval = [0, 0, 0.0, 0.0]
+        if not steps:
+            return float("nan"), {}
+        return rows / seconds, {"step_ms": 1e3 * seconds / steps, "data_ms": 1e3 * data / steps}
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
@@ -82,33 +104,33 @@ def fit(
     Raises TrainingError at a loss that is not a number.
     """
     last = num_train_steps(train, loaders["train"].num_steps)
-    clock, rows, interval = Stopwatch(), 0, (0, 0.0)
-    step = 0
+    pace, step = Pace(), 0
     for epoch in range(train.epochs):
         for batch in loaders["train"].epoch(epoch):
-            if step == last:
-                break
+            pace.got_batch()
             step += 1
             loss = trainer.step(batch)
             watch.push(step, loss, batch)
-            rows += batch.num_rows
-            reporter.advance(step, watch.last)
             if step % train.log_every == 0 or step == last:
                 watch.flush()
-                seconds = clock.seconds
-                rate = (rows - interval[0]) / max(seconds - interval[1], 1e-9)
-                reporter.step(step, watch.last, rate)
-                interval = (rows, seconds)
-            if train.eval_every and step % train.eval_every == 0 and step != last:
-                _score("val", step, trainer, loaders, boxing, reporter, clock)
-    seconds = clock.seconds
+            pace.stepped(batch.num_rows)
+            reporter.advance(step, watch.last)
+            if step % train.log_every == 0 or step == last:
+                rate, split = pace.interval()
+                reporter.step(step, watch.last, rate, split)
+            if step == last:
+                break
+            if train.eval_every and step % train.eval_every == 0:
+                _score("val", step, trainer, loaders, boxing, reporter)
+            pace.resume()
+        if step == last:
+            break
     return Result(
         steps=step,
-        rows=rows,
-        train_seconds=seconds,
+        samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
         loss=watch.last,
-        val=_score("val", step, trainer, loaders, boxing, reporter, clock),
-        test=_score("test", step, trainer, loaders, boxing, reporter, clock),
+        val=_score("val", step, trainer, loaders, boxing, reporter),
+        test=_score("test", step, trainer, loaders, boxing, reporter),
     )
 
 
@@ -119,13 +141,10 @@ def _score(
     loaders: Mapping[str, Loader],
     boxing: Boxing,
     reporter: Reporter,
-    clock: Stopwatch,
 ) -> Evaluation | None:
-    start = time.perf_counter()
-    evaluation = None
-    if split in loaders and loaders[split].num_steps:
-        evaluation = score_split(trainer, loaders[split], boxing)
-        if evaluation is not None:
-            reporter.evaluation(split, step, evaluation)
-    clock.pause(time.perf_counter() - start)
+    if split not in loaders or not loaders[split].num_steps:
+        return None
+    evaluation = score_split(trainer, loaders[split], boxing)
+    if evaluation is not None:
+        reporter.evaluation(split, step, evaluation)
     return evaluation
