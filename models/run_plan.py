@@ -11,6 +11,7 @@ import torch
 
 from models.wdl import WdlSpec, wdl_spec
 from sbpflow.config import Config, LazyAdam, RowwiseAdagrad, SparseSgd, check
+from sbpflow.config_layout import resolve_dense_layouts
 from sbpflow.embedding.kernels import choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
@@ -95,19 +96,25 @@ def plan_run(
         world=world,
         backend=backend,
     )
-    everywhere = Layout(world, (Broadcast(),))
+    dense_layouts = resolve_dense_layouts(
+        config.parallel, spec.parameters(), device_type, world_size
+    )
     dense = tuple(
         DenseParameter(
             name=name,
             shape=shape,
-            layout=everywhere,
+            layout=dense_layouts[name],
             dtype=dtype,
             state_per_element=state_per_element(config.optimizer.dense),
         )
         for name, shape in spec.parameters().items()
     )
     loss = DenseParameter(
-        name="loss", shape=LOSS_SHAPE, layout=everywhere, dtype=dtype, state_per_element=0
+        name="loss",
+        shape=LOSS_SHAPE,
+        layout=Layout(world, (Broadcast(),)),
+        dtype=dtype,
+        state_per_element=0,
     )
     return spec, RunPlan(
         embeddings=embeddings,

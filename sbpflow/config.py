@@ -287,7 +287,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _split_key(key: str) -> list[str]:
-    """Table patterns hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
+    """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
+    if key.startswith("parallel.dense."):
+        return ["parallel", "dense", key.removeprefix("parallel.dense.")]
     prefix = "parallel.tables."
     if not key.startswith(prefix):
         return key.split(".")

@@ -6,7 +6,7 @@ the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -91,12 +91,19 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Where tables live: a scheme for all, then patterns; the last that matches a table wins."""
+    """Where tables live: a scheme for all, then patterns; the last that matches a table wins.
+
+    ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
+    weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
     tables: Annotated[Mapping[str, TableRule], Example({"deep.*": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
+    )
+    dense: Annotated[Mapping[str, str], Example({"mlp.0.*": "S(0)"})] = field(
+        default_factory=dict[str, str]
     )
     kernel: Kernel = "auto"
     dtype: Dtype = "float32"
@@ -146,6 +153,41 @@ _SCHEMES: dict[Scheme, dict[str, TableRule]] = {
 }
 
 
+def resolve_dense_layouts(
+    parallel: ParallelConfig,
+    parameters: Mapping[str, tuple[int, ...]],
+    device_type: str,
+    world_size: int,
+) -> dict[str, Layout]:
+    """The layout of every dense parameter (name -> shape), over all ranks.
+
+    ConfigError where a pattern matches nothing, is no layout, or splits what is too short.
+    """
+    _check_patterns("parallel.dense", parallel.dense, parameters, "parameter")
+    world = Placement.line(device_type, world_size)
+    layouts = {name: Layout(world, (Broadcast(),)) for name in parameters}
+    for pattern, text in parallel.dense.items():
+        key = f"parallel.dense.{pattern}"
+        for name, shape in parameters.items():
+            if fnmatchcase(name, pattern):
+                layouts[name] = _dense_layout(key, text, name, shape, world)
+    return layouts
+
+
+def _dense_layout(
+    key: str, text: str, name: str, shape: tuple[int, ...], world: Placement
+) -> Layout:
+    legal = " or ".join(["B", *(f"S({dim})" for dim in range(len(shape)))])
+    try:
+        layout = Layout(world, parse_nd_sbp(text))
+        layout.check_user(shape)
+    except SbpError as error:
+        raise ConfigError(f"{key}: {text!r} does not fit {name} {list(shape)}: {error}") from error
+    if isinstance(layout.nd_sbp[0], Partial):
+        raise ConfigError(f"{key}: {text} is no layout of a parameter; {name} takes {legal}")
+    return layout
+
+
 def resolve_table_layouts(
     parallel: ParallelConfig, tables: Mapping[str, Shape], world_size: int
 ) -> dict[str, TableLayoutConfig]:
@@ -154,20 +196,20 @@ def resolve_table_layouts(
     ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
     table is matched by nothing.
     """
-    _check_patterns(parallel, tables)
+    _check_patterns("parallel.tables", parallel.tables, tables, "table")
     return {
         name: _fit(*_rule_of(parallel, name), name, shape, world_size)
         for name, shape in tables.items()
     }
 
 
-def _check_patterns(parallel: ParallelConfig, tables: Mapping[str, Shape]) -> None:
-    for pattern in parallel.tables:
-        if not any(fnmatchcase(name, pattern) for name in tables):
-            near = difflib.get_close_matches(pattern, tables, 3, cutoff=0.5) or list(tables)[:5]
-            raise ConfigError(
-                f"parallel.tables.{pattern}: matches no table; did you mean {' or '.join(near)}?"
-            )
+def _check_patterns(key: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, 3, cutoff=0.5) or known[:5]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there is no {what}"
+            raise ConfigError(f"{key}.{pattern}: matches no {what}; {hint}")
 
 
 def _rule_of(parallel: ParallelConfig, name: str) -> tuple[str, TableRule]:

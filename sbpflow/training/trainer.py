@@ -118,7 +118,8 @@ class Trainer:
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
         loss = ops.bce_with_logits(logits, labels)
         loss.backward()
-        self._loss.part.grad = loss.part.detach().reshape(LOSS_SHAPE)
+        terms = loss.detach().to("P", id="loss")
+        self._loss.part.grad = terms.part.reshape(LOSS_SHAPE)
         pending = self.gradients.start()
         self._embeddings.apply_gradients()
         pending.wait()
@@ -130,7 +131,8 @@ class Trainer:
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
         """Logits [local batch] of this rank's rows."""
-        return self._logits(batch, training=False).part.squeeze(1)
+        logits = self._logits(batch, training=False)
+        return logits.to(self._home_layout(batch.num_rows), id="predict").part.squeeze(1)
 
     def _logits(self, batch: Batch, *, training: bool) -> GlobalTensor:
         num_rows = batch.num_rows
@@ -143,9 +145,12 @@ class Trainer:
         )
 
     def _home(self, part: Tensor, num_rows: int) -> GlobalTensor:
-        """Rows of the batch as a global tensor, S(0); sizes are explicit if some rank has none."""
-        world = self._boxing.world
-        sizes = balanced_sizes(num_rows, world.size) if num_rows < world.size else None
-        layout = Layout(self._line, (Split(0, sizes),))
-        shape = (num_rows, *part.shape[1:])
+        """Rows of the batch as a global tensor, S(0)."""
+        layout, shape = self._home_layout(num_rows), (num_rows, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
+
+    def _home_layout(self, num_rows: int) -> Layout:
+        """S(0) over all ranks, with explicit sizes if some rank has no row."""
+        size = self._boxing.world.size
+        sizes = balanced_sizes(num_rows, size) if num_rows < size else None
+        return Layout(self._line, (Split(0, sizes),))

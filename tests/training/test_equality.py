@@ -112,3 +112,21 @@ def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
     (single,) = ranks(1, train, alone, 10)
     for result in ranks(2, train, config, 10):
         np.testing.assert_allclose(result["losses"], single["losses"], rtol=1e-5, atol=0)
+
+
+DENSE_LAYOUTS = {
+    "column then row": {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"},
+    "all columns": {"mlp.0.*": "S(0)", "mlp.1.*": "S(0)"},
+    "all rows": {"mlp.*.weight": "S(1)"},
+}
+
+
+@pytest.mark.parametrize("name", DENSE_LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_split_linears_train_like_one_process(ranks, world_size, name):
+    # mlp.2.weight is [1, 6]: "all rows" splits its six inputs
+    config = make_config("1", "sgd", dense_layouts=DENSE_LAYOUTS[name])
+    results = ranks(world_size, train, config, 40)
+    losses, _ = reference_run("sgd", "sgd", 40)
+    for result in results:
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)

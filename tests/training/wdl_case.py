@@ -55,6 +55,7 @@ def make_config(
     dim: int = 5,
     tables: dict[str, TableRule] | None = None,
     batch_size: int = 30,
+    dense_layouts: dict[str, str] | None = None,
 ) -> Config:
     """A config for ``COLUMNS``, dropout 0."""
     return Config(
@@ -63,7 +64,12 @@ def make_config(
             embedding_dim=dim, hidden=(7, 6), dropout=0.0, wide=WideConfig(crosses=CROSSES)
         ),
         parallel=ParallelConfig(
-            device="cpu", scheme=scheme, dtype=dtype, kernel=kernel, tables=tables or {}
+            device="cpu",
+            scheme=scheme,
+            dtype=dtype,
+            kernel=kernel,
+            tables=tables or {},
+            dense=dense_layouts or {},
         ),
         optimizer=OptimizerConfig(sparse=SPARSE[sparse], dense=DENSE[dense]),
     )
