@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from models.dry_run import dense_steps
 from models.wdl import WdlSpec, wdl_spec
 from sbpflow.config import Config, LazyAdam, RowwiseAdagrad, SparseSgd, check
 from sbpflow.config_layout import resolve_dense_layouts
@@ -116,11 +117,20 @@ def plan_run(
         dtype=dtype,
         state_per_element=0,
     )
+    forward, backward = dense_steps(
+        spec,
+        dense_layouts,
+        world,
+        dtype=dtype,
+        backend=backend,
+        batch_size=config.data.batch_size,
+    )
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,
         kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
-        dense_steps=plan_gradients([*dense, loss], backend=backend),
+        dense_forward=forward,
+        dense_backward=(*backward, *plan_gradients([*dense, loss], backend=backend)),
         batch_size=config.data.batch_size,
     )

@@ -139,7 +139,7 @@ class WideDeep:
 
     def _linear(self, index: int, x: GlobalTensor) -> GlobalTensor:
         weight, bias = (self.parameters[f"mlp.{index}.{part}"] for part in ("weight", "bias"))
-        return ops.linear(x, weight, bias)
+        return ops.linear(x, weight, bias, id=f"mlp.{index}")
 
 
 def _parameter(

@@ -40,7 +40,8 @@ class RunPlan:
     layouts: Mapping[str, TableLayout]
     kernels: Mapping[str, KernelChoice]
     dense: tuple[DenseParameter, ...]
-    dense_steps: tuple[BoxingStep, ...]
+    dense_forward: tuple[BoxingStep, ...]
+    dense_backward: tuple[BoxingStep, ...]
     batch_size: int
     notes: tuple[str, ...] = field(default=())
 
@@ -53,8 +54,8 @@ class RunPlan:
         forward = self.embeddings.forward_steps(self.batch_size)
         backward = self.embeddings.backward_steps(self.batch_size)
         return (
-            *(("forward", step) for step in forward),
-            *(("backward", step) for step in self.dense_steps),
+            *(("forward", step) for step in (*forward, *self.dense_forward)),
+            *(("backward", step) for step in self.dense_backward),
             *(("backward", step) for step in backward),
         )
 

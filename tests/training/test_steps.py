@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.run_plan import plan_run
 from sbpflow.boxing import Boxing
 from sbpflow.config import Config, TableRule
 from sbpflow.dist import World
@@ -13,7 +14,7 @@ from sbpflow.embedding.exchange import UniqueExchange
 from sbpflow.explain import describe
 from sbpflow.training.health import check_replicas
 from tests.ranks import RanksFailed
-from tests.training.wdl_case import make_batches, make_config, make_job, to_device
+from tests.training.wdl_case import COLUMNS, make_batches, make_config, make_job, to_device
 
 SCHEMES = ["dp", "1", "2", "3"]
 MIXED = {
@@ -22,6 +23,15 @@ MIXED = {
     "deep.C3": TableRule(sbp="S(0)", ranks=(0,)),
     "deep.C4": TableRule(sbp="B"),
 }
+
+
+SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
+
+
+def dense_conversions(config: Config, world_size: int) -> list[str]:
+    """Steps that the dense layers' layouts bring."""
+    _, plan = plan_run(config, COLUMNS, world_size=world_size, device_type="cpu")
+    return [step.id for step in plan.dense_forward]
 
 
 def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
@@ -87,13 +97,15 @@ def test_a_scheme_runs_its_collectives_and_no_other(ranks, scheme):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tables"),
-    [(1, None), (2, None), (2, MIXED), (3, None), (3, MIXED)],
-    ids=["1", "2", "2-mixed", "3", "3-mixed"],
+    ("world_size", "tables", "dense"),
+    [(1, None, None), (2, None, None), (2, MIXED, None), (3, None, SPLIT), (3, MIXED, None)],
+    ids=["1", "2", "2-mixed", "3-split-linears", "3-mixed"],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_explain_holds_against_the_log(ranks, world_size, scheme, tables):
-    config = make_config(scheme, "rowwise_adagrad", tables=tables)
+def test_explain_holds_against_the_log(ranks, world_size, scheme, tables, dense):
+    config = make_config(scheme, "rowwise_adagrad", tables=tables, dense_layouts=dense)
+    if dense:
+        assert dense_conversions(config, world_size)
     for rank, result in enumerate(ranks(world_size, steps_of_one_iteration, config)):
         planned = [
             (step, group)
