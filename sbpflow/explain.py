@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from sbpflow.boxing_plan import BoxingStep
+from sbpflow.embedding.group_plan import ExchangeStep, Stack, Step
 from sbpflow.embedding.kernels import KernelChoice
-from sbpflow.embedding.plan import EmbeddingPlan, ExchangeStep, Stack, Step
+from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.tables import TableLayout, shards_of
 from sbpflow.layout import Layout
 

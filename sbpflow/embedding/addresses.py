@@ -7,7 +7,7 @@ Two maps: ``LocalAddresses`` for ranks that look up ids of the whole batch in th
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan import Stack
+from sbpflow.embedding.group_plan import Stack
 from sbpflow.embedding.storage import Access
 
 

@@ -7,12 +7,14 @@ beside other traffic.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.dist import World
+from sbpflow.embedding.group_plan import GroupPlan, Piece, Stack
 from sbpflow.embedding.groups import GROUPS, BatchIds, Group
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.kernels import (
@@ -21,7 +23,7 @@ from sbpflow.embedding.kernels import (
     make_storage,
 )
 from sbpflow.embedding.optimizers import SumOverColumns
-from sbpflow.embedding.plan import EmbeddingPlan, GroupPlan, Piece, Stack
+from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.storage import Storage
 from sbpflow.embedding.tables import OutputConfig, TableConfig
 from sbpflow.errors import DataError
@@ -65,7 +67,9 @@ class EmbeddingCollection:
             column = plan.features.index(table.feature)
             limits[column] = min(limits[column], table.num_rows)
         self._limits = torch.tensor(limits, dtype=torch.int32, device=world.device)
-        self._global_columns = {f: i for i, f in enumerate(plan.global_features)}
+        self._sent = torch.tensor(plan.sent_columns, dtype=torch.int64, device=world.device)
+        self._my_columns = {f: place for place, f in enumerate(plan.needed[world.rank])}
+        self._id_steps = cache(plan.id_steps)
         self._outputs: dict[str, Tensor] = {}
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         self._fill(seed)
@@ -77,7 +81,7 @@ class EmbeddingCollection:
         a gradient, which ``apply_gradients`` consumes. Raises DataError on an id out of range.
         """
         self._check_ids(ids)
-        batch = BatchIds(num_rows, ids, self._everywhere(ids, num_rows), self._global_columns)
+        batch = BatchIds(num_rows, ids, self._everywhere(ids, num_rows), self._my_columns)
         parts = [group.forward(batch, training=training) for group in self._groups]
         outputs = {
             name: assembly.join(parts).requires_grad_(training)
@@ -126,12 +130,12 @@ class EmbeddingCollection:
             yield from group.storages()
 
     def _everywhere(self, ids: Tensor, num_rows: int) -> Tensor | None:
-        if not self._global_columns:
+        if not self._sent.numel():
             return None
-        part = ids
-        if len(self._global_columns) < ids.shape[1]:
-            part = ids[:, list(self._global_columns)]
-        return self._boxing.run(self.plan.id_steps(num_rows), part.contiguous(), IDS)
+        everywhere = self._boxing.run(
+            self._id_steps(num_rows), ids.index_select(1, self._sent), IDS
+        )
+        return everywhere if self._my_columns else None
 
     def _check_ids(self, ids: Tensor) -> None:
         bad = (ids < 0) | (ids >= self._limits)

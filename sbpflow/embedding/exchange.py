@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World
-from sbpflow.embedding.plan import ExchangeStep
+from sbpflow.embedding.group_plan import ExchangeStep
 
 CHANNEL = "unique"
 

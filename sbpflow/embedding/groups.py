@@ -18,8 +18,8 @@ from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
 from sbpflow.embedding.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.exchange import Request, UniqueExchange
+from sbpflow.embedding.group_plan import GroupPlan, Stack
 from sbpflow.embedding.optimizers import SumOverColumns
-from sbpflow.embedding.plan import GroupPlan, Stack
 from sbpflow.embedding.storage import Access, Storage
 
 VECTORS = "vectors"
@@ -31,8 +31,8 @@ StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
 class BatchIds:
     """The ids of one batch: this rank's samples, and where needed those of the whole batch.
 
-    ``local`` [local batch, features] int32; ``everywhere`` [batch, global features] int32 or
-    ``None`` on ranks that look nothing up; ``columns`` maps a feature to its column in the latter.
+    ``local`` [local batch, features] int32; ``everywhere`` [batch, features this rank looks
+    up] int32, ``None`` where it looks nothing up; ``columns`` maps a feature to its column there.
     """
 
     num_rows: int

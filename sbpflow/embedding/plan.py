@@ -2,9 +2,6 @@
 
 Pure data and pure functions: ``explain`` prints what is built here without any rank running, and
 ``EmbeddingCollection`` executes the same objects. Nothing here allocates or communicates.
-
-A group is the tables of one output that share an exchange; it makes one exchange each way per
-batch whatever its number of tables. A stack is the tables of a group that share one storage.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +11,7 @@ from typing import cast
 import torch
 
 from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.embedding.group_plan import IDS_DTYPE, GroupPlan, Stack, Step
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.tables import (
     Exchange,
@@ -26,274 +24,51 @@ from sbpflow.embedding.tables import (
 from sbpflow.errors import ConfigError
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split
-
-IDS_DTYPE = torch.int32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One shard in a rank's storage: table[row_start:row_stop, col_start:col_stop] at ``base``."""
-
-    table: TableConfig
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-    base: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_stop - self.row_start
-
-    @property
-    def width(self) -> int:
-        return self.col_stop - self.col_start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """Tables of equal dim that every rank stores as one block of rows.
-
-    ``features`` are the tables' columns in the ids of the whole batch.
-    """
-
-    tables: tuple[TableConfig, ...]
-    layouts: tuple[Layout, ...]
-    features: tuple[int, ...]
-
-    @property
-    def dim(self) -> int:
-        return self.tables[0].dim
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """This rank's shards in storage order; tables it holds nothing of are left out."""
-        pieces: list[Piece] = []
-        base = 0
-        for table, layout in zip(self.tables, self.layouts, strict=True):
-            slices = layout.part_slices(table.shape, rank)
-            if slices is None:
-                continue
-            rows, cols = slices
-            piece = Piece(
-                table=table,
-                row_start=rows.start,
-                row_stop=rows.stop,
-                col_start=cols.start,
-                col_stop=cols.stop,
-                base=base,
-            )
-            if piece.num_rows and piece.width:
-                pieces.append(piece)
-                base += piece.num_rows
-        return tuple(pieces)
-
-    def num_rows(self, rank: int) -> int:
-        return sum(piece.num_rows for piece in self.pieces(rank))
-
-    def width(self, rank: int) -> int:
-        """Columns of the storage; 0 on a rank that holds nothing."""
-        pieces = self.pieces(rank)
-        return pieces[0].width if pieces else 0
-
-    def holders(self) -> tuple[int, ...]:
-        """Ranks that store some of it, ascending."""
-        ranks = {rank for layout in self.layouts for rank in layout.placement.ranks}
-        return tuple(sorted(rank for rank in ranks if self.pieces(rank)))
-
-    def is_column_split(self) -> bool:
-        """Whether a logical row is spread over several ranks."""
-        return any(0 < self.width(rank) < self.dim for rank in self.holders())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeStep:
-    """A transfer whose size the batch decides; ``bound_bytes`` is what one rank sends at most."""
-
-    id: str
-    collective: str
-    group: tuple[int, ...]
-    dtype: torch.dtype
-    bound_bytes: int
-    what: str
-
-
-Step = BoxingStep | ExchangeStep
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """The tables of one output that travel together.
-
-    ``pooled`` says that the vectors of a sample are summed before they travel (possible where the
-    exchange is linear in whole vectors: local and reduce). ``shared_state`` are the stacks whose
-    optimizer state is one number per row while ranks share the row: their squares are added up.
-    """
-
-    name: str
-    output: OutputConfig
-    exchange: Exchange
-    stacks: tuple[Stack, ...]
-    shared_state: tuple[int, ...]
-    world: Placement
-    dtype: torch.dtype
-    backend: str
-
-    @property
-    def tables(self) -> tuple[TableConfig, ...]:
-        return tuple(table for stack in self.stacks for table in stack.tables)
-
-    @property
-    def pooled(self) -> bool:
-        return self.output.combine == "sum" and self.exchange in ("local", "reduce")
-
-    @property
-    def width(self) -> int:
-        """Columns of this group's part of the output at home, before a sum over tables."""
-        return self.stacks[0].dim if self.pooled else sum(table.dim for table in self.tables)
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """Ranks that store rows of this group, ascending."""
-        layouts = [layout for stack in self.stacks for layout in stack.layouts]
-        ranks = {rank for layout in layouts for rank in layout.placement.ranks}
-        return tuple(sorted(ranks))
-
-    def rank_width(self, rank: int) -> int:
-        """Columns rank ``rank`` computes for every sample (columns exchange)."""
-        return sum(piece.width for stack in self.stacks for piece in stack.pieces(rank))
-
-    def vector_layouts(self) -> tuple[Layout, Layout] | None:
-        """(layout of the looked-up vectors, layout at home) where boxing moves them, else None."""
-        home = Layout(self.world, (Split(0),))
-        if self.exchange == "columns":
-            sizes = tuple(self.rank_width(rank) for rank in self.world.ranks)
-            return Layout(self.world, (Split(1, sizes),)), home
-        if self.exchange == "reduce":
-            return Layout(Placement.of(self.world.device_type, self.owners), (Partial(),)), home
-        return None
-
-    def forward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Vectors to the samples' home ranks, for a global batch of ``num_rows``."""
-        layouts = self.vector_layouts()
-        if layouts is None:
-            return ()
-        return plan_boxing(
-            *layouts,
-            (num_rows, self.width),
-            self.dtype,
-            id=f"{self.name}/fwd/vectors",
-            backend=self.backend,
-        )
-
-    def backward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Gradients to the ranks that update: the adjoint of ``forward_steps``."""
-        if self.exchange == "local":
-            return self._touched(num_rows, self.width, self.dtype, "gradients")
-        layouts = self.vector_layouts()
-        if layouts is None:
-            return ()
-        src, dst = layouts
-        return plan_boxing(
-            dst.dual(),
-            src.dual(),
-            (num_rows, self.width),
-            self.dtype,
-            id=f"{self.name}/bwd/vectors",
-            backend=self.backend,
-        )
-
-    def touched_id_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Local exchange: every rank learns which rows the others touched, to update alike."""
-        return self._touched(num_rows, len(self.tables), IDS_DTYPE, "ids")
-
-    def _touched(
-        self, num_rows: int, width: int, dtype: torch.dtype, what: str
-    ) -> tuple[BoxingStep, ...]:
-        return plan_boxing(
-            Layout(self.world, (Split(0),)),
-            Layout(self.world, (Broadcast(),)),
-            (num_rows, width),
-            dtype,
-            id=f"{self.name}/bwd/{what}",
-            backend=self.backend,
-        )
-
-    def address_dtype(self) -> torch.dtype:
-        """What row addresses travel as in the unique exchange: int32 while they fit."""
-        most = max(stack.num_rows(rank) for stack in self.stacks for rank in self.owners)
-        return torch.int32 if most < 2**31 else torch.int64
-
-    def row_state_steps(self, index: int, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Squares of stack ``index``'s touched rows, added over the ranks that share them.
-
-        Sized for the most rows a batch can touch, so that every rank knows the step beforehand.
-        """
-        stack = self.stacks[index]
-        holders = list(stack.holders())
-        placement = Placement.of(self.world.device_type, holders)
-        return plan_boxing(
-            Layout(placement, (Partial(),)),
-            Layout(placement, (Broadcast(),)),
-            (num_rows * len(stack.tables),),
-            self.dtype,
-            id=f"{self.name}/bwd/row_state.{index}",
-            backend=self.backend,
-        )
-
-    def unique_steps(self, num_rows: int) -> tuple[ExchangeStep, ...]:
-        """The four transfers of the unique exchange with their bounds: three forward, one back."""
-        if self.exchange != "unique" or self.world.size == 1:
-            return ()
-        lookups = -(-num_rows // self.world.size) * len(self.tables)  # of one rank, at most
-        answers = num_rows * len(self.tables) - num_rows // self.world.size * len(self.tables)
-        dim = self.stacks[0].dim
-        counts = torch.int64
-        ids = self.address_dtype()
-        return tuple(
-            ExchangeStep(
-                id=f"{self.name}/{suffix}",
-                collective="all_to_all",
-                group=self.world.ranks,
-                dtype=dtype,
-                bound_bytes=elements * dtype.itemsize,
-                what=what,
-            )
-            for suffix, dtype, elements, what in (
-                ("fwd/counts", counts, self.world.size - 1, "how many rows each owner is asked"),
-                ("fwd/ids", ids, lookups, "addresses of this rank's unique rows"),
-                ("fwd/vectors", self.dtype, answers * dim, "the rows others asked for"),
-                ("bwd/vectors", self.dtype, lookups * dim, "gradients of this rank's unique rows"),
-            )
-        )
+from sbpflow.sbp import Broadcast, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
     """All groups of a collection, and the ids that travel before any lookup.
 
-    ``features`` names the columns of the batch's ids. ``global_features`` are the columns that
-    every rank of ``id_ranks`` needs for the whole batch; both empty if no group needs any.
+    ``features`` names the columns of the batch's ids. ``needed`` has, per rank, the columns that it
+    looks up for the whole batch.
     """
 
     outputs: tuple[OutputConfig, ...]
     groups: tuple[GroupPlan, ...]
     features: tuple[str, ...]
-    global_features: tuple[int, ...]
-    id_ranks: tuple[int, ...]
+    needed: tuple[tuple[int, ...], ...]
     optimizer: SparseOptimizer
     dtype: torch.dtype
     world: Placement
     backend: str
 
+    @property
+    def sent_columns(self) -> tuple[int, ...]:
+        """Columns of the batch's ids as they are sent: all ranks' needs, once if they are equal."""
+        holders = [columns for columns in self.needed if columns]
+        if len(set(holders)) == 1:
+            return holders[0]
+        return tuple(column for columns in holders for column in columns)
+
     def id_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """S(0) -> B of the ids that owners look up for the whole batch."""
-        if not self.global_features:
+        """Ids to the ranks that look them up for the whole batch.
+
+        S(0) -> B where these ranks need the same columns; else S(0) -> S(1) of the columns laid
+        out per rank, so that each gets its own and no other.
+        """
+        ranks = [r for r, columns in zip(self.world.ranks, self.needed, strict=True) if columns]
+        if not ranks:
             return ()
+        sizes = tuple(len(columns) for columns in self.needed)
+        dst = Layout(self.world, (Split(1, sizes),))
+        if len(set(self.needed) - {()}) == 1:
+            dst = Layout(Placement.of(self.world.device_type, ranks), (Broadcast(),))
         return plan_boxing(
             Layout(self.world, (Split(0),)),
-            Layout(Placement.of(self.world.device_type, self.id_ranks), (Broadcast(),)),
-            (num_rows, len(self.global_features)),
+            dst,
+            (num_rows, len(self.sent_columns)),
             IDS_DTYPE,
             id="ids/fwd",
             backend=self.backend,
@@ -339,19 +114,29 @@ def plan_embeddings(
     groups: list[GroupPlan] = []
     for output in outputs:
         groups += _groups_of(output, layouts, features, optimizer, dtype, world, backend)
-    needing = [group for group in groups if group.exchange in ("columns", "reduce")]
-    global_features = {f for group in needing for stack in group.stacks for f in stack.features}
     return EmbeddingPlan(
         outputs=outputs,
         groups=tuple(groups),
         features=features,
-        global_features=tuple(sorted(global_features)),
-        id_ranks=tuple(sorted({rank for group in needing for rank in group.owners})),
+        needed=tuple(_needed(groups, rank) for rank in world.ranks),
         optimizer=optimizer,
         dtype=dtype,
         world=world,
         backend=backend,
     )
+
+
+def _needed(groups: list[GroupPlan], rank: int) -> tuple[int, ...]:
+    """Columns of ids that ``rank`` looks up for the whole batch, ascending."""
+    features: set[int] = set()
+    for group in groups:
+        if group.exchange == "columns":
+            for stack in group.stacks:
+                if stack.pieces(rank):
+                    features.update(stack.features)
+        elif group.exchange == "reduce" and rank in group.owners:
+            features.update(feature for stack in group.stacks for feature in stack.features)
+    return tuple(sorted(features))
 
 
 def _groups_of(
