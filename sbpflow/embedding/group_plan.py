@@ -196,6 +196,8 @@ class GroupPlan:
     def _touched(
         self, num_rows: int, width: int, dtype: torch.dtype, what: str
     ) -> tuple[BoxingStep, ...]:
+        if self.world.size == 1:
+            return ()
         return plan_boxing(
             Layout(self.world, (Split(0),)),
             Layout(self.world, (Broadcast(),)),

@@ -86,7 +86,7 @@ class EmbeddingPlan:
         """Every step of the update that follows, in the order it runs."""
         steps: list[Step] = []
         for group in self.groups:
-            if group.exchange == "local" and self.world.size > 1:
+            if group.exchange == "local":
                 steps += group.touched_id_steps(num_rows)
             steps += group.unique_steps(num_rows)[3:]
             steps += group.backward_steps(num_rows)

@@ -1,0 +1,192 @@
+"""Plans, addresses, starting values and kernel choice: pure arithmetic, no ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.embedding.addresses import LocalAddresses, OwnerAddresses
+from sbpflow.embedding.group_plan import Stack
+from sbpflow.embedding.initial import fill_uniform
+from sbpflow.embedding.kernels import choose_kernel, choose_kernels
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.storage import Access
+from sbpflow.embedding.tables import Shard, TableConfig, check_cover, shards_of
+from sbpflow.errors import ConfigError
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split
+from tests.embedding.cases import Case, Spec
+
+CPU = torch.device("cpu")
+TABLES = (("deep.a", 41, 6), ("deep.b", 3, 6), ("deep.c", 64, 6), ("deep.d", 9, 6))
+
+
+def make_case(**specs: Spec) -> Case:
+    return Case(
+        tables={"deep": TABLES},
+        specs={f"deep.{name}": spec for name, spec in specs.items()},
+        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+    )
+
+
+def stack_of(case: Case, world_size: int, exchange: str) -> Stack:
+    (group,) = [g for g in case.plan(world_size).groups if g.exchange == exchange]
+    return group.stacks[0]
+
+
+def test_whole_tables_get_their_ids_and_no_others():
+    whole = {name: Spec("B", "columns", ranks=(n % 2,)) for n, name in enumerate("abcd")}
+    plan = make_case(**whole).plan(2)
+    assert plan.needed == ((0, 2), (1, 3))
+    (step,) = plan.id_steps(30)
+    assert step.collective == "all_to_all"
+    # each rank keeps its 15 rows of two columns and sends the two others, 4 bytes each
+    assert [step.bytes_sent(rank) for rank in (0, 1)] == [15 * 2 * 4] * 2
+
+
+def test_ids_that_all_need_are_gathered_once():
+    plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
+    (step,) = plan.id_steps(30)
+    assert (step.collective, step.shape) == ("all_gather", (30, 4))
+
+
+def test_one_exchange_each_way_however_many_tables():
+    mixed = {
+        "a": Spec("S(1)", "columns"),
+        "b": Spec("B", "columns", ranks=(1,)),
+        "c": Spec("S(1)", "columns", ranks=(2, 0), sizes=(1, 5)),
+        "d": Spec("S(1)", "columns"),
+    }
+    plan = make_case(**mixed).plan(3)
+    (group,) = plan.groups
+    assert [stack.tables[0].name for stack in group.stacks] == ["deep.a", "deep.b", "deep.c"]
+    assert len(group.forward_steps(30)) == len(group.backward_steps(30)) == 1
+    assert sum(group.rank_width(rank) for rank in range(3)) == 4 * 6
+
+
+def test_tables_of_a_world_of_one_stay_where_they_are():
+    plan = make_case(**{name: Spec("S(0)", "unique") for name in "abcd"}).plan(1)
+    assert [group.exchange for group in plan.groups] == ["local"]
+    assert plan.forward_steps(30) == plan.backward_steps(30) == ()
+
+
+@pytest.mark.parametrize("sizes", [None, (0, 41, 0), (1, 0, 40)])
+def test_an_owner_address_leads_to_its_row_and_no_other(sizes):
+    specs = {name: Spec("S(0)", "unique") for name in "bcd"}
+    case = make_case(a=Spec("S(0)", "unique", sizes=sizes), **specs)
+    stack = stack_of(case, 3, "unique")
+    addresses = OwnerAddresses(stack, 3, CPU)
+    where = {}
+    for rank in range(3):
+        for piece in stack.pieces(rank):
+            for row in range(piece.row_start, piece.row_stop):
+                local = addresses.bases[rank] + piece.base + row - piece.row_start
+                where[piece.table.name, row] = local
+    longest = max(rows for _, rows, _ in TABLES)
+    ids = torch.stack([torch.arange(longest) % rows for _, rows, _ in TABLES], 1).int()
+    found = addresses.of(ids).view(longest, 4)
+    for row in range(longest):
+        for column, (name, rows, _) in enumerate(TABLES):
+            assert found[row, column] == where[name, row % rows]
+    assert sorted(where.values()) == list(range(sum(rows for _, rows, _ in TABLES)))
+
+
+def test_local_addresses_leave_out_what_is_elsewhere():
+    stack = stack_of(make_case(**{name: Spec("S(0)", "reduce") for name in "abcd"}), 3, "reduce")
+    ids = torch.tensor([[0, 0, 63, 8], [40, 2, 0, 0]], dtype=torch.int32)
+    held = 0
+    for rank in range(3):
+        bases = {piece.table.name: piece for piece in stack.pieces(rank)}
+        access = LocalAddresses(stack, rank, CPU).access(ids, pooled=False)
+        assert access.num_bags == 8
+        for bag in range(8):
+            rows = access.addresses[access.offsets[bag] : access.offsets[bag + 1]]
+            table, row = TABLES[bag % 4][0], int(ids.view(-1)[bag])
+            piece = bases.get(table)
+            here = piece is not None and piece.row_start <= row < piece.row_stop
+            assert rows.tolist() == ([piece.base + row - piece.row_start] if here else [])
+            held += here
+    assert held == 8
+
+
+def test_row_gradients_sum_every_bag_of_a_row():
+    access = Access(torch.tensor([5, 2, 5, 9]), torch.tensor([0, 2, 2, 4]))
+    grads = torch.tensor([[1.0], [10.0], [100.0]])
+    rows, sums = access.row_gradients(grads)
+    assert rows.tolist() == [2, 5, 9]
+    assert sums.tolist() == [[1.0], [101.0], [100.0]]
+    assert access.inverse().tolist() == [1, 0, 1, 2]
+
+
+def test_a_shard_starts_with_the_values_of_its_place():
+    whole = torch.empty(50, 12)
+    fill_uniform(whole, seed=3, name="t", bound=0.5, num_columns=12)
+    part = torch.empty(7, 5, dtype=torch.float64)
+    fill_uniform(part, seed=3, name="t", bound=0.5, num_columns=12, first_row=20, first_column=4)
+    assert torch.equal(part.float(), whole[20:27, 4:9])
+    other = torch.empty(50, 12)
+    fill_uniform(other, seed=3, name="u", bound=0.5, num_columns=12)
+    assert not torch.isclose(other, whole).any()
+
+
+def test_starting_values_are_uniform_and_uncorrelated():
+    values = torch.empty(40_000, 8)
+    fill_uniform(values, seed=1, name="t", bound=1.0, num_columns=8)
+    assert values.abs().max() <= 1.0
+    assert abs(float(values.mean())) < 5 * (1 / 3 / values.numel()) ** 0.5
+    assert abs(float(values.var()) - 1 / 3) < 0.005
+    correlation = np.corrcoef(values.T.numpy()) - np.eye(8)
+    assert np.abs(correlation).max() < 5 / 40_000**0.5
+    # 32 equal bins: chi-squared of 31 degrees of freedom stays under 70 but once in 1e4 seeds
+    counts, _ = np.histogram(values.numpy(), bins=32, range=(-1, 1))
+    expected = values.numel() / 32
+    assert ((counts - expected) ** 2 / expected).sum() < 70
+
+
+def test_cover_refuses_holes_overlaps_and_partial():
+    table = TableConfig(name="t", feature="t", num_rows=10, dim=4)
+    layout = Layout(Placement.line("cpu", 2), (Split(0),))
+    shards = shards_of(table, layout)
+    check_cover(table, layout, shards)
+    with pytest.raises(ConfigError, match="hold 20 elements"):
+        check_cover(table, layout, shards[:1])
+    shifted = Shard(table="t", rank=1, row_start=4, row_stop=9, col_start=0, col_stop=4)
+    with pytest.raises(ConfigError, match="overlap"):
+        check_cover(table, layout, (shards[0], shifted))
+    partial = Layout(Placement.line("cpu", 2), (Partial(),))
+    with pytest.raises(ConfigError, match="terms of a sum"):
+        check_cover(table, partial, ())
+    copies = Layout(Placement.line("cpu", 2), (Broadcast(),))
+    check_cover(table, copies, shards_of(table, copies))
+
+
+@pytest.mark.parametrize(
+    ("width", "optimizer", "dtype", "split", "kernel", "reason"),
+    [
+        (16, "rowwise_adagrad", torch.float32, False, "fbgemm", "same meaning"),
+        (16, "sgd", torch.float32, True, "fbgemm", "same meaning"),
+        (16, "rowwise_adagrad", torch.float32, True, "torch", "spans the ranks"),
+        (16, "lazy_adam", torch.float32, False, "torch", "no lazy Adam"),
+        (6, "sgd", torch.float32, False, "torch", "width 6 is not a multiple of 4"),
+        (16, "sgd", torch.float64, False, "torch", "no float64 rows"),
+    ],
+)
+def test_fbgemm_serves_only_what_it_means_the_same(width, optimizer, dtype, split, kernel, reason):
+    choice = choose_kernel(
+        "auto",
+        width=width,
+        optimizer=SparseOptimizer(name=optimizer, lr=0.1),
+        dtype=dtype,
+        column_split=split,
+        fault=None,
+    )
+    assert choice.name == kernel
+    assert reason in choice.reason
+
+
+def test_without_fbgemm_torch_serves_and_says_so(monkeypatch):
+    monkeypatch.setattr("sbpflow.embedding.kernels.import_fbgemm", lambda: None)
+    plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
+    assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
+    with pytest.raises(ConfigError, match=r"parallel\.kernel: fbgemm, but FBGEMM is not installed"):
+        choose_kernels(plan, "fbgemm")
