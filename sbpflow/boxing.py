@@ -17,10 +17,12 @@ from sbpflow.boxing_step import WIRE_DTYPES, BoxingStep
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
 from sbpflow.errors import SbpError
+from sbpflow.staging import Loan, Staging
 
 MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
 
 Finish = Callable[[], Tensor | None]
+Issued = tuple[Tensor, dist.Work | None]
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -44,6 +46,7 @@ class Boxing:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._staging = Staging()
         # Keyed by identity: hashing a step costs more than running its Python part. The program
         # holds the step, so an identity stays taken.
         self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
@@ -117,10 +120,12 @@ class Boxing:
             return lambda: program.unpack(part)
         if world.log.enabled:
             world.log.add(_record(program, channel))
-        packed = program.pack(part)
-        if step.collective == "all_reduce" and not (donate and packed.is_contiguous()):
-            packed = packed.clone(memory_format=torch.contiguous_format)
-        return _COLLECTIVES[step.collective](program, packed, group)
+        loan = self._staging.loan()
+        packed = program.pack(part, loan.take)
+        if step.collective == "all_reduce" and not donate:
+            packed = packed.clone()
+        received, work = _COLLECTIVES[step.collective](program, packed, group, loan)
+        return partial(_finish, work, program, received, loan)
 
     def _accept(self, program: Program, part: Tensor | None) -> Tensor:
         step = program.step
@@ -158,33 +163,52 @@ def _as_sent(buffer: Tensor) -> Tensor:
     return buffer.view(same_size[buffer.dtype.itemsize])
 
 
-def _finish(work: dist.Work | None, program: Program, buffer: Tensor) -> Tensor | None:
+def _finish(
+    work: dist.Work | None, program: Program, received: Tensor, loan: Loan
+) -> Tensor | None:
     if work is not None:
         work.wait()
-    return program.unpack(buffer)
+    part = program.unpack(received)
+    loan.give_back()
+    return part
 
 
-def _run_all_gather(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
-    gathered = packed.new_empty(packed.numel() * len(program.group or ()))
-    work = all_gather_single(_as_sent(gathered), _as_sent(packed), group=group, async_op=True)
-    return partial(_finish, work, program, gathered)
+def _receive_buffer(program: Program, packed: Tensor, loan: Loan) -> Tensor:
+    total = sum(program.receive_sizes)
+    return packed.new_empty(total) if program.keeps_received else loan.take(total, packed)
 
 
-def _run_all_reduce(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
-    work = dist.all_reduce(packed, _REDUCE_OPS[program.reduction], group=group, async_op=True)
-    return partial(_finish, work, program, packed)
+def _run_all_gather(
+    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
+) -> Issued:
+    gathered = _receive_buffer(program, packed, loan)
+    return gathered, all_gather_single(
+        _as_sent(gathered), _as_sent(packed), group=group, async_op=True
+    )
 
 
-def _run_reduce_scatter(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
+def _run_all_reduce(
+    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
+) -> Issued:
+    del loan
+    op = _REDUCE_OPS[program.reduction]
+    return packed, dist.all_reduce(packed, op, group=group, async_op=True)
+
+
+def _run_reduce_scatter(
+    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
+) -> Issued:
+    del loan
     reduced = packed.new_empty(packed.numel() // len(program.group or ()))
     op = _REDUCE_OPS[program.reduction]
-    work = reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
-    return partial(_finish, work, program, reduced)
+    return reduced, reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
 
 
-def _run_all_to_all(program: Program, packed: Tensor, group: dist.ProcessGroup) -> Finish:
-    received = packed.new_empty(sum(program.receive_sizes))
-    work = dist.all_to_all_single(
+def _run_all_to_all(
+    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
+) -> Issued:
+    received = _receive_buffer(program, packed, loan)
+    return received, dist.all_to_all_single(
         _as_sent(received),
         _as_sent(packed),
         list(program.receive_sizes),
@@ -192,7 +216,6 @@ def _run_all_to_all(program: Program, packed: Tensor, group: dist.ProcessGroup) 
         group=group,
         async_op=True,
     )
-    return partial(_finish, work, program, received)
 
 
 _COLLECTIVES = {

@@ -15,6 +15,8 @@ from sbpflow.sbp import Reduction
 
 Shape = tuple[int, ...]
 LocalFn = Callable[[Tensor], Tensor]
+Take = Callable[[int, Tensor], Tensor]  # (numel, like) -> a flat buffer that is lent
+Pack = Callable[[Tensor, Take], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,21 @@ def keep(part: Tensor) -> Tensor:
     return part
 
 
-def flatten(part: Tensor) -> Tensor:
+def flatten(part: Tensor, take: Take) -> Tensor:
     """One contiguous run; a copy only if it was not (an expanded gradient flattens to stride 0)."""
+    del take
     return part.reshape(-1).contiguous()
+
+
+def pad_to(total: int) -> Pack:
+    """The part, flattened, at the start of a buffer of ``total`` elements; the rest is not set."""
+
+    def pad(part: Tensor, take: Take) -> Tensor:
+        padded = take(total, part)
+        padded[: part.numel()] = part.reshape(-1)
+        return padded
+
+    return pad
 
 
 def lengths(box: Box) -> Shape:
@@ -81,10 +95,10 @@ def padder(inside: Box, at: Box, shape: Shape, fill: float | int) -> LocalFn:
     return pad
 
 
-def packer(pieces: list[Piece], shape: Shape) -> LocalFn:
+def packer(pieces: list[Piece], shape: Shape) -> Pack:
     """Copy boxes of a part of ``shape`` to their stretches of one flat buffer."""
     total = sum(piece.numel for piece in pieces)
-    if _lie_in_order(pieces, shape, total):
+    if lie_in_order(pieces, shape, total):
         return flatten
     dim = _even_dim(pieces, shape)
     if dim is not None:
@@ -92,16 +106,16 @@ def packer(pieces: list[Piece], shape: Shape) -> LocalFn:
         count, length = len(pieces), shape[dim] // len(pieces)
         split, joined = (*outer, count, length, *inner), (count, *outer, length, *inner)
 
-        def pack_even(part: Tensor) -> Tensor:
-            flat = part.new_empty(joined)
-            flat.copy_(part.reshape(split).movedim(dim, 0))
-            return flat.view(-1)
+        def pack_even(part: Tensor, take: Take) -> Tensor:
+            flat = take(total, part)
+            flat.view(joined).copy_(part.reshape(split).movedim(dim, 0))
+            return flat
 
         return pack_even
     sizes = [piece.numel for piece in pieces]
 
-    def pack(part: Tensor) -> Tensor:
-        flat = part.new_empty(total)
+    def pack(part: Tensor, take: Take) -> Tensor:
+        flat = take(total, part)
         for piece, stretch in zip(pieces, flat.split(sizes), strict=True):
             stretch.view(piece.shape).copy_(part[piece.box])
         return flat
@@ -110,8 +124,11 @@ def packer(pieces: list[Piece], shape: Shape) -> LocalFn:
 
 
 def assembler(pieces: list[Piece], shape: Shape, total: int) -> LocalFn:
-    """Put the stretches of a flat buffer of ``total``, which cover the part once, in place."""
-    if _lie_in_order(pieces, shape, total):
+    """Put the stretches of a flat buffer of ``total``, which cover the part once, in place.
+
+    The result is the buffer itself where the pieces ``lie_in_order``, else a copy.
+    """
+    if lie_in_order(pieces, shape, total):
         return lambda flat: flat.view(shape)
     dim = _joining_dim(pieces, shape)
     if dim is None:
@@ -174,7 +191,7 @@ def _stretch(flat: Tensor, piece: Piece) -> Tensor:
     return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
 
 
-def _lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
+def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
     """Whether the part, flattened, is the buffer: each piece a run of it, in buffer order."""
     if total != numel(whole(shape)):
         return False

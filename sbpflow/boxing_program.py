@@ -4,12 +4,13 @@ Touches local tensors only; ``boxing`` issues the collective between ``pack`` an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sbpflow.boxing_kernels import (
     LocalFn,
+    Pack,
     Piece,
     Shape,
     assembler,
@@ -17,8 +18,10 @@ from sbpflow.boxing_kernels import (
     flatten,
     keep,
     lengths,
+    lie_in_order,
     neutral,
     packer,
+    pad_to,
     padder,
     slicer,
     whole,
@@ -32,7 +35,8 @@ from sbpflow.sbp import Partial, Reduction
 class Program:
     """``pack`` makes the send buffer from the part; ``unpack`` makes the result from what came.
 
-    ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself.
+    ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. If
+    ``keeps_received``, the result is a view of the receive buffer, which then must not be lent.
     """
 
     step: BoxingStep
@@ -41,9 +45,10 @@ class Program:
     part_shape: Shape | None
     reduction: Reduction
     unpack: Callable[[Tensor], Tensor | None]
-    pack: LocalFn = keep
+    pack: Pack = flatten
     send_sizes: tuple[int, ...] = ()
     receive_sizes: tuple[int, ...] = ()
+    keeps_received: bool = True
 
 
 def compile_step(step: BoxingStep, rank: int) -> Program:
@@ -58,11 +63,11 @@ def compile_step(step: BoxingStep, rank: int) -> Program:
         unpack=keep,
     )
     if group is None:
-        return _with(base, unpack=_local(step, rank))
+        return replace(base, unpack=_local(step, rank))
     if step.collective == "all_gather":
         return _all_gather(base, rank, group)
     if step.collective == "all_reduce":
-        return base
+        return replace(base, unpack=_as_shape(base.part_shape or ()))
     return _exchange(base, rank, group)
 
 
@@ -74,32 +79,20 @@ def reduction_of(step: BoxingStep) -> Reduction:
     return ops[0] if ops else "sum"
 
 
-def _with(
-    base: Program,
-    *,
-    unpack: Callable[[Tensor], Tensor | None],
-    pack: LocalFn = keep,
-    send_sizes: tuple[int, ...] = (),
-    receive_sizes: tuple[int, ...] = (),
-) -> Program:
-    return Program(
-        base.step,
-        base.group,
-        base.bytes_sent,
-        base.part_shape,
-        base.reduction,
-        unpack,
-        pack,
-        send_sizes,
-        receive_sizes,
-    )
+def _nothing(part: Tensor) -> None:
+    """What a rank outside the destination has."""
+    del part
+
+
+def _as_shape(shape: Shape) -> LocalFn:
+    return lambda flat: flat.view(shape)
 
 
 def _local(step: BoxingStep, rank: int) -> Callable[[Tensor], Tensor | None]:
     """Slice the part, or set it into a part of neutral elements; no rank hears of it."""
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
-        return lambda part: None
+        return _nothing
     shape, fill = lengths(dst_box), neutral(reduction_of(step), step.dtype)
     move = next((m for m in step.moves if m.src == m.dst == rank), None)
     if move is None:
@@ -118,18 +111,14 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     mine = numel(step.src.part_slices(step.shape, rank) or ())
     dst_box = step.dst.part_slices(step.shape, rank) or ()
 
-    def pad(part: Tensor) -> Tensor:
-        padded = part.new_empty(stride)
-        padded[:mine] = part.reshape(-1)
-        return padded
-
     boxes = [(n * stride, step.src.part_slices(step.shape, r) or ()) for n, r in enumerate(group)]
     pieces = [Piece(offset, shift(box, dst_box)) for offset, box in boxes if numel(box)]
-    return _with(
+    return replace(
         base,
-        pack=pad if mine < stride else flatten,
+        pack=pad_to(stride) if mine < stride else flatten,
         unpack=assembler(pieces, lengths(dst_box), stride * len(group)),
         receive_sizes=(stride,) * len(group),
+        keeps_received=lie_in_order(pieces, lengths(dst_box), stride * len(group)),
     )
 
 
@@ -141,31 +130,24 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     dst_box = step.dst.part_slices(step.shape, rank)
     sent, send_sizes = _pieces(leaving, group, step.src.part_slices(step.shape, rank))
     received, receive_sizes = _pieces(coming, group, dst_box)
-    return _with(
+    exchanged = replace(
         base,
         pack=packer(list(sent.values()), (0,) if base.part_shape is None else base.part_shape),
-        unpack=_unpacker(base, coming, received, dst_box, sum(receive_sizes)),
         send_sizes=send_sizes,
         receive_sizes=receive_sizes,
     )
-
-
-def _unpacker(
-    base: Program,
-    coming: dict[int, Move],
-    received: dict[int, Piece],
-    dst_box: Box | None,
-    total: int,
-) -> Callable[[Tensor], Tensor | None]:
     if dst_box is None:
-        return lambda received: None
-    step, shape = base.step, lengths(dst_box)
+        return replace(exchanged, unpack=_nothing, keeps_received=False)
+    shape, total = lengths(dst_box), sum(receive_sizes)
     if step.collective == "reduce_scatter":
-        return lambda received: received.view(shape)
-    overlaps_or_gaps = any(isinstance(sbp, Partial) for sbp in (*step.src.nd_sbp, *step.dst.nd_sbp))
-    if overlaps_or_gaps:
-        return combiner([received[source] for source in coming], shape, base.reduction)
-    return assembler(list(received.values()), shape, total)
+        return replace(exchanged, unpack=_as_shape(shape))
+    if any(isinstance(sbp, Partial) for sbp in (*step.src.nd_sbp, *step.dst.nd_sbp)):
+        terms = [received[source] for source in coming]
+        combine = combiner(terms, shape, base.reduction)
+        return replace(exchanged, unpack=combine, keeps_received=False)
+    pieces = list(received.values())
+    in_order = lie_in_order(pieces, shape, total)
+    return replace(exchanged, unpack=assembler(pieces, shape, total), keeps_received=in_order)
 
 
 def _pieces(

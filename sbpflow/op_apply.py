@@ -55,6 +55,7 @@ def _absent(parts: list[Tensor]) -> Tensor:
 
 
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
+    """Names for ``count`` dims, none of them in ``taken`` or mistaken for B or P."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
     return tuple(free[:count])
 
@@ -63,10 +64,12 @@ def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
 def cached_rule(
     op: str, inputs: tuple[tuple[str, ...], ...], output: tuple[str, ...], signatures: str
 ) -> Rule:
+    """``make_rule``, remembered: deduction is keyed by the rule."""
     return make_rule(op, inputs, output, signatures)
 
 
 def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
+    """``dim`` counted from the front; raises SbpError naming ``op`` if ``x`` has no such dim."""
     if not -x.ndim <= dim < x.ndim:
         raise SbpError(f"{op}: dim {dim} is out of range for {x!r}; use 0..{x.ndim - 1}")
     return dim % x.ndim

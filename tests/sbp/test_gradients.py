@@ -99,6 +99,22 @@ def test_grad_sbp(ranks, world_size):
     ranks(world_size, _overrides)
 
 
+def _overrides_on_grid(world):
+    boxing = Boxing(world)
+    grid = Placement.of("cpu", [[0, 1], [2, 3]])
+    starts = [parse_nd_sbp(t) for t in ("(S(0), S(1))", "(P, S(0))", "(B, P)", "(S(1), B)")]
+    ends = itertools.product([S0, B, P], [S1, B, P])
+    for src, dst in itertools.product(starts, ends):
+        choices = [[s] if isinstance(s, Split) else [B, P] for s in dst]
+        for override in itertools.product(*choices):
+            layouts = Layout(grid, src), Layout(grid, dst)
+            check_conversion(world, boxing, *layouts, (6, 4), torch.float64, override)
+
+
+def test_grad_sbp_on_a_grid(ranks):
+    ranks(4, _overrides_on_grid)
+
+
 def test_grad_sbp_must_have_the_shape_of_the_result(ranks):
     with pytest.raises(AssertionError, match=r"grad_sbp S\(1\) does not fit a result"):
         ranks(2, _bad_override)

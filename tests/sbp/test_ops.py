@@ -19,7 +19,7 @@ from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Partial, Split, parse_nd_sbp
-from sbpflow.signature import describe
+from sbpflow.signature import deduce, describe
 from tests import oracle
 from tests.sbp.conversions import check_parts, one_axis, whole_numbers
 
@@ -248,6 +248,21 @@ def test_deduction_takes_the_cheapest(name, given, output, moved):
     y = OPS[name][0](*dry_operands(name, nd_sbps, boxing, placement))
     assert y.layout.nd_sbp == parse_nd_sbp(output)
     assert [step.collective for step in boxing.trace] == moved
+
+
+def test_deduction_is_repeatable():
+    """The same choice from a cold start: nothing depends on the order of a set or of a cache."""
+    placement = Placement.of("cpu", [[0, 1], [2, 3]])
+    choices = []
+    for _ in range(2):
+        deduce.cache_clear()
+        outputs = []
+        for a, b in itertools.product(["(S(0), S(1))", "(P, B)", "(B, S(0))"], repeat=2):
+            given = [parse_nd_sbp(a), parse_nd_sbp(b)]
+            operands = dry_operands("matmul", given, DryBoxing(4), placement)
+            outputs.append(ops.matmul(*operands).layout)
+        choices.append(outputs)
+    assert choices[0] == choices[1]
 
 
 def test_partial_never_reaches_a_function_that_is_not_linear():

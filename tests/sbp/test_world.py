@@ -1,5 +1,6 @@
 """World, log, checked mode, start and wait: what holds the ranks together."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split
+from sbpflow.staging import Staging
 from tests import oracle
 from tests.ranks import RanksFailed
+from tests.sbp.conversions import check_parts
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 ROOT = Path(__file__).parents[2]
@@ -97,6 +100,43 @@ def _donated(world):
 
 def test_a_part_is_overwritten_only_if_donated(ranks):
     assert ranks(2, _donated) == [True, True]
+
+
+def _results_kept(world):
+    """Convert all pairs twice with other values in between; the first results must stand."""
+    boxing = Boxing(world)
+    kept = []
+    for factor in (1.0, 2.0):
+        full = torch.arange(35.0).view(7, 5) * factor
+        for a, b in itertools.product((S0, S1, B, P), repeat=2):
+            src, dst = (line_layout("cpu", world.size, s) for s in (a, b))
+            steps = plan_boxing(src, dst, (7, 5), torch.float32, id="x", backend="gloo")
+            part = oracle.shares(full, src)[world.rank]
+            kept.append((boxing.run(steps, part), dst, full))
+    for part, dst, full in kept:
+        check_parts(world, part, dst, full, f"kept {dst}")
+
+
+def test_results_outlive_the_buffers_they_came_through(ranks):
+    ranks(3, _results_kept)
+
+
+def test_staging_reuses_and_forgets(monkeypatch):
+    staging = Staging()
+    loan = staging.loan()
+    first = loan.take(5000, torch.empty(0, dtype=torch.float64))
+    assert (first.numel(), first.dtype) == (5000, torch.float64)
+    second = loan.take(5000, torch.empty(0, dtype=torch.float64))
+    assert second.data_ptr() != first.data_ptr()
+    loan.give_back()
+    again = staging.loan().take(9000, torch.empty(0, dtype=torch.int32))
+    assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
+    assert staging.kept_bytes == 40_000
+    monkeypatch.setattr("sbpflow.staging.MAX_KEPT_BYTES", 50_000)
+    loan = staging.loan()
+    loan.take(3000, torch.empty(0)), loan.take(6000, torch.empty(0))
+    loan.give_back()
+    assert staging.kept_bytes == 40_000
 
 
 def _sum_in_order(world):

@@ -1,0 +1,71 @@
+"""Buffers that conversions pack into and receive into, lent out and reused.
+
+A fresh buffer of some MiB costs page faults each time on CPU, about as much as the copy into it.
+CUDA has a caching allocator of its own; there nothing is kept.
+"""
+
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+MAX_KEPT_BYTES = 256 * 1024 * 1024  # of free buffers; more are left to the allocator
+MIN_BYTES = 4096  # of a buffer, so that small steps of many sizes share a few
+
+
+class Staging:
+    """Free buffers of one executor, at most MAX_KEPT_BYTES of them; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lock = Lock()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Size of all free buffers."""
+        return sum(buffer.numel() for buffer in self._free)
+
+    def loan(self) -> "Loan":
+        """Buffers for one step; give them back when the step is over."""
+        return Loan(self)
+
+    def pop(self, num_bytes: int) -> Tensor:
+        """The smallest free buffer of at least ``num_bytes``, or a new one."""
+        with self._lock:
+            fitting = [n for n, buffer in enumerate(self._free) if buffer.numel() >= num_bytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda n: self._free[n].numel()))
+        return torch.empty(max(num_bytes, MIN_BYTES), dtype=torch.uint8)
+
+    def push(self, buffers: list[Tensor]) -> None:
+        """Keep buffers for later; past the limit the smallest go."""
+        with self._lock:
+            self._free += buffers
+            while self.kept_bytes > MAX_KEPT_BYTES:
+                smallest = min(range(len(self._free)), key=lambda n: self._free[n].numel())
+                del self._free[smallest]
+
+
+class Loan:
+    """Lends flat buffers until ``give_back``. Nobody may keep a view of them past that."""
+
+    __slots__ = ("_lent", "_staging")
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._lent: list[Tensor] = []
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A flat buffer of ``numel`` elements of the dtype and device of ``like``."""
+        if like.device.type != "cpu":
+            return like.new_empty(numel)
+        num_bytes = numel * like.itemsize
+        buffer = self._staging.pop(num_bytes)
+        self._lent.append(buffer)
+        return buffer[:num_bytes].view(like.dtype)
+
+    def give_back(self) -> None:
+        """Return what was taken."""
+        if self._lent:
+            self._staging.push(self._lent)
+            self._lent = []

@@ -1,0 +1,88 @@
+"""What the SBP layer must not do: know of embeddings, keep state in modules, hide a collective."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYER = ["sbp", "placement", "layout", "boxing_moves", "boxing_step", "boxing_search",
+         "boxing_plan", "boxing_kernels", "boxing_program", "boxing", "boxing_dry", "staging",
+         "comm_log", "dist",
+         "conversion", "extremum", "global_tensor", "global_shape", "gradients", "signature",
+         "op_apply", "op_reshape", "ops", "interchange"]  # fmt: skip
+# What may be imported without torch.distributed or any tensor: the values.
+PURE = ["sbp", "placement", "layout", "errors"]
+COLLECTIVES = {"all_to_all_single", "all_reduce", "all_gather_single", "reduce_scatter_single",
+               "all_gather", "broadcast", "reduce", "scatter", "gather", "isend", "irecv",
+               "all_gather_object", "broadcast_object_list", "all_gather_into_tensor"}  # fmt: skip
+
+
+def _tree(name):
+    return ast.parse((ROOT / "sbpflow" / f"{name}.py").read_text())
+
+
+def _imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_the_layer_stands_alone(name):
+    for module in _imports(_tree(name)):
+        if module.startswith("sbpflow."):
+            part = module.removeprefix("sbpflow.")
+            assert part in [*LAYER, "errors"], f"{name} imports {module}"
+        assert module.split(".")[0] not in ("models", "data", "planner", "fbgemm_gpu", "nvidia")
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_collectives_are_called_in_one_place(name):
+    called = {
+        node.func.attr
+        for node in ast.walk(_tree(name))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "dist"
+    } & COLLECTIVES
+    allowed = {"boxing": {"all_to_all_single", "all_reduce"}, "dist": {"all_reduce"}}
+    assert called <= allowed.get(name, set()), f"{name} calls {called}"
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_sizes_of_files_and_functions(name):
+    assert len((ROOT / "sbpflow" / f"{name}.py").read_text().splitlines()) <= 400
+    for node in ast.walk(_tree(name)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 80, f"{name}.{node.name} is too long"
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_public_functions_say_what_they_do(name):
+    tree = _tree(name)
+    assert ast.get_docstring(tree), name
+    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    for node in (node for scope in scopes for node in scope.body):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            exempt = node.name in ("forward", "backward") or _is_property(node)
+            assert exempt or ast.get_docstring(node), f"{name}.{node.name} has no docstring"
+
+
+def _is_property(node):
+    return any(getattr(d, "id", "") in ("property", "cached_property") for d in node.decorator_list)
+
+
+def test_values_do_not_import_torch():
+    """Layouts can be reasoned about where torch is not loaded, for example in a config check."""
+    names = ", ".join(f"sbpflow.{name}" for name in PURE)
+    code = f"import sys, {names}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "False"
