@@ -99,7 +99,9 @@ def damage(rng, raw):
 def use(folder):
     """Everything a run does with a set, and the checksums."""
     manifest = load_manifest(folder)
-    rows = sum(len(b.labels) for b in open_loader(manifest, batch_size=16, backend="memmap").epoch(0))
+    rows = sum(
+        len(b.labels) for b in open_loader(manifest, batch_size=16, backend="memmap").epoch(0)
+    )
     verify_shards(manifest)
     return rows, manifest.splits
 
