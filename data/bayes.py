@@ -19,9 +19,7 @@ class BayesTally:
         self._others = np.zeros(_BINS)
         self._entropy = 0.0
 
-    def add(
-        self, probability: NDArray[np.float64], times: NDArray[np.int64] | None = None
-    ) -> None:
+    def add(self, probability: NDArray[np.float64], times: NDArray[np.int64] | None = None) -> None:
         """Count rows with the given click probabilities, each ``times`` (once by default)."""
         p = np.clip(probability, 1e-7, 1 - 1e-7)
         weight = np.ones(len(p)) if times is None else times

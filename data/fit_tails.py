@@ -1,8 +1,8 @@
-"""Fit the generator's column profile to measured aggregates: ``python -m data.fit_tails stats.json``.
+"""Fit the generator's column profile to measured aggregates: ``python -m data.fit_tails FILE``.
 
-Per column: the measured masses of the first ranks, then power-law segments that meet without a step,
-hold the measured mass of the first 100 and 1000 ranks, and give the measured number of distinct values
-and of singletons at the measured sample size. Writes ``data/criteo_profile.json``.
+Per column: the measured masses of the first ranks, then falling power-law segments that hold the
+measured mass of the first 100 and 1000 ranks and give the measured number of distinct values and of
+singletons at the measured sample size. Writes ``data/criteo_profile.json``.
 """
 
 import json
@@ -14,6 +14,7 @@ import numpy as np
 
 from data.tails import Segment
 
+_SLOPES = (0.001, 0.2, 0.4, 0.6, 0.8, 0.999, 1.2, 1.5, 2.0, 3.0, 5.0)
 PROFILE = Path(__file__).with_name("criteo_profile.json")
 
 
@@ -42,7 +43,7 @@ def expected_counts(
     lam = num_rows * np.array(head)
     distinct, singles = float((1 - np.exp(-lam)).sum()), float((lam * np.exp(-lam)).sum())
     for segment in segments:
-        edges = np.geomspace(segment.start, segment.stop, 200)
+        edges = np.geomspace(segment.start, segment.stop, 60)
         lam = num_rows * np.diff(segment.cdf(edges)) / np.diff(edges)
         distinct += float(((1 - np.exp(-lam)) * np.diff(edges)).sum())
         singles += float((lam * np.exp(-lam) * np.diff(edges)).sum())
@@ -76,14 +77,18 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Candidate ends: the rest of the mass split at any rank, in any share."""
-    options = [[meeting(start, size, mass, density)]]
-    for middle in np.geomspace(start * 1.05, size * 0.98, 60):
-        for share in np.linspace(0.01, 0.99, 99):
-            first = meeting(start, float(middle), mass * share, density)
-            end = density_at(first, float(middle))
-            options.append([first, meeting(float(middle), size, mass * (1 - share), end)])
-    return options
+    """Candidate ends: the rest of the mass in two falling segments, split at any rank and share."""
+    options: list[list[Segment]] = []
+    for middle in np.geomspace(start * 1.05, size * 0.98, 50):
+        for share in np.linspace(0.02, 0.98, 49):
+            for slope in _SLOPES:
+                first = Segment(start, float(middle), mass * share, slope)
+                if density_at(first, start) > 1.2 * density:
+                    continue
+                end = density_at(first, float(middle))
+                seconds = (Segment(float(middle), size, mass * (1 - share), s) for s in _SLOPES)
+                options += [[first, s] for s in seconds if density_at(s, float(middle)) <= end]
+    return options or [[meeting(start, size, mass, density)]]
 
 
 def main() -> None:

@@ -91,7 +91,9 @@ def _faults(frame: pl.DataFrame, typed: pl.DataFrame, schema: Schema) -> pl.Data
     numeric = frame[schema.label].cast(pl.Float64, strict=False)
     return pl.DataFrame(
         {
-            "label is not 0 or 1": ~(numeric.is_in([0.0, 1.0]) & label.is_not_null()).fill_null(False),
+            "label is not 0 or 1": ~(numeric.is_in([0.0, 1.0]) & label.is_not_null()).fill_null(
+                False
+            ),
             "dense value is not a 32-bit integer": lost(schema.dense),
             "category does not fit its kind": lost(schema.sparse),
         }

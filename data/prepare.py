@@ -31,6 +31,7 @@ from sbpflow import __version__
 from sbpflow.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
+_PUBLISHING = "publishing"
 _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 """Of the time each phase takes, for the ETA only."""
 
@@ -38,9 +39,12 @@ _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 def prepare(options: PrepareOptions) -> Manifest:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest."""
     options.check()
-    _check_output(options)
     inputs = find_inputs(options.inputs)
-    work = _open_work(options, inputs)
+    plan = _plan(options, inputs)
+    if _was_published(options, plan):
+        return _publish(_work_folder(options), options)
+    _check_output(options)
+    work = _open_work(options, plan)
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
@@ -88,23 +92,42 @@ def _check_output(options: PrepareOptions) -> None:
         raise ConfigError(f"--output {output}: a set is there already; --overwrite replaces it")
 
 
-def _open_work(options: PrepareOptions, inputs: Sequence[Input]) -> Path:
-    """The folder of unfinished results; emptied unless it is of the same inputs and options."""
-    work = options.output.with_name(options.output.name + ".work")
+def _work_folder(options: PrepareOptions) -> Path:
+    return options.output.with_name(options.output.name + ".work")
+
+
+def _plan(options: PrepareOptions, inputs: Sequence[Input]) -> str:
+    """A digest of all that decides the result."""
     sources = [(str(s.path.resolve()), s.num_bytes, s.path.stat().st_mtime_ns) for s in inputs]
     asked = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
-    plan = json.dumps([asked, sources, __version__, pl.__version__], default=str)
-    digest = hashlib.sha256(plan.encode()).hexdigest()
+    versions = (__version__, pl.__version__, np.__version__)
+    plan = json.dumps([asked, sources, versions], default=str)
+    return hashlib.sha256(plan.encode()).hexdigest()
+
+
+def _has_plan(work: Path, plan: str) -> bool:
+    saved = work / "plan"
+    return saved.exists() and saved.read_text(encoding="ascii") == plan
+
+
+def _open_work(options: PrepareOptions, plan: str) -> Path:
+    """The folder of unfinished results; emptied unless it is of the same inputs and options."""
+    work = _work_folder(options)
     if work.exists():
-        saved = work / "plan"
-        if saved.exists() and saved.read_text(encoding="ascii") == digest:
+        if _has_plan(work, plan):
             _LOG.info("going on with the unfinished run in %s", work)
             return work
-        shutil.rmtree(work)
+        _discard(work)
     work.mkdir(parents=True)
-    (work / "plan.partial").write_text(digest, encoding="ascii")
+    (work / "plan.partial").write_text(plan, encoding="ascii")
     os.replace(work / "plan.partial", work / "plan")
     return work
+
+
+def _discard(work: Path) -> None:
+    """Remove a work folder; without its plan nothing goes on from what is left if this is killed."""
+    (work / "plan").unlink(missing_ok=True)
+    shutil.rmtree(work)
 
 
 _NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers")
@@ -159,10 +182,19 @@ def _finish(folder: Path, content: dict[str, Any], vocabularies: Sequence[Vocabu
     write_manifest(folder, {**content, "stats": stats})
 
 
+def _was_published(options: PrepareOptions, plan: str) -> bool:
+    """Whether a run of this plan was killed after its set was in place, before it tidied up."""
+    work = _work_folder(options)
+    started = _has_plan(work, plan) and (work / _PUBLISHING).exists()
+    return started and not (work / "set").exists() and (options.output / MANIFEST).exists()
+
+
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
     """Put the finished set in place; an old one goes only after the new one is complete."""
-    if options.output.exists():
-        os.replace(options.output, work / "replaced")
-    os.replace(work / "set", options.output)
-    shutil.rmtree(work)
+    if (work / "set").exists():
+        (work / _PUBLISHING).touch()
+        if options.output.exists():
+            os.replace(options.output, work / "replaced")
+        os.replace(work / "set", options.output)
+    _discard(work)
     return load_manifest(options.output)

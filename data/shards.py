@@ -1,7 +1,6 @@
 """Shard files: written whole or not at all, opened by memory map, read by ranges or row numbers."""
 
 import bisect
-import io
 import os
 import zlib
 from itertools import accumulate
@@ -15,18 +14,30 @@ from sbpflow.errors import DataError
 
 Words = NDArray[np.int32]
 
+_HEADER_BYTES = 128
+
+
+def _header(num_rows: int, num_words: int) -> bytes:
+    """The first 128 bytes of a .npy file (format 1.0) of int32 [rows, words].
+
+    Written here and not by numpy, whose padding differs between versions: so a shard's bytes are a
+    function of its rows, and a damaged header is found by comparing.
+    """
+    text = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({num_rows}, {num_words}), }}"
+    head = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
+    return head + text.ljust(_HEADER_BYTES - 11).encode("ascii") + b"\n"
+
 
 def write_shard(folder: Path, name: str, words: Words) -> Shard:
     """Write int32 ``words`` [rows, words] as ``folder/name``; a reader never sees half of it."""
-    words = np.ascontiguousarray(words, dtype=np.int32)
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(words))
+    words = np.ascontiguousarray(words, dtype="<i4")
+    header = _header(*words.shape)
     partial = folder / (name + ".partial")
     with partial.open("wb") as file:
-        file.write(header.getvalue())
+        file.write(header)
         file.write(words.data)
     os.replace(partial, folder / name)
-    return Shard(name, len(words), zlib.crc32(words.data, zlib.crc32(header.getvalue())))
+    return Shard(name, len(words), zlib.crc32(words.data, zlib.crc32(header)))
 
 
 def file_crc32(path: Path) -> int:
@@ -39,18 +50,21 @@ def file_crc32(path: Path) -> int:
 
 
 def _open(path: Path, shard: Shard, num_words: int) -> Words:
+    header = _header(shard.rows, num_words)
     try:
-        words = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            found = file.read(_HEADER_BYTES)
+            num_bytes = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); prepare the set again") from error
+    wanted = _HEADER_BYTES + 4 * shard.rows * num_words
+    if found != header or num_bytes != wanted:
         raise DataError(
-            f"{path}: cannot be opened as a shard ({error}); prepare the set again"
-        ) from error
-    if words.dtype != np.int32 or words.shape != (shard.rows, num_words):
-        raise DataError(
-            f"{path}: holds {words.dtype} {words.shape}, the manifest says int32 "
-            f"{(shard.rows, num_words)}; prepare the set again"
+            f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) that "
+            f"the manifest names; it was changed or cut short, prepare the set again"
         )
-    return words
+    shape = (shard.rows, num_words)
+    return np.memmap(path, dtype="<i4", mode="r", offset=_HEADER_BYTES, shape=shape)
 
 
 def _as_rows(words: Words) -> "NDArray[np.void]":

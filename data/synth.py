@@ -40,9 +40,7 @@ class Generator:
     """Rows, labels and click probabilities of any row range, from the options alone."""
 
     def __init__(self, options: SynthOptions) -> None:
-        self.columns = Columns(
-            options.seed, options.vocab_scale, dict(options.skew), options.drift
-        )
+        self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
         self.signal = Signal(
             self.columns, options.seed, ctr=options.ctr, auc=options.auc, min_mass=options.min_mass
         )
@@ -207,9 +205,7 @@ def _write_range(
     return shards, tallies
 
 
-def make_words(
-    generator: Generator, maps: IdMaps, start: int, stop: int
-) -> tuple[Words, Floats]:
+def make_words(generator: Generator, maps: IdMaps, start: int, stop: int) -> tuple[Words, Floats]:
     """Words [rows, 1 + dense + ids] of rows [start, stop), and their click probabilities."""
     pieces: list[Words] = []
     chances: list[Floats] = []

@@ -150,7 +150,8 @@ class Coarsening:
     """A fixed map from the ranks of a fine column to those of a coarser one.
 
     The pushforward of the fine distribution is (nearly) the coarse one: head ranks go where most
-    mass is still wanted, tail ranks fill the coarse tail in order, and the rarest top up the head.
+    mass is still wanted, the next ones top up the coarse head, and the others fill the coarse tail in
+    order, so that rare values come from rare values.
     """
 
     fine: Tail
@@ -186,10 +187,11 @@ class Coarsening:
         _, wanted = self._head
         fine_tail, coarse_head = 1.0 - sum(self.fine.head), sum(self.coarse.head)
         coarse_tail = max(1.0 - coarse_head, 0.0)
-        mass = self.fine.tail_mass(ranks) * (coarse_tail + wanted.sum()) / max(fine_tail, 1e-12)
+        missing = float(wanted.sum())
+        mass = self.fine.tail_mass(ranks) * (missing + coarse_tail) / max(fine_tail, 1e-12)
         out = np.empty(len(ranks), dtype=np.int64)
-        in_tail = mass < coarse_tail
-        out[in_tail] = self.coarse.quantile(coarse_head + mass[in_tail])
-        head = np.searchsorted(np.cumsum(wanted), mass[~in_tail] - coarse_tail, side="right")
-        out[~in_tail] = np.minimum(head, len(wanted) - 1)
+        in_head = mass < missing
+        head = np.searchsorted(np.cumsum(wanted), mass[in_head], side="right")
+        out[in_head] = np.minimum(head, len(wanted) - 1)
+        out[~in_head] = self.coarse.quantile(coarse_head + mass[~in_head] - missing)
         return out

@@ -16,7 +16,9 @@ Transform = Callable[[Values, Mask], tuple[NDArray[np.float32], int]]
 
 def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> tuple[Values, int]:
     below = (values < lowest) & ~missing
-    out = np.log(np.maximum(np.where(missing, np.float32(lowest), values), lowest) + np.float32(shift))
+    out = np.log(
+        np.maximum(np.where(missing, np.float32(lowest), values), lowest) + np.float32(shift)
+    )
     return out, int(below.sum())
 
 

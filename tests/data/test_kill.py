@@ -1,0 +1,79 @@
+"""Killed at random moments: prepare ends with the identical set, a read delivers every row once."""
+
+import json
+import multiprocessing
+import random
+import shutil
+import time
+
+import pytest
+
+from tests.data import victims
+from tests.data.conftest import make_set
+from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
+
+
+@pytest.fixture(scope="module")
+def run_killed():
+    """``run_killed(function, arguments, seconds)``: True when it had to be killed after that time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.data.victims"])
+
+    def run(function, arguments, seconds):
+        ready = context.Event()
+        process = context.Process(target=function, args=(ready, *arguments))
+        process.start()
+        assert ready.wait(60)
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return True
+        assert process.exitcode == 0
+        return False
+
+    return run
+
+
+def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, run_killed):
+    source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
+    began = time.monotonic()
+    assert not run_killed(victims.prepares, (source, tmp_path / "clean"), 60)
+    whole = time.monotonic() - began
+    clean = folder_bytes(tmp_path / "clean")
+    rng = random.Random(1)
+    work, killed, with_work = tmp_path / "set.work", 0, 0
+    while killed < 10:
+        seconds = rng.uniform(0.05, 0.6) * whole
+        killed += run_killed(victims.prepares, (source, tmp_path / "set"), seconds)
+        with_work += work.exists()
+        if (tmp_path / "set").exists():
+            assert folder_bytes(tmp_path / "set") == clean
+            shutil.rmtree(tmp_path / "set")
+    assert not run_killed(victims.prepares, (source, tmp_path / "set"), 60)
+    assert with_work >= 5
+    assert folder_bytes(tmp_path / "set") == clean
+    assert not work.exists()
+
+
+def test_an_unfinished_run_with_other_options_is_not_mixed_in(tmp_path, run_killed):
+    source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
+    while not (tmp_path / "set.work").exists():
+        run_killed(victims.prepares, (source, tmp_path / "set"), 0.1)
+    run_prepare(tmp_path / "set", source, min_count=9)
+    run_prepare(tmp_path / "clean", source, min_count=9)
+    assert folder_bytes(tmp_path / "set") == folder_bytes(tmp_path / "clean")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_read_killed_at_any_step_sees_every_row_once(tmp_path, run_killed, seed):
+    make_set(tmp_path / "set", 20_000)
+    rng, state_file = random.Random(seed), tmp_path / "state.json"
+    worlds = iter([1, 3, 2, 4, 1, 2])
+    killed = 0
+    for world_size in worlds:
+        arguments = (tmp_path / "set", state_file, world_size)
+        killed += run_killed(victims.reads, arguments, rng.uniform(0.02, 0.2))
+    run_killed(victims.reads, (tmp_path / "set", state_file, 2), 60)
+    assert killed >= 1
+    assert sorted(json.loads(state_file.read_text())["seen"]) == list(range(20_000))
