@@ -80,9 +80,9 @@ def plan_run(
         num_sparse=columns.num_sparse,
     )
     shapes = {name: table.shape for name, table in spec.tables().items()}
-    chosen = check(config, shapes, world_size)
+    chosen = check(config, shapes, world_size, device_type)
     layouts = {
-        name: TableLayout(layout=table.layout(device_type), exchange=table.exchange)
+        name: TableLayout(layout=table.layout, exchange=table.exchange)
         for name, table in chosen.items()
     }
     world = Placement.line(device_type, world_size)

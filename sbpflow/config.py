@@ -203,7 +203,7 @@ def config_hash(config: Config) -> str:
 
 
 def check(
-    config: Config, tables: Mapping[str, Shape], world_size: int
+    config: Config, tables: Mapping[str, Shape], world_size: int, device_type: str = "cpu"
 ) -> dict[str, TableLayoutConfig]:
     """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
 
@@ -214,7 +214,7 @@ def check(
             f"data.batch_size: {config.data.batch_size} rows for {world_size} ranks leave ranks "
             f"without any; for example data.batch_size: {world_size}"
         )
-    return resolve_table_layouts(config.parallel, tables, world_size)
+    return resolve_table_layouts(config.parallel, tables, world_size, device_type)
 
 
 def data_path(config: Config) -> Path:

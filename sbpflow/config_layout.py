@@ -6,7 +6,7 @@ the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -19,9 +19,9 @@ from sbpflow.sbp import (
     Broadcast,
     NdSbp,
     Partial,
+    Sbp,
     Split,
     balanced_sizes,
-    format_nd_sbp,
     parse_nd_sbp,
 )
 
@@ -30,6 +30,7 @@ Exchange = Literal["local", "columns", "reduce", "unique"]
 Kernel = Literal["auto", "fbgemm", "torch"]
 Dtype = Literal["float32", "float64"]
 Shape = tuple[int, int]
+Size = Annotated[int, Range(low=0)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,52 +42,72 @@ class TableRule:
 
     sbp: Annotated[str, Example("S(0)")]
     ranks: Annotated[tuple[int | tuple[int, ...], ...] | None, Example((0, 1))] = None
-    sizes: Annotated[tuple[Annotated[int, Range(low=0)], ...] | None, Example((60, 40))] = None
+    sizes: Annotated[tuple[Size | tuple[Size, ...], ...] | None, Example((60, 40))] = None
     exchange: Exchange | None = None
 
     def check(self, key: str) -> None:
         """What needs neither a table nor the world size."""
-        sbp = self.parsed(key)
-        ranks = self.flat_ranks(key)
-        if ranks is not None and (not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks)):
+        sbps = self.parsed(key)
+        placement = self.placement(key, "cpu", 1)
+        if self.sizes is None:
+            return
+        if not isinstance(sbps[0], Split):
+            raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
+        if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
+            raise ConfigError(f"{key}.sizes: {self.sbp} has one axis; for example sizes: [60, 40]")
+        if len(sbps) == 2 and not all(isinstance(size, tuple) for size in self.sizes):
             raise ConfigError(
-                f"{key}.ranks: {list(ranks)} must be one or more different ranks from 0 up; "
-                "for example ranks: [0, 1]"
+                f"{key}.sizes: {self.sbp} takes row sizes and column sizes; for example "
+                "sizes: [[60, 40], [8, 8]]"
             )
-        if self.sizes is not None:
-            if not isinstance(sbp, Split):
-                raise ConfigError(f"{key}.sizes: {sbp} has no parts; remove sizes, or use S(0)")
-            if ranks is not None and len(self.sizes) != len(ranks):
+        for axis, num_ranks in enumerate(placement.shape):
+            sizes = self.axis_sizes(axis) or ()
+            if self.ranks is not None and len(sizes) != num_ranks:
                 raise ConfigError(
-                    f"{key}.sizes: {len(self.sizes)} sizes {list(self.sizes)} for {len(ranks)} "
-                    f"ranks {list(ranks)}; give one size per rank"
+                    f"{key}.sizes: {len(sizes)} sizes {list(sizes)} for {num_ranks} ranks along "
+                    f"axis {axis} of {placement}; give one size per rank"
                 )
 
-    def parsed(self, key: str) -> Split | Broadcast:
-        """The one sbp; tables take B, S(0) or S(1) on a plain list of ranks."""
-        accepted = "a table takes B, S(0) or S(1); for example sbp: S(0)"
+    def parsed(self, key: str) -> NdSbp:
+        """B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid of them."""
+        accepted = "a table takes B, S(0) or S(1), or (S(0), S(1)) on a grid of ranks"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
         except SbpError as error:
             raise ConfigError(f"{key}.sbp: {self.sbp!r} is not a layout; {accepted}") from error
-        if len(nd_sbp) != 1:
-            raise ConfigError(
-                f"{key}.sbp: {self.sbp} has {len(nd_sbp)} axes, grids are not supported; {accepted}"
-            )
-        sbp = nd_sbp[0]
-        if isinstance(sbp, Partial) or (isinstance(sbp, Split) and sbp.dim > 1):
-            raise ConfigError(f"{key}.sbp: {sbp} is no layout of a table; {accepted}")
-        return sbp
+        if nd_sbp not in ((Broadcast(),), (Split(0),), (Split(1),), (Split(0), Split(1))):
+            raise ConfigError(f"{key}.sbp: {self.sbp} is no layout of a table; {accepted}")
+        return nd_sbp
 
-    def flat_ranks(self, key: str) -> tuple[int, ...] | None:
-        if self.ranks is None:
-            return None
-        flat = tuple(rank for rank in self.ranks if isinstance(rank, int))
-        if len(flat) != len(self.ranks):
+    def placement(self, key: str, device_type: str, world_size: int) -> Placement:
+        """The ranks, all of them by default; as many axes as the sbp has."""
+        axes = len(self.parsed(key))
+        ranks = self.ranks
+        if ranks is None and axes == 1:
+            return Placement.line(device_type, world_size)
+        example = "[0, 1]" if axes == 1 else "[[0, 1], [2, 3]]"
+        if ranks is None:
+            raise ConfigError(f"{key}.ranks: not given; {self.sbp} needs a grid such as {example}")
+        try:
+            placement = Placement.of(device_type, ranks)
+        except SbpError as error:
             raise ConfigError(
-                f"{key}.ranks: a grid of ranks is not supported; list them, for example [0, 1]"
+                f"{key}.ranks: {list(ranks)}: {error}; for example ranks: {example}"
+            ) from error
+        if placement.ndim != axes:
+            raise ConfigError(
+                f"{key}.ranks: {placement} has {placement.ndim} axes, {self.sbp} has {axes}; "
+                f"for example ranks: {example}"
             )
-        return flat
+        return placement
+
+    def axis_sizes(self, axis: int) -> tuple[int, ...] | None:
+        """Explicit sizes of the parts along one axis."""
+        if self.sizes is None:
+            return None
+        sizes = self.sizes[axis] if len(parse_nd_sbp(self.sbp)) > 1 else self.sizes
+        listed = sizes if isinstance(sizes, tuple) else (sizes,)
+        return tuple(size for size in listed if isinstance(size, int))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,19 +139,12 @@ class ParallelConfig:
 class TableLayoutConfig:
     """The resolved layout of one table; ``key`` is the config key that decided it."""
 
-    nd_sbp: NdSbp
-    ranks: tuple[int, ...]
+    layout: Layout
     exchange: Exchange
     key: str
 
-    def layout(self, device_type: str) -> Layout:
-        placement = Placement(device_type, self.ranks, (len(self.ranks),))
-        return Layout(placement, self.nd_sbp)
-
     def __str__(self) -> str:
-        sizes = [sbp.sizes for sbp in self.nd_sbp if isinstance(sbp, Split) and sbp.sizes]
-        parts = f" sizes {list(sizes[0])}" if sizes else ""
-        return f"{format_nd_sbp(self.nd_sbp)}@{list(self.ranks)}{parts} {self.exchange}"
+        return f"{self.layout} {self.exchange}"
 
 
 _SCHEMES: dict[Scheme, dict[str, TableRule]] = {
@@ -189,7 +203,10 @@ def _dense_layout(
 
 
 def resolve_table_layouts(
-    parallel: ParallelConfig, tables: Mapping[str, Shape], world_size: int
+    parallel: ParallelConfig,
+    tables: Mapping[str, Shape],
+    world_size: int,
+    device_type: str = "cpu",
 ) -> dict[str, TableLayoutConfig]:
     """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
@@ -198,7 +215,7 @@ def resolve_table_layouts(
     """
     _check_patterns("parallel.tables", parallel.tables, tables, "table")
     return {
-        name: _fit(*_rule_of(parallel, name), name, shape, world_size)
+        name: _fit(*_rule_of(parallel, name), name, shape, device_type, world_size)
         for name, shape in tables.items()
     }
 
@@ -231,49 +248,57 @@ def _rule_of(parallel: ParallelConfig, name: str) -> tuple[str, TableRule]:
     return found
 
 
-def _fit(key: str, rule: TableRule, name: str, shape: Shape, world_size: int) -> TableLayoutConfig:
+def _fit(
+    key: str, rule: TableRule, name: str, shape: Shape, device_type: str, world_size: int
+) -> TableLayoutConfig:
     """One rule on one table in one world, every part of the combination checked."""
-    where = f"{key} ({name})"
-    ranks = rule.flat_ranks(key) or tuple(range(world_size))
-    if outside := [rank for rank in ranks if rank >= world_size]:
+    placement = rule.placement(key, device_type, world_size)
+    if outside := [rank for rank in placement.ranks if rank >= world_size]:
         raise ConfigError(
             f"{key}.ranks: {outside} not in a world of {world_size}; use ranks 0..{world_size - 1}"
         )
-    sbp = rule.parsed(key)
-    if isinstance(sbp, Split):
-        _check_columns(where, sbp, name, shape, ranks)
-        if rule.sizes is not None:
-            _check_sizes(key, rule.sizes, sbp.dim, name, shape, len(ranks))
-        sbp = Split(sbp.dim, rule.sizes)
-    elif len(ranks) not in (1, world_size):
+    sbps = [
+        _fit_axis(key, rule, axis, sbp, name, shape, placement)
+        for axis, sbp in enumerate(rule.parsed(key))
+    ]
+    if isinstance(sbps[0], Broadcast) and placement.size not in (1, world_size):
+        ranks = list(placement.ranks)
         raise ConfigError(
-            f"{where}: B on ranks {list(ranks)} of {world_size}; a copied table is on all ranks, a "
-            f"whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
+            f"{key} ({name}): B on ranks {ranks} of {world_size}; a copied table is on all ranks, "
+            f"a whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
         )
-    legal = _legal_exchanges(sbp, len(ranks), world_size)
+    legal = _legal_exchanges(sbps, placement.size, world_size)
     if rule.exchange is not None and rule.exchange not in legal:
         raise ConfigError(
-            f"{key}.exchange: {rule.exchange} does not go with {sbp} of {name} on "
-            f"{len(ranks)} of {world_size} ranks; use {' or '.join(legal)}"
+            f"{key}.exchange: {rule.exchange} does not go with {rule.sbp} of {name} on "
+            f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
         )
-    exchange = rule.exchange or legal[0]
-    return TableLayoutConfig(nd_sbp=(sbp,), ranks=ranks, exchange=exchange, key=key)
+    layout = Layout(placement, tuple(sbps))
+    return TableLayoutConfig(layout=layout, exchange=rule.exchange or legal[0], key=key)
 
 
-def _check_columns(where: str, sbp: Split, name: str, shape: Shape, ranks: tuple[int, ...]) -> None:
-    dim = shape[1]
-    if sbp.dim == 1 and dim < len(ranks):
+def _fit_axis(
+    key: str,
+    rule: TableRule,
+    axis: int,
+    sbp: Sbp,
+    name: str,
+    shape: Shape,
+    placement: Placement,
+) -> Sbp:
+    """The sbp along one axis of the placement, with its explicit sizes if there are any."""
+    if not isinstance(sbp, Split):
+        return sbp
+    num_ranks, what, length = placement.shape[axis], ("rows", "columns")[sbp.dim], shape[sbp.dim]
+    if sbp.dim == 1 and length < num_ranks:
         raise ConfigError(
-            f"{where}: S(1) needs a column for each of {len(ranks)} ranks, {name} has {dim}; use "
-            f"S(0), or ranks: {list(ranks[:dim])}, or a table of {len(ranks)} columns or more"
+            f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, {name} has "
+            f"{length}; use S(0), or {length} ranks, or a table of {num_ranks} columns or more"
         )
-
-
-def _check_sizes(
-    key: str, sizes: tuple[int, ...], dim: int, name: str, shape: Shape, num_ranks: int
-) -> None:
-    what, length = ("rows", "columns")[dim], shape[dim]
-    fit = f"for example sizes: {list(balanced_sizes(length, num_ranks))}"
+    sizes = rule.axis_sizes(axis)
+    fit = f"for example {list(balanced_sizes(length, num_ranks))}"
+    if sizes is None:
+        return sbp
     if len(sizes) != num_ranks:
         raise ConfigError(
             f"{key}.sizes: {len(sizes)} sizes {list(sizes)} for {num_ranks} ranks; {fit}"
@@ -282,16 +307,17 @@ def _check_sizes(
         raise ConfigError(
             f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
         )
-    if dim == 1 and 0 in sizes:
+    if sbp.dim == 1 and 0 in sizes:
         raise ConfigError(f"{key}.sizes: {list(sizes)} leave a rank without columns; {fit}")
+    return Split(sbp.dim, sizes)
 
 
-def _legal_exchanges(
-    sbp: Split | Broadcast, num_ranks: int, world_size: int
-) -> tuple[Exchange, ...]:
+def _legal_exchanges(sbps: Sequence[Sbp], num_ranks: int, world_size: int) -> tuple[Exchange, ...]:
     """The exchanges a layout can run, the default first."""
-    if isinstance(sbp, Split):
-        return ("columns",) if sbp.dim == 1 else ("reduce", "unique")
+    if len(sbps) > 1:
+        return ("reduce",)
+    if isinstance(sbps[0], Split):
+        return ("columns",) if sbps[0].dim == 1 else ("reduce", "unique")
     if num_ranks < world_size:
         return ("columns",)
     return ("local",) if world_size > 1 else ("local", "columns")

@@ -16,6 +16,7 @@ from sbpflow.embedding.kernels import KernelChoice
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.tables import TableLayout, shards_of
 from sbpflow.layout import Layout
+from sbpflow.sbp import format_nd_sbp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +103,8 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
         "feature": table.feature,
         "rows": table.num_rows,
         "dim": table.dim,
-        "sbp": str(layout.layout.nd_sbp[0]),
-        "ranks": list(layout.layout.placement.ranks),
+        "sbp": format_nd_sbp(layout.layout.nd_sbp),
+        "ranks": layout.layout.placement.nested(),
         "exchange": next(g.exchange for g in plan.embeddings.groups if table in g.tables),
         "kernel": plan.kernels[name].name,
         "kernel_reason": plan.kernels[name].reason,

@@ -80,7 +80,11 @@ class Placement:
 
     def __str__(self) -> str:
         """The ranks as they are written: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
-        return str(_nest(list(self.ranks), self.shape))
+        return str(self.nested())
+
+    def nested(self) -> list[Any]:
+        """The ranks as nested lists, what ``of`` takes."""
+        return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:
         return self._hash  # kept: placements are keys of every plan that is looked up

@@ -78,9 +78,12 @@ class Stack:
         return sum(piece.num_rows for piece in self.pieces(rank))
 
     def width(self, rank: int) -> int:
-        """Columns of the storage; 0 on a rank that holds nothing."""
-        pieces = self.pieces(rank)
-        return pieces[0].width if pieces else 0
+        """Columns of the storage, which may have no rows; 0 on a rank outside the layouts."""
+        for table, layout in zip(self.tables, self.layouts, strict=True):
+            slices = layout.part_slices(table.shape, rank)
+            if slices is not None:
+                return slices[1].stop - slices[1].start
+        return 0
 
     def holders(self) -> tuple[int, ...]:
         """Ranks that store some of it, ascending."""
@@ -145,9 +148,39 @@ class GroupPlan:
         ranks = {rank for layout in layouts for rank in layout.placement.ranks}
         return tuple(sorted(ranks))
 
+    @property
+    def grid(self) -> Placement | None:
+        """The rows x columns grid of ranks that a reduce group's tables lie on, if they do."""
+        placement = self.stacks[0].layouts[0].placement
+        return placement if self.exchange == "reduce" and placement.ndim == 2 else None
+
     def rank_width(self, rank: int) -> int:
-        """Columns rank ``rank`` computes for every sample (columns exchange)."""
-        return sum(piece.width for stack in self.stacks for piece in stack.pieces(rank))
+        """Columns that ``rank`` computes for every sample."""
+        if self.pooled:
+            return self.stacks[0].width(rank)
+        return sum(stack.width(rank) * len(stack.tables) for stack in self.stacks)
+
+    def column_order(self) -> tuple[int, ...]:
+        """For each column of the vectors as the ranks hold them, its column in table order.
+
+        Ranks that hold different columns follow one another: all of them, or the first row of a
+        grid. In order already if the columns are not split, or are summed over the tables.
+        """
+        if self.pooled or (self.exchange == "reduce" and self.grid is None):
+            return tuple(range(self.width))
+        ranks = self.world.ranks if self.grid is None else self.grid.ranks[: self.grid.shape[1]]
+        starts: dict[str, int] = {}
+        for table in self.tables:
+            starts[table.name] = sum(t.dim for t in self.tables[: len(starts)])
+        order: list[int] = []
+        for rank in ranks:
+            for stack in self.stacks:
+                for table, layout in zip(stack.tables, stack.layouts, strict=True):
+                    slices = layout.part_slices(table.shape, rank)
+                    if slices is not None:
+                        start = starts[table.name]
+                        order += range(start + slices[1].start, start + slices[1].stop)
+        return tuple(order)
 
     def vector_layouts(self) -> tuple[Layout, Layout] | None:
         """(layout of the looked-up vectors, layout at home) where boxing moves them, else None."""
@@ -155,9 +188,13 @@ class GroupPlan:
         if self.exchange == "columns":
             sizes = tuple(self.rank_width(rank) for rank in self.world.ranks)
             return Layout(self.world, (Split(1, sizes),)), home
-        if self.exchange == "reduce":
+        if self.exchange != "reduce":
+            return None
+        if self.grid is None:
             return Layout(Placement.of(self.world.device_type, self.owners), (Partial(),)), home
-        return None
+        first_row = self.grid.ranks[: self.grid.shape[1]]
+        sizes = tuple(self.rank_width(rank) for rank in first_row)
+        return Layout(self.grid, (Partial(), Split(1, sizes))), home
 
     def forward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
         """Vectors to the samples' home ranks, for a global batch of ``num_rows``."""
@@ -218,12 +255,18 @@ class GroupPlan:
         Sized for the most rows a batch can touch, so that every rank knows the step beforehand.
         """
         stack = self.stacks[index]
-        holders = list(stack.holders())
-        placement = Placement.of(self.world.device_type, holders)
+        most = num_rows * len(stack.tables)
+        if self.grid is None:
+            placement = Placement.of(self.world.device_type, stack.holders())
+            src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
+        else:  # each row of ranks has rows of its own
+            most *= self.grid.shape[0]
+            src = Layout(self.grid, (Split(0), Partial()))
+            dst = Layout(self.grid, (Split(0), Broadcast()))
         return plan_boxing(
-            Layout(placement, (Partial(),)),
-            Layout(placement, (Broadcast(),)),
-            (num_rows * len(stack.tables),),
+            src,
+            dst,
+            (most,),
             self.dtype,
             id=f"{self.name}/bwd/row_state.{index}",
             backend=self.backend,

@@ -216,6 +216,24 @@ class LocalGroup(AddressedGroup):
         return self.access(list(ids.split(counts, 1))), grads
 
 
+class ColumnOrder:
+    """The columns of vectors as the ranks hold them, and in the order of the group's tables."""
+
+    def __init__(self, plan: GroupPlan, device: torch.device) -> None:
+        order = plan.column_order()
+        self._in_order = order == tuple(range(len(order)))
+        self._order = torch.tensor(order, dtype=torch.int64, device=device)
+        self._places = torch.argsort(self._order)
+
+    def to_tables(self, vectors: Tensor) -> Tensor:
+        """From rank order."""
+        return vectors if self._in_order else vectors.index_select(1, self._places)
+
+    def to_ranks(self, grad: Tensor) -> Tensor:
+        """From table order."""
+        return grad if self._in_order else grad.index_select(1, self._order)
+
+
 class ColumnsGroup(AddressedGroup):
     """Whole tables and S(1): owners look up the whole batch, columns travel home all-to-all.
 
@@ -226,10 +244,7 @@ class ColumnsGroup(AddressedGroup):
     def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
         rank = world.rank
         super().__init__(plan, world, boxing, make, takes_part=lambda s: bool(s.pieces(rank)))
-        order = _rank_major_columns(plan)
-        self._to_ranks = torch.tensor(order, dtype=torch.int64, device=world.device)
-        self._to_tables = torch.argsort(self._to_ranks)
-        self._in_order = order == sorted(order)
+        self._order = ColumnOrder(plan, world.device)
 
     def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
         accesses: list[Access] = []
@@ -239,13 +254,11 @@ class ColumnsGroup(AddressedGroup):
             accesses, vectors = self.look_up(of_members, ids.num_rows)
         if training:
             self.num_rows, self.accesses = ids.num_rows, accesses
-        home = self.box(self.forward_steps(ids.num_rows), vectors)
-        return home if self._in_order else home.index_select(1, self._to_tables)
+        return self._order.to_tables(self.box(self.forward_steps(ids.num_rows), vectors))
 
     def backward(self, grad: Tensor) -> None:
         accesses, self.accesses = self.accesses, []
-        ordered = grad if self._in_order else grad.index_select(1, self._to_ranks)
-        part = self.box(self.backward_steps(self.num_rows), ordered)
+        part = self.box(self.backward_steps(self.num_rows), self._order.to_ranks(grad))
         self.update(accesses, part)
 
     def _nothing(self, num_rows: int) -> Tensor:
@@ -253,11 +266,15 @@ class ColumnsGroup(AddressedGroup):
 
 
 class ReduceGroup(AddressedGroup):
-    """S(0): owners look up the whole batch in their rows, giving terms that sum at home (P)."""
+    """S(0) and grids: owners look up the whole batch in their rows, giving terms that sum at home.
+
+    The vectors are P, on a grid (P, S(1)).
+    """
 
     def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
         owns = world.rank in plan.owners
         super().__init__(plan, world, boxing, make, takes_part=lambda stack: owns)
+        self._order = ColumnOrder(plan, world.device)
 
     def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
         accesses: list[Access] = []
@@ -267,13 +284,13 @@ class ReduceGroup(AddressedGroup):
             accesses, vectors = self.look_up(of_members, ids.num_rows)
         if training:
             self.num_rows, self.accesses = ids.num_rows, accesses
-        return self.box(self.forward_steps(ids.num_rows), vectors)
+        return self._order.to_tables(self.box(self.forward_steps(ids.num_rows), vectors))
 
     def backward(self, grad: Tensor) -> None:
         accesses, self.accesses = self.accesses, []
-        part = self.boxing.run(self.backward_steps(self.num_rows), grad, VECTORS)
-        if part is not None:
-            self.update(accesses, part)
+        ordered = self._order.to_ranks(grad)
+        part = self.boxing.run(self.backward_steps(self.num_rows), ordered, VECTORS)
+        self.update(accesses, grad if part is None else part)
 
 
 class UniqueGroup(Group):
@@ -306,20 +323,6 @@ class UniqueGroup(Group):
         (wanted, request, asked_here), self._saved = self._saved, None
         _, row_grads = wanted.row_gradients(grad.reshape(-1, self._stack.dim))
         self._storage.update(asked_here, self._exchange.push(request, row_grads))
-
-
-def _rank_major_columns(plan: GroupPlan) -> list[int]:
-    """For each column as the ranks hold them, rank by rank, its column in table order."""
-    starts: dict[str, int] = {}
-    for table in plan.tables:
-        starts[table.name] = sum(starts_of.dim for starts_of in plan.tables[: len(starts)])
-    order: list[int] = []
-    for rank in plan.world.ranks:
-        for stack in plan.stacks:
-            for piece in stack.pieces(rank):
-                start = starts[piece.table.name]
-                order += range(start + piece.col_start, start + piece.col_stop)
-    return order
 
 
 GROUPS = {

@@ -180,7 +180,7 @@ def _group_key(table: TableConfig, layout: TableLayout, world: Placement) -> tup
     if world.size == 1:
         return ("local",)
     if layout.exchange == "reduce":
-        return ("reduce", layout.layout.placement.ranks)
+        return ("reduce", layout.layout.placement.ranks, layout.layout.placement.shape)
     if layout.exchange == "unique":
         return ("unique", table.dim)
     return (layout.exchange,)

@@ -36,8 +36,9 @@ def test_schemes(resolve, scheme, world_size):
     found = resolve(f"{{scheme: {scheme}}}", world_size)
     (wide, deep), ranks = SCHEMES[scheme], tuple(range(world_size))
     for name, (sbp, exchange) in zip(TABLES, [wide, deep, deep], strict=True):
-        assert (found[name].nd_sbp, found[name].exchange) == ((sbp,), exchange)
-        assert found[name].ranks == ranks
+        layout = found[name].layout
+        assert (layout.nd_sbp, found[name].exchange) == ((sbp,), exchange)
+        assert layout.placement.ranks == ranks
 
 
 def test_the_last_matching_pattern_wins(resolve):
@@ -61,7 +62,7 @@ def test_an_override_of_a_pattern_comes_last(tmp_path):
 
 def test_sizes_reach_the_layout(resolve):
     text = "{scheme: 1, tables: {deep.C1: {sbp: S(0), ranks: [2, 0], sizes: [50, 0]}}}"
-    layout = resolve(text, 3)["deep.C1"].layout("cpu")
+    layout = resolve(text, 3)["deep.C1"].layout
     assert layout.nd_sbp == (Split(0, (50, 0)),)
     assert layout.part_shape((50, 16), 2) == (50, 16)
     assert layout.part_shape((50, 16), 0) == (0, 16)
@@ -132,3 +133,43 @@ def test_what_does_not_fit_says_what_would(resolve, text, world_size, parts):
         resolve(text, world_size)
     for part in parts:
         assert part in str(caught.value)
+
+
+GRID = 'sbp: "(S(0), S(1))", ranks: [[0, 1], [3, 2]]'
+
+
+def test_a_grid_splits_rows_and_columns(resolve):
+    found = resolve(f"{{scheme: 1, tables: {{deep.C1: {{{GRID}}}}}}}", 4)["deep.C1"]
+    assert found.exchange == "reduce"
+    slices = {rank: found.layout.part_slices((50, 16), rank) for rank in range(4)}
+    assert slices[0] == (slice(0, 25), slice(0, 8))
+    assert slices[3] == (slice(25, 50), slice(0, 8))
+    assert slices[2] == (slice(25, 50), slice(8, 16))
+
+
+def test_a_grid_takes_row_sizes_and_column_sizes(resolve):
+    text = f"{{scheme: 1, tables: {{deep.C1: {{{GRID}, sizes: [[1, 49], [12, 4]]}}}}}}"
+    layout = resolve(text, 4)["deep.C1"].layout
+    assert layout.part_shape((50, 16), 1) == (1, 4)
+    assert layout.part_shape((50, 16), 3) == (49, 12)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ('{sbp: "(S(0), S(1))"}', "deep.C1.ranks: not given; (S(0), S(1)) needs a grid"),
+        ('{sbp: "(S(0), S(1))", ranks: [0, 1]}', "[0, 1] has 1 axes, (S(0), S(1)) has 2"),
+        ('{sbp: "(S(0), S(1))", ranks: [[0, 1], [2]]}', "for example ranks: [[0, 1], [2, 3]]"),
+        ('{sbp: "(S(1), S(0))", ranks: [[0, 1], [2, 3]]}', "is no layout of a table"),
+        ("{sbp: S(0), ranks: [[0, 1], [2, 3]]}", "has 2 axes, S(0) has 1"),
+        (f"{{{GRID}, sizes: [25, 25]}}", "takes row sizes and column sizes"),
+        (f"{{{GRID}, sizes: [[25, 26], [8, 8]]}}", "[25, 26] sum to 51, deep.C1 has 50 rows"),
+        (f"{{{GRID}, sizes: [[25, 25], [16, 0]]}}", "leave a rank without columns"),
+        (f"{{{GRID}, exchange: columns}}", "columns does not go with (S(0), S(1))"),
+        ("{sbp: S(0), sizes: [[25, 25], [8, 8]]}", "S(0) has one axis"),
+    ],
+)
+def test_what_is_wrong_with_a_grid_is_said(resolve, rule, expected):
+    with pytest.raises(ConfigError) as caught:
+        resolve(f"{{scheme: 1, tables: {{deep.C1: {rule}}}}}", 4)
+    assert expected in str(caught.value)

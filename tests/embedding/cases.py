@@ -25,8 +25,9 @@ class Spec:
 
     sbp: str
     exchange: Exchange
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[int | tuple[int, ...], ...] | None = None
     sizes: tuple[int, ...] | None = None
+    grid_sizes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def layout(self, world_size: int) -> TableLayout:
         ranks = self.ranks if self.ranks is not None else tuple(range(world_size))
@@ -34,7 +35,9 @@ class Spec:
         if self.sizes is not None:
             assert isinstance(nd_sbp[0], Split)
             nd_sbp = (Split(nd_sbp[0].dim, self.sizes),)
-        placement = Placement.of("cpu", list(ranks))
+        if self.grid_sizes is not None:
+            nd_sbp = (Split(0, self.grid_sizes[0]), Split(1, self.grid_sizes[1]))
+        placement = Placement.of("cpu", ranks)
         return TableLayout(layout=Layout(placement, nd_sbp), exchange=self.exchange)
 
 

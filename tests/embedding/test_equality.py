@@ -117,3 +117,34 @@ def test_uneven_row_shards_and_rank_subsets_equal_the_reference(ranks, optimizer
         deep_c=Spec("S(0)", "reduce", ranks=(0, 2), sizes=(60, 4)),
     )
     check(ranks, 3, case)
+
+
+GRID = ((0, 1), (3, 2))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_grids_equal_the_reference(ranks, optimizer):
+    case = make_case(
+        "reduce",
+        "columns",
+        optimizer,
+        deep_a=Spec("(S(0), S(1))", "reduce", ranks=GRID),
+        deep_b=Spec("(S(0), S(1))", "reduce", ranks=GRID, grid_sizes=((0, 3), (5, 1))),
+        deep_c=Spec("(S(0), S(1))", "reduce", ranks=GRID),
+    )
+    results = check(ranks, 4, case)
+    moved = {name for result in results for name, *_ in result["records"]}
+    assert "deep/reduce/fwd/vectors" in moved
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "lazy_adam"])
+def test_summed_tables_on_a_grid_of_some_ranks_equal_the_reference(ranks, optimizer):
+    tables = (("w.a", 21, 4), ("w.b", 2, 4))
+    case = Case(
+        tables={"w": tables, "deep": DEEP},
+        specs={name: Spec("(S(0), S(1))", "reduce", ranks=((2, 0),)) for name, *_ in tables}
+        | {name: Spec("S(0)", "unique") for name, *_ in DEEP},
+        optimizer=SparseOptimizer(name=optimizer, lr=0.1),
+        sums=("w",),
+    )
+    check(ranks, 3, case)
