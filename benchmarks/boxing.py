@@ -165,7 +165,16 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
     }
     chosen: dict[str, Variant] = {"bare": bare[steps[0].collective]}
     if "P@" in str(steps[0].src) and steps[0].collective == "all_to_all":
-        chosen["backend_reduce_scatter"] = reduce_scatter
+        by_columns = "S(1)@" in str(steps[0].dst)
+
+        def backend_reduce_scatter() -> torch.Tensor:
+            """What one would write with it: columns must be packed first."""
+            pieces = torch.cat([c.reshape(-1) for c in part.chunk(size, 1)]) if by_columns else flat
+            out = flat.new_empty(flat.numel() // size)
+            reduce_scatter_single(out, pieces, group=group)
+            return out
+
+        chosen["backend_reduce_scatter"] = backend_reduce_scatter
     return chosen
 
 
