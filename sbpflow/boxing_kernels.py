@@ -4,7 +4,7 @@ Each factory looks at the pieces once and returns the cheapest function for them
 already lie in order, one strided copy where they are equal, a loop otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,10 +105,11 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
         outer, inner = shape[:dim], shape[dim + 1 :]
         count, length = len(pieces), shape[dim] // len(pieces)
         split, joined = (*outer, count, length, *inner), (count, *outer, length, *inner)
+        order = (dim, *range(dim), *range(dim + 1, len(split)))
 
         def pack_even(part: Tensor, take: Take) -> Tensor:
             flat = take(total, part)
-            flat.view(joined).copy_(part.reshape(split).movedim(dim, 0))
+            flat.view(joined).copy_(part.reshape(split).permute(order))
             return flat
 
         return pack_even
@@ -144,7 +145,10 @@ def combiner(pieces: list[Piece], shape: Shape, op: Reduction) -> LocalFn:
     """Add up (or take the max or min of) the stretches, in list order; half types in float32."""
     box = whole(shape)
     if all(piece.box == box for piece in pieces) and len(pieces) > 1:
-        return lambda flat: _combine_whole([_stretch(flat, piece) for piece in pieces], op)
+        # Terms arrive by rank; the order they are combined in is the list's.
+        places = [piece.offset // max(1, numel(box)) for piece in pieces]
+        stacked = (len(pieces), *shape)
+        return lambda flat: _combine_whole(flat.view(stacked).unbind(), places, op)
 
     def combine(flat: Tensor) -> Tensor:
         out = flat.new_full(shape, neutral(op, flat.dtype), dtype=_wide(flat.dtype))
@@ -163,14 +167,15 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
-def _combine_whole(terms: list[Tensor], op: Reduction) -> Tensor:
+def _combine_whole(terms: Sequence[Tensor], places: list[int], op: Reduction) -> Tensor:
     combine, dtype = _COMBINE[op], terms[0].dtype
-    if _wide(dtype) != dtype:
-        terms = [term.to(_wide(dtype)) for term in terms]
-    out = combine(terms[0], terms[1])
-    for term in terms[2:]:
-        combine(out, term, out=out)
-    return out.to(dtype)
+    wide = _wide(dtype)
+    if wide != dtype:
+        terms = [term.to(wide) for term in terms]
+    out = combine(terms[places[0]], terms[places[1]])
+    for place in places[2:]:
+        combine(out, terms[place], out=out)
+    return out if wide == dtype else out.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 
 from sbpflow import ops
 from sbpflow.boxing import Boxing
+from sbpflow.boxing_dry import DryBoxing
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.gradients import GradientSync
 from sbpflow.layout import Layout
@@ -29,11 +30,12 @@ LAYOUTS = {
 }
 
 
-def _model(x, ids, dense):
+def _model(x, ids, dense, seed=None):
     """The logits [BATCH, 1]; every conversion but the two of the vectors is deduced."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
+    hidden = ops.dropout(hidden, 0.0 if seed is None else 0.3, seed or 0)
     logit = ops.linear(hidden, x["w2"], x["b2"], id="mlp.1")
     wide = ops.reduce_sum(ops.gather(x["wide"], ids, id="wide"), [1])
     return ops.add(logit, wide.to("S(0)", id="wide/vectors"), id="logits")
@@ -56,31 +58,42 @@ def _parameters(lay, layouts):
     }
 
 
+def _layer(boxing, device):
+    """Values every rank has, laid out; float64."""
+    line = Placement.line(PLACED[device.type], boxing.world.size)
+
+    def lay(value, sbp):
+        value = value if value.dtype == torch.int64 else value.double()
+        return GlobalTensor.from_full(value.to(device), Layout(line, parse_nd_sbp(sbp)), boxing)
+
+    return lay
+
+
+PLACED = {"cpu": "cpu", "cuda": "cuda", "meta": "cpu"}
+
+
+def _step(lay, parameters, sync, ids_sbp, seed=None):
+    """One forward and backward; the gradients are in the layouts of their parameters."""
+    ids = lay(torch.randint(0, ROWS, (BATCH, FIELDS)), "S(0)").to(ids_sbp, id="ids")
+    dense = lay(torch.randn(BATCH, DENSE), "S(0)")
+    labels = lay(torch.randint(0, 2, (BATCH, 1)).float(), "S(0)")
+    loss = ops.bce_with_logits(_model(parameters, ids, dense, seed), labels)
+    loss.backward()
+    sync.run()
+    return loss
+
+
 def train(world, *layouts):
     """Losses of STEPS steps of SGD and the full weights after them."""
     torch.manual_seed(0)
-    boxing = Boxing(world)
-    line = Placement.line(world.device.type, world.size)
-
-    def lay(value, sbp):
-        value = value.to(torch.int64 if value.dtype == torch.int64 else torch.float64)
-        return GlobalTensor.from_full(
-            value.to(world.device), Layout(line, parse_nd_sbp(sbp)), boxing
-        )
-
+    lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
     sync = GradientSync(list(parameters.values()))
     optimizer = torch.optim.SGD([p.part for p in parameters.values()], lr=0.5)
     losses = []
     for _ in range(STEPS):
-        ids = lay(torch.randint(0, ROWS, (BATCH, FIELDS)), "S(0)").to(layouts[0], id="ids")
-        dense = lay(torch.randn(BATCH, DENSE), "S(0)")
-        labels = lay(torch.randint(0, 2, (BATCH, 1)).float(), "S(0)")
-        loss = ops.bce_with_logits(_model(parameters, ids, dense), labels)
-        losses.append(loss.item())
         optimizer.zero_grad()
-        loss.backward()
-        sync.run()
+        losses.append(_step(lay, parameters, sync, layouts[0]).item())
         optimizer.step()
     return losses, [p.full().cpu().numpy() for p in parameters.values()]
 
@@ -98,13 +111,17 @@ def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
 
 
 def _traffic(world, *layouts):
+    """What one step sent: the log, which must agree with what c10d was asked for."""
+    lay = _layer(Boxing(world), world.device)
+    parameters = _parameters(lay, layouts)
+    sync = GradientSync(list(parameters.values()))
+    world.log.clear()
     with Meter() as meter:
-        train(world, *layouts)
-    ran = [(record.step_id, record.collective) for record in world.log.records]
-    assert [name for _, name in ran] == meter.names
-    assert sum(r.bytes_sent for r in world.log.records) == pytest.approx(meter.bytes_sent, abs=64)
-    one_step = ran[: ran.index(("dense/bwd/0", "all_reduce")) + 1]
-    return [(step_id, name) for step_id, name in one_step if not step_id.startswith("full")]
+        _step(lay, parameters, sync, layouts[0], seed=1)
+    records = world.log.records
+    assert [record.collective for record in records] == meter.names
+    assert sum(r.bytes_sent for r in records) == pytest.approx(meter.bytes_sent, abs=64)
+    return [(r.step_id, r.collective, r.group, r.bytes_sent) for r in records]
 
 
 EXPECTED = {
@@ -131,4 +148,21 @@ EXPECTED = {
 @pytest.mark.parametrize("scheme", EXPECTED)
 def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
     for ran in ranks(3, _traffic, *LAYOUTS[scheme]):
-        assert ran == EXPECTED[scheme]
+        assert [(step_id, collective) for step_id, collective, _, _ in ran] == EXPECTED[scheme]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_dry_run_foretells_the_log(ranks, layouts):
+    """Ids, collectives, groups and bytes of every rank, forward and backward, dropout included."""
+    for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
+        boxing = DryBoxing(3, rank)
+        lay = _layer(boxing, torch.device("meta"))
+        parameters = _parameters(lay, layouts)
+        sync = GradientSync(list(parameters.values()))
+        boxing.trace.clear()
+        _step(lay, parameters, sync, layouts[0], seed=1)
+        assert ran == [
+            (step.id, step.collective, step.group_of(rank), step.bytes_sent(rank))
+            for step in boxing.trace
+            if step.groups
+        ]

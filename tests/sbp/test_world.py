@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sbpflow import staging
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_dry import DryBoxing
 from sbpflow.boxing_plan import plan_boxing
@@ -105,6 +106,7 @@ def test_a_part_is_overwritten_only_if_donated(ranks):
 def _results_kept(world):
     """Convert all pairs twice with other values in between; the first results must stand."""
     boxing = Boxing(world)
+    usual, staging.MIN_BYTES = staging.MIN_BYTES, 1  # every buffer is lent
     kept = []
     for factor in (1.0, 2.0):
         full = torch.arange(35.0).view(7, 5) * factor
@@ -113,6 +115,7 @@ def _results_kept(world):
             steps = plan_boxing(src, dst, (7, 5), torch.float32, id="x", backend="gloo")
             part = oracle.shares(full, src)[world.rank]
             kept.append((boxing.run(steps, part), dst, full))
+    staging.MIN_BYTES = usual
     for part, dst, full in kept:
         check_parts(world, part, dst, full, f"kept {dst}")
 
@@ -122,21 +125,24 @@ def test_results_outlive_the_buffers_they_came_through(ranks):
 
 
 def test_staging_reuses_and_forgets(monkeypatch):
-    staging = Staging()
-    loan = staging.loan()
+    monkeypatch.setattr("sbpflow.staging.MIN_BYTES", 1000)
+    pool = Staging()
+    loan = pool.loan()
     first = loan.take(5000, torch.empty(0, dtype=torch.float64))
     assert (first.numel(), first.dtype) == (5000, torch.float64)
     second = loan.take(5000, torch.empty(0, dtype=torch.float64))
     assert second.data_ptr() != first.data_ptr()
+    assert loan.take(10, first).numel() == 10  # too small to keep
     loan.give_back()
-    again = staging.loan().take(9000, torch.empty(0, dtype=torch.int32))
+    assert pool.kept_bytes == 80_000
+    again = pool.loan().take(9000, torch.empty(0, dtype=torch.int32))
     assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
-    assert staging.kept_bytes == 40_000
+    assert pool.kept_bytes == 40_000
     monkeypatch.setattr("sbpflow.staging.MAX_KEPT_BYTES", 50_000)
-    loan = staging.loan()
+    loan = pool.loan()
     loan.take(3000, torch.empty(0)), loan.take(6000, torch.empty(0))
     loan.give_back()
-    assert staging.kept_bytes == 40_000
+    assert pool.kept_bytes == 40_000
 
 
 def _sum_in_order(world):
