@@ -1,8 +1,8 @@
 """Batches of one rank, cut from the global row order; the state of a read is one row cursor.
 
 Step s of an epoch is rows [sB, (s+1)B) of the order (``data.order``), and a rank takes its balanced
-part of each step. The state therefore fits any world size: restored, a loader goes on with exactly the
-rows of the epoch that were not yet delivered.
+part of each step. The state therefore fits any world size: restored, a loader goes on with exactly
+the rows of the epoch that were not yet delivered.
 """
 
 import logging
@@ -212,7 +212,7 @@ class RowLoader:
         return {"epoch": self._epoch, "cursor": self._cursor, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from ``state``; DataError when it belongs to another set, split, seed or shuffle."""
+        """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(
@@ -223,7 +223,7 @@ class RowLoader:
         self._restored = True
 
     def close(self) -> None:
-        """End the reading threads and drop the memory maps; the loader cannot be used afterwards."""
+        """End the reading threads and drop the memory maps; the loader is of no use afterwards."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._rows.close()
 
@@ -244,7 +244,8 @@ def open_loader(
     """Open one split for one rank.
 
     ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
-    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both back-ends.
+    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both
+    back-ends.
     """
     if batch_size < world_size:
         raise ConfigError(

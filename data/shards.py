@@ -60,8 +60,8 @@ def _open(path: Path, shard: Shard, num_words: int) -> Words:
     wanted = _HEADER_BYTES + 4 * shard.rows * num_words
     if found != header or num_bytes != wanted:
         raise DataError(
-            f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) that "
-            f"the manifest names; it was changed or cut short, prepare the set again"
+            f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) "
+            "that the manifest names; it was changed or cut short, prepare the set again"
         )
     shape = (shard.rows, num_words)
     return np.memmap(path, dtype="<i4", mode="r", offset=_HEADER_BYTES, shape=shape)
