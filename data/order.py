@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Shuffle = Literal["none", "blocks", "rows"]
-SHUFFLES = ("none", "blocks", "rows")
+SHUFFLES: tuple[Shuffle, ...] = ("none", "blocks", "rows")
 
 BLOCK_ROWS = 4096
 WINDOW_BLOCKS = 16

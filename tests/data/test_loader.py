@@ -174,3 +174,14 @@ def test_a_state_of_another_epoch_is_not_read_as_this_one(row_set):
     again.load_state_dict(state)
     with pytest.raises(DataError, match="finish that epoch first"):
         next(again.epoch(4))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_writing_into_a_batch_changes_no_other(row_set, shuffle):
+    loader = open_loader(row_set(9000), batch_size=700, shuffle=shuffle, backend="memmap")
+    first = [batch.ids.clone() for batch in loader.epoch(0)]
+    for batch in loader.epoch(0):
+        batch.ids.zero_()
+        batch.dense.fill_(float("nan"))
+    again = [batch.ids for batch in loader.epoch(0)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
