@@ -31,12 +31,14 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""Rank correlations: an integer takes the quantile of another (or its mirror) in that share of rows."""
+"""Rank correlations: in that share of rows an integer takes another's quantile, or its mirror."""
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
 _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
 _TABLE_BITS = 16
 _DRIFT_ROWS = 1_000_000
+_FREQUENT_SEGMENTS = 2
+"""Segments of a tail (up to rank 1000 of full Criteo) that do not drift: signal sits there."""
 
 
 @cache
@@ -95,13 +97,15 @@ class Columns:
         return Rows(ranks, self._integer_values(draws), missing, uniform(next(draws)))
 
     def _moved(self, name: str, ranks: Ranks, block: int) -> Ranks:
-        """Ranks after drift: in time, the values of the last segment of a tail give way to others."""
-        tail = self.tails[name]
-        if not self._drift or not tail.segments:
+        """Ranks after drift: each rare value gives way to another, at a moment of its own."""
+        segments = self.tails[name].segments
+        if not self._drift or len(segments) <= _FREQUENT_SEGMENTS:
             return ranks
-        first, span = int(tail.segments[-1].start), tail.size - int(tail.segments[-1].start)
-        shift = int(self._drift * span * (block * BLOCK_ROWS / _DRIFT_ROWS)) % span
-        return np.where(ranks < first, ranks, first + (ranks - first + shift) % span)
+        first = int(segments[_FREQUENT_SEGMENTS].start)
+        span = self.tails[name].size - first
+        moment = uniform(ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        times = np.floor(moment + self._drift * block * BLOCK_ROWS / _DRIFT_ROWS).astype(np.int64)
+        return np.where(ranks < first, ranks, first + (ranks - first + times * (span // 2)) % span)
 
     def _integer_values(self, draws: Iterator[Bits]) -> dict[str, NDArray[np.int32]]:
         places: dict[str, Bits] = {}
@@ -132,7 +136,7 @@ def _tail(name: str) -> Tail:
 
 
 def _integer_table(name: str) -> NDArray[np.int32]:
-    """Integers at evenly spaced quantiles, through the measured quantiles and the share of zeros."""
+    """Integers at evenly spaced quantiles, through the measured ones and the share of zeros."""
     column = profile()["int"][name]
     at = [percent / 100 for percent in column["quantile_pct"]]
     values = list(column["quantile"])
@@ -166,11 +170,14 @@ class _Refinement:
 
 
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Deal ranks to owners by what each still lacks: ranks by owner, their edges, owners' starts."""
+    """Deal ranks to owners by what each still lacks: ranks by owner, edges, owners' starts."""
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)
+    falling = np.argsort(-mass, kind="stable")
+    frequent, rarest = np.split(falling, [len(mass) - len(owner_mass)])
     owner_of = np.empty(len(mass), dtype=np.int64)
-    for rank in np.argsort(-mass, kind="stable"):
+    owner_of[rarest] = np.arange(len(owner_mass))  # so that none is left without
+    for rank in frequent:
         wanted, owner = lacking[0]
         owner_of[rank] = owner
         heapq.heapreplace(lacking, (wanted + float(mass[rank]), owner))

@@ -81,7 +81,7 @@ def _encode_piece(
 def encode_frame(
     frame: pl.DataFrame, tables: Mapping[str, Ids], options: PrepareOptions
 ) -> tuple[Words, dict[str, int]]:
-    """Words [rows, 1 + dense + fields] of a staged piece, and the clamped values by dense column."""
+    """Words [rows, 1 + dense + fields] of a staged piece, and clamped values by dense column."""
     columns = {options.schema.label: _bits(frame[options.schema.label].to_numpy())}
     clamped: dict[str, int] = {}
     for name in options.schema.dense:

@@ -1,7 +1,7 @@
 """How words get from a read function into torch tensors: memory map, or DALI external_source.
 
-Blocks of words are read in threads of the loader, a few ahead of the consumer; a feed yields them as
-int32 tensors on the device. Both feeds yield the same bits.
+Blocks of words are read in threads of the loader, a few ahead of the consumer; a feed yields them
+as int32 tensors on the device. Both feeds yield the same bits.
 """
 
 import sys
@@ -28,8 +28,9 @@ _READERS = 2
 class Buffers:
     """Arrays for batches, used again once nobody else refers to them.
 
-    Fresh memory costs as much in page faults as the copy into it. A tensor made from an array refers
-    to it as long as any view of the tensor lives, so the reference count says when it is free.
+    Fresh memory costs as much in page faults as the copy into it. A tensor made from an array
+    refers to it as long as any view of the tensor lives, so the reference count says when it is
+    free.
     """
 
     def __init__(self, num_words: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.tails import Segment
 
-_SLOPES = (0.001, 0.2, 0.4, 0.6, 0.8, 0.999, 1.2, 1.5, 2.0, 3.0, 5.0)
+_SLOPES = (0.001, 0.4, 0.8, 1.2, 2.0, 3.0, 5.0)
 PROFILE = Path(__file__).with_name("criteo_profile.json")
 
 
@@ -79,8 +79,8 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
     """Candidate ends: the rest of the mass in two falling segments, split at any rank and share."""
     options: list[list[Segment]] = []
-    for middle in np.geomspace(start * 1.05, size * 0.98, 50):
-        for share in np.linspace(0.02, 0.98, 49):
+    for middle in np.geomspace(start * 1.05, size * 0.98, 30):
+        for share in np.linspace(0.04, 0.96, 24):
             for slope in _SLOPES:
                 first = Segment(start, float(middle), mass * share, slope)
                 if density_at(first, start) > 1.2 * density:
@@ -106,6 +106,11 @@ def main() -> None:
         columns[name] = {
             "size": column["full_cardinality"],
             "missing": column["missing"],
+            "measured": {
+                "distinct": column["distinct_in_sample"],
+                "singletons": column["singletons"],
+                "cum_mass": column["cum_mass"],
+            },
             "head": [round(mass, 7) for mass in head],
             "segments": [
                 [round(v, 7) for v in (s.start, s.stop, s.mass, s.slope)] for s in segments

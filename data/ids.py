@@ -30,7 +30,8 @@ def assign_ids(
 ) -> NDArray[np.int32]:
     """Give each kept value (``counts`` lookups each) an id of 2.. in a seeded, levelled order.
 
-    ``reserved`` are the lookups of ids 0 (missing) and 1 (rare). Depends on nothing but the arguments.
+    ``reserved`` are the lookups of ids 0 (missing) and 1 (rare). Depends on nothing but the
+    arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -97,7 +98,7 @@ class Ids(Protocol):
 
 
 class HashedIds:
-    """Ids 2.. of a table of ``num_rows`` rows by hashing; needs no vocabulary, and values collide."""
+    """Ids 2.. of a table of ``num_rows`` rows by hashing; no vocabulary, and values collide."""
 
     def __init__(self, num_rows: int, seed: int, name: str) -> None:
         self._size = np.uint64(num_rows - NUM_RESERVED_IDS)
@@ -189,7 +190,7 @@ class WideIdTable(IdTable):
         self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # numpy does not say which of several entries for one slot it keeps: take the key of that one.
+        # numpy does not say which of several entries for a slot it keeps: take the key of that one.
         self._ids[slots] = ids
         won = self._ids[slots] == ids
         self._keys[slots[won]] = keys[won]

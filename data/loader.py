@@ -1,8 +1,8 @@
 """Batches of one rank, cut from the global row order; the state of a read is one row cursor.
 
 Step s of an epoch is rows [sB, (s+1)B) of the order (``data.order``), and a rank takes its balanced
-part of each step. The state therefore fits any world size: restored, a loader goes on with exactly the
-rows of the epoch that were not yet delivered.
+part of each step. The state therefore fits any world size: restored, a loader goes on with exactly
+the rows of the epoch that were not yet delivered.
 """
 
 import logging
@@ -135,16 +135,6 @@ class RowLoader:
     def _order(self, epoch: int) -> RowOrder:
         return RowOrder(self._rows.num_rows, self._shuffle, self._seed, epoch)
 
-    def _read(self, order: RowOrder, step: _Step, out: Words) -> Words:
-        if order.shuffle == "rows":
-            self._rows.gather(order.rows(step.start, step.stop), out)
-            return out
-        done = 0
-        for start, stop in order.runs(step.start, step.stop):
-            self._rows.read(start, stop, out[done : done + stop - start])
-            done += stop - start
-        return out
-
     def _new(self, num_rows: int) -> Words:
         return np.empty((num_rows, self._rows.num_words), dtype=np.int32)
 
@@ -154,10 +144,18 @@ class RowLoader:
         order, steps = self._order(epoch), self._steps(self._cursor)
         filled = [step for step in steps if step.stop > step.start]
         buffers = Buffers(self._rows.num_words)
+        # Maps of this epoch alone: a batch may be a view of them, and a consumer may write into it.
+        rows = SplitRows(self._manifest, self._split)
 
         def read(index: int) -> Words:
             step = filled[index]
-            return self._read(order, step, buffers.take(step.stop - step.start))
+            words = None
+            if order.shuffle != "rows" and len(runs := order.runs(step.start, step.stop)) == 1:
+                words = rows.view(*runs[0])
+            if words is None:
+                words = buffers.take(step.stop - step.start)
+                _fill(words, rows, order, step)
+            return words
 
         blocks = read_ahead(read, len(filled), self._readers)
         feed = FEEDS[self._backend](blocks, self._device)
@@ -196,8 +194,12 @@ class RowLoader:
         """Ids [b, fields] int32 (CPU) of the next batches of the epoch; fewer at its end."""
         order = self._order(self._epoch)
         steps = self._steps(self._cursor)[:num_batches]
-        read = (self._read(order, step, self._new(step.stop - step.start)) for step in steps)
-        return [torch.from_numpy(words[:, self._fields :]) for words in read]
+        ids: list[Tensor] = []
+        for step in steps:
+            words = self._new(step.stop - step.start)
+            _fill(words, self._rows, order, step)
+            ids.append(torch.from_numpy(words[:, self._fields :]))
+        return ids
 
     def _identity(self) -> State:
         return {
@@ -212,7 +214,7 @@ class RowLoader:
         return {"epoch": self._epoch, "cursor": self._cursor, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from ``state``; DataError when it belongs to another set, split, seed or shuffle."""
+        """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(
@@ -223,9 +225,20 @@ class RowLoader:
         self._restored = True
 
     def close(self) -> None:
-        """End the reading threads and drop the memory maps; the loader cannot be used afterwards."""
+        """End the reading threads and drop the memory maps; the loader is of no use afterwards."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._rows.close()
+
+
+def _fill(out: Words, rows: SplitRows, order: RowOrder, step: _Step) -> None:
+    """Copy this rank's rows of a step into ``out``."""
+    if order.shuffle == "rows":
+        rows.gather(order.rows(step.start, step.stop), out)
+        return
+    done = 0
+    for start, stop in order.runs(step.start, step.stop):
+        rows.read(start, stop, out[done : done + stop - start])
+        done += stop - start
 
 
 def open_loader(
@@ -244,7 +257,8 @@ def open_loader(
     """Open one split for one rank.
 
     ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
-    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both back-ends.
+    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both
+    back-ends.
     """
     if batch_size < world_size:
         raise ConfigError(

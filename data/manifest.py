@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss of a generated set, on the test split and on every split."""
+    """The best possible AUC and logloss of a generated set: on the test split, and by split."""
 
     auc: float
     logloss: float
@@ -127,7 +127,7 @@ def fingerprint_of(content: Mapping[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write ``manifest.json`` in one step, with the format, the version and the fingerprint added."""
+    """Write ``manifest.json`` in one step, with format, version and fingerprint added."""
     full = {"format": FORMAT, "version": VERSION, **content}
     full["fingerprint"] = fingerprint_of(full)
     partial = folder / (MANIFEST + ".partial")

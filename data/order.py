@@ -1,8 +1,8 @@
 """The global row order of an epoch: a function of (rows, shuffle, seed, epoch) and of nothing else.
 
-World size, rank, batch size and back-end have no part in it, so a row cursor is the whole state of a
-read. Shuffling moves blocks of consecutive rows; ``rows`` also permutes within windows of blocks, so
-that reads stay sequential inside a window.
+World size, rank, batch size and back-end have no part in it, so a row cursor is the whole state of
+a read. Shuffling moves blocks of consecutive rows; ``rows`` also permutes within windows of blocks,
+so that reads stay sequential inside a window.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Shuffle = Literal["none", "blocks", "rows"]
-SHUFFLES = ("none", "blocks", "rows")
+SHUFFLES: tuple[Shuffle, ...] = ("none", "blocks", "rows")
 
 BLOCK_ROWS = 4096
 WINDOW_BLOCKS = 16

@@ -12,7 +12,7 @@ PIECE_ROWS = 1 << 18
 
 
 def count_rows(path: Path, schema: Schema) -> int:
-    """Rows of a file, from its footer; DataError when it is damaged or lacks columns of the schema."""
+    """Rows of a file, from its footer; DataError when it is damaged or lacks columns."""
     try:
         frame = pl.scan_parquet(path)
         have = frame.collect_schema().names()

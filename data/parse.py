@@ -1,4 +1,4 @@
-"""Text lines to typed columns, on Polars: the fast way for clean pieces, line by line for the others.
+"""Text lines to typed columns, on Polars: fast for clean pieces, line by line for the others.
 
 A piece is some whole lines of the input. Bad lines are taken out and counted by reason; nothing is
 repaired or guessed. Categories in hex become uint32, other kinds 64-bit keys; empty cells are null.
@@ -135,7 +135,7 @@ def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
 
 
 def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    """Label uint8, dense int32, categories as keys; null where a cell is empty or does not convert."""
+    """Label uint8, dense int32, categories as keys; null for cells empty or not converted."""
     columns = [pl.col(schema.label).cast(pl.UInt8), *(pl.col(name) for name in schema.dense)]
     columns += [
         key_expression(pl.col(n), k) for n, k in zip(schema.sparse, schema.kinds, strict=True)
@@ -161,7 +161,7 @@ def _string_keys(cells: pl.Series) -> pl.Series:
 
 
 def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
-    """Split lines into the good ones, joined, and a count of the bad ones by the first reason found."""
+    """Split lines into the good ones, joined, and the bad ones by the first reason found."""
     bad = BadLines()
     good: list[bytes] = []
     for start in range(0, len(lines), _BLOCK_LINES):

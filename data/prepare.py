@@ -125,7 +125,7 @@ def _open_work(options: PrepareOptions, plan: str) -> Path:
 
 
 def _discard(work: Path) -> None:
-    """Remove a work folder; without its plan nothing goes on from what is left if this is killed."""
+    """Remove a work folder, its plan first: nothing goes on from half a folder."""
     (work / "plan").unlink(missing_ok=True)
     shutil.rmtree(work)
 

@@ -1,7 +1,7 @@
 """Which columns a set has: the label, the dense and sparse columns, and the crosses of a wide part.
 
-Values only; reads no rows. ``CRITEO`` is the layout of both Criteo releases (Kaggle and 1TB): label,
-I1..I13 integers, C1..C26 eight hex digits, tab separated, empty = missing, no header.
+Values only; reads no rows. ``CRITEO`` is the layout of both Criteo releases (Kaggle and 1TB):
+label, I1..I13 integers, C1..C26 eight hex digits, tab separated, empty = missing, no header.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ CRITEO = Schema(
 
 
 def read_schema(path: Path) -> Schema:
-    """Read a schema file: YAML with ``label``, ``dense``, ``sparse`` ({name: kind} or names), ``columns``.
+    """Read a YAML schema: ``label``, ``dense``, ``sparse`` ({name: kind} or names), ``columns``.
 
     ``columns`` is the order in the file and defaults to label, dense, sparse; columns not used are
     skipped. Kinds are hex (1TB and Kaggle), string and integer.

@@ -15,6 +15,7 @@ from sbpflow.errors import DataError
 Words = NDArray[np.int32]
 
 _HEADER_BYTES = 128
+_PAGE_BYTES = 4096
 
 
 def _header(num_rows: int, num_words: int) -> bytes:
@@ -60,11 +61,12 @@ def _open(path: Path, shard: Shard, num_words: int) -> Words:
     wanted = _HEADER_BYTES + 4 * shard.rows * num_words
     if found != header or num_bytes != wanted:
         raise DataError(
-            f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) that "
-            f"the manifest names; it was changed or cut short, prepare the set again"
+            f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) "
+            "that the manifest names; it was changed or cut short, prepare the set again"
         )
     shape = (shard.rows, num_words)
-    return np.memmap(path, dtype="<i4", mode="r", offset=_HEADER_BYTES, shape=shape)
+    mapped = np.memmap(path, dtype="<i4", mode="c", offset=_HEADER_BYTES, shape=shape)
+    return np.asarray(mapped)
 
 
 def _as_rows(words: Words) -> "NDArray[np.void]":
@@ -73,7 +75,11 @@ def _as_rows(words: Words) -> "NDArray[np.void]":
 
 
 class SplitRows:
-    """The rows of one split across its shards; row numbers count from the split's first row."""
+    """The rows of one split across its shards; row numbers count from the split's first row.
+
+    The maps are copy-on-write: who writes into a view changes no file, but does change what this
+    object reads afterwards.
+    """
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         shards = [shard for shard in manifest.shards(split) if shard.rows]
@@ -91,6 +97,16 @@ class SplitRows:
             piece = self._maps[index][start - first : stop - first]
             out[done : done + len(piece)] = piece
             done, start, index = done + len(piece), start + len(piece), index + 1
+
+    def view(self, start: int, stop: int) -> Words | None:
+        """Rows [start, stop) without a copy, their pages read; None where they cross shards."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        if stop > self._starts[index + 1]:
+            return None
+        first = self._starts[index]
+        words = self._maps[index][start - first : stop - first]
+        words.reshape(-1)[:: _PAGE_BYTES // 4].max()
+        return words
 
     def gather(self, rows: NDArray[np.int64], out: Words) -> None:
         """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""

@@ -1,9 +1,9 @@
 """The planted signal: a logit from ids, a cross, dense values and missing cells, of a known AUC.
 
 Only values frequent enough to be learned carry weight, so the ceiling can be reached. Weights are
-normal draws; every kind of term has a stated share of the logit's variance; one scale and one offset
-then give the wanted AUC and click rate. A Gaussian logit is a faithful model of Criteo: the published
-pairs of AUC and logloss lie within 0.0005 of it.
+normal draws; every kind of term has a stated share of the logit's variance; one scale and one
+offset then give the wanted AUC and click rate. A Gaussian logit is a faithful model of Criteo: the
+published pairs of AUC and logloss lie within 0.0005 of it.
 """
 
 import numpy as np

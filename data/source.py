@@ -38,7 +38,7 @@ class Input:
 
 
 def find_inputs(paths: Sequence[Path]) -> tuple[Input, ...]:
-    """Files as given, folders as their data files in natural order; ConfigError if there are none."""
+    """Files as given, folders as their data files in natural order; ConfigError if none."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

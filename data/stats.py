@@ -1,7 +1,7 @@
-"""What the lookups of each table look like: the facts a planner and a cache need, from the train part.
+"""What the lookups of each table in the train part look like: facts for planners and caches.
 
-Sources of the measures: the 17 frequency bins follow DreamShard's table features; top masses and unique
-ratios are what row caches and the ``unique`` exchange depend on.
+Sources of the measures: the 17 frequency bins follow DreamShard's table features; top masses and
+unique ratios are what row caches and the ``unique`` exchange depend on.
 """
 
 import math
@@ -90,7 +90,7 @@ def tail_exponent(falling: NDArray[np.int64]) -> float | None:
 
 
 def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
-    """Distinct ids per lookup by field and batch size, over a few evenly spread batches of train."""
+    """Distinct ids per lookup by field and batch size, over a few spread batches of train."""
     rows = SplitRows(manifest, "train")
     ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
     for size in (size for size in BATCH_SIZES if size <= rows.num_rows):

@@ -1,4 +1,4 @@
-"""Generated rows as Criteo text: label, integers, eight hex digits per category, empty = missing."""
+"""Generated rows as Criteo text: label, integers, hex categories, empty = missing."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""How often the values of a column occur: exact masses for the first ranks, power laws for the rest.
+"""How often the values of a column occur: masses for the first ranks, power laws for the rest.
 
 Ranks count from 0, the most frequent value first. A tail is sampled by inverse CDF, so a uniform
 number gives a rank without any table of the size of the vocabulary.
@@ -66,7 +66,7 @@ class Tail:
 
     @cached_property
     def _places(self) -> NDArray[np.int16]:
-        """Place in ``bounds`` by the first bits of a uniform number; -1 where those do not decide."""
+        """Place in ``bounds`` by the first bits of a number; -1 where they leave it open."""
         edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
         low = np.searchsorted(self.bounds, edges[:-1], side="right")
         high = np.searchsorted(self.bounds, edges[1:], side="left")
@@ -150,8 +150,8 @@ class Coarsening:
     """A fixed map from the ranks of a fine column to those of a coarser one.
 
     The pushforward of the fine distribution is (nearly) the coarse one: head ranks go where most
-    mass is still wanted, the next ones top up the coarse head, and the others fill the coarse tail in
-    order, so that rare values come from rare values.
+    mass is still wanted, the next ones top up the coarse head, and the others fill the coarse tail
+    in order, so that rare values come from rare values.
     """
 
     fine: Tail

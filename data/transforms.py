@@ -1,7 +1,7 @@
 """What a dense value becomes: one named function per convention, missing included.
 
-Each takes the integers of a column as float32 (exact below 2^24) and a mask of the missing ones, and
-returns float32 with the number of values it had to clamp, so that nothing is clamped silently.
+Each takes the integers of a column as float32 (exact below 2^24) and a mask of the missing ones,
+and returns float32 with the number of values it had to clamp, so that nothing is clamped silently.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Vocabularies: how often values occur in the train part, which are kept, and which id each gets."""
+"""Vocabularies: counts of the train part, which values are kept, and which id each gets."""
 
 import os
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ from data.shards import write_shard
 
 
 def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
-    """A set of ``num_rows`` train rows and few others: dense I1 = row number, ids = row * 10 + field."""
+    """A set of ``num_rows`` train rows: dense I1 = row number, ids = row * 10 + field."""
     folder.mkdir(parents=True)
     shards = {}
     for name, rows in zip(SPLITS, (num_rows, 17, 5), strict=True):

@@ -1,4 +1,4 @@
-"""Damaged text, manifests and shards: a count or one readable error, never a trace or a wrong count."""
+"""Damaged text, manifests and shards: a count or one readable error, never a wrong count."""
 
 import random
 import re
@@ -17,8 +17,9 @@ from tests.data.rows import text_rows
 
 INTEGER = re.compile(r" *[+-]?[0-9]+")
 HEX = re.compile(r"[0-9a-fA-F]{8}")
-ALPHABET = [b"\t", b"\n", b"\r", b"\r\n", b"+", b"-", b" ", b"g", b"0", b"\x00", b"\xff", b"\xc3\xa9",
-            b'"', b",", b".", b"99999999999", b"#", b"\x0b", b"e5", b"NaN", b"null", b"\\"]  # fmt: skip
+ALPHABET = [b"\t", b"\n", b"\r", b"\r\n", b"+", b"-", b" ", b"g", b"0", b"\x00", b"\xff",
+            b"\xc3\xa9", b'"', b",", b".", b"99999999999", b"#", b"\x0b", b"e5", b"NaN", b"null",
+            b"\\"]  # fmt: skip
 
 
 def mutated(rng, text, edits):
@@ -106,6 +107,14 @@ def use(folder):
     return rows, manifest.splits
 
 
+def outcome(folder):
+    """What ``use`` gives, or the message it ends with."""
+    try:
+        return use(folder)
+    except DataError as error:
+        return str(error)
+
+
 def test_damaged_sets_are_refused_or_unchanged(tmp_path):
     manifest = make_set(tmp_path / "set", 50, shard_rows=20)
     whole = use(manifest.path)
@@ -116,13 +125,10 @@ def test_damaged_sets_are_refused_or_unchanged(tmp_path):
         path = rng.choice(files)
         raw = path.read_bytes()
         path.write_bytes(damage(rng, raw))
-        try:
-            assert use(manifest.path) == whole
-        except DataError as error:
-            assert str(manifest.path) in str(error)
-            refused += 1
-        finally:
-            path.write_bytes(raw)
+        found = outcome(manifest.path)
+        assert found == whole or str(manifest.path) in found
+        refused += found != whole
+        path.write_bytes(raw)
     assert refused > 390
     assert use(manifest.path) == whole
 

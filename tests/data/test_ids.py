@@ -1,4 +1,4 @@
-"""Ids: every value one id, equal load on contiguous halves, and tables that find what was put in."""
+"""Ids: one per value, equal load on contiguous halves, and tables that find what was put in."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,7 @@ from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
 
 @pytest.fixture(scope="module")
 def run_killed():
-    """``run_killed(function, arguments, seconds)``: True when it had to be killed after that time."""
+    """``run_killed(function, arguments, seconds)``: True when it was killed after that time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.data.victims"])
 

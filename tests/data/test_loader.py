@@ -1,7 +1,9 @@
 """The loader: which rows every rank gets, that back-ends agree, and that a read goes on exactly."""
 
+import gc
 import subprocess
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def test_an_epoch_is_every_row_once_whatever_the_world(row_set, shuffle, num_row
         global_steps(row_set(num_rows), world, batch_size=700, shuffle=shuffle) for world in (1, 3)
     )
     assert one == three
-    assert sorted(sum(one, [])) == list(range(num_rows))
+    assert sorted(chain.from_iterable(one)) == list(range(num_rows))
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -86,7 +88,7 @@ def test_another_batch_size_goes_on_from_the_row_cursor(row_set):
     next(iter(loader.epoch(0)))
     rest = global_steps(row_set(9000), 2, state=loader.state_dict(), batch_size=512)
     first = global_steps(row_set(9000), 1, batch_size=700)[0]
-    assert sorted(sum(rest, []) + first) == list(range(9000))
+    assert sorted([*chain.from_iterable(rest), *first]) == list(range(9000))
 
 
 def test_peek_leaves_the_cursor_and_shows_what_comes(row_set):
@@ -140,3 +142,46 @@ def test_importing_data_imports_neither_dali_nor_polars():
     code = "import sys, data; print([m for m in ('polars', 'nvidia.dali') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_epochs_left_half_way_are_collected_in_any_thread(row_set):
+    """A generator that waits for its readers when it is collected by one of them waits for ever."""
+    for backend in ("memmap", "dali"):
+        for _ in range(20):
+            loader = open_loader(row_set(9000), batch_size=100, backend=backend)
+            ring = [loader.epoch(0)]
+            ring.append(ring)
+            next(ring[0])
+    gc.collect()
+
+
+def test_batches_stay_as_they_were_while_others_are_read(row_set):
+    """Buffers are used again only when no tensor refers to them."""
+    loader = open_loader(row_set(9000), batch_size=100, shuffle="none")
+    kept = []
+    for batch in loader.epoch(0):
+        kept.append(batch.ids[:, :1])
+        del batch
+    got = torch.cat(kept)[:, 0]
+    assert torch.equal(got, torch.arange(9000, dtype=torch.int32) * 10)
+
+
+def test_a_state_of_another_epoch_is_not_read_as_this_one(row_set):
+    loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
+    next(loader.epoch(3))
+    state = loader.state_dict()
+    again = open_loader(row_set(9000), batch_size=700, backend="memmap")
+    again.load_state_dict(state)
+    with pytest.raises(DataError, match="finish that epoch first"):
+        next(again.epoch(4))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_writing_into_a_batch_changes_no_other(row_set, shuffle):
+    loader = open_loader(row_set(9000), batch_size=700, shuffle=shuffle, backend="memmap")
+    first = [batch.ids.clone() for batch in loader.epoch(0)]
+    for batch in loader.epoch(0):
+        batch.ids.zero_()
+        batch.dense.fill_(float("nan"))
+    again = [batch.ids for batch in loader.epoch(0)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

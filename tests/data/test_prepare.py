@@ -104,9 +104,8 @@ def test_every_input_form_gives_the_same_rows(tmp_path, source):
     folder.mkdir()
     write_rows(folder / "day_2.tsv.gz", ROWS[:1000])
     write_rows(folder / "day_10.tsv", ROWS[1000:])
-    types = {name: pl.Int64 for name in (CRITEO.label, *CRITEO.dense)}
-    frame = pl.read_csv(source, separator="\t", has_header=False, new_columns=CRITEO.columns,
-                        schema_overrides=types | dict.fromkeys(CRITEO.sparse, pl.String))  # fmt: skip
+    types = dict.fromkeys(CRITEO.columns[:14], pl.Int64) | dict.fromkeys(CRITEO.sparse, pl.String)
+    frame = pl.read_csv(source, separator="\t", has_header=False, schema=types)
     frame.with_columns(pl.col("I1").cast(pl.Float64)).write_parquet(tmp_path / "rows.parquet")
     crlf = tmp_path / "crlf.txt"
     crlf.write_bytes(source.read_bytes().replace(b"\n", b"\r\n")[:-2])

@@ -1,4 +1,4 @@
-"""What the processes of the kill tests do; a module of its own so that a fork server can load it."""
+"""What the processes of the kill tests do; a module of its own for the fork server to load."""
 
 import json
 import os
