@@ -4,45 +4,18 @@ Ops choose their signatures when they run, so the steps are recorded from a real
 backward over tensors without storage (torch's meta device), with no other rank there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from models.wdl import WdlSpec, WideDeep
 from sbpflow import ops
-from sbpflow.boxing import Boxing
+from sbpflow.boxing_dry import DryBoxing
 from sbpflow.boxing_plan import BoxingStep
-from sbpflow.dist import World
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Split, balanced_sizes
-
-
-class RecordingBoxing(Boxing):
-    """Writes steps down and answers with empty parts of the right shape."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.steps: list[BoxingStep] = []
-
-    def run(
-        self,
-        steps: Sequence[BoxingStep],
-        part: Tensor | None,
-        channel: str = "main",
-        *,
-        donate: bool = False,
-    ) -> Tensor | None:
-        """Record, and make the last step's part."""
-        self.steps += [step for step in steps if step.groups]
-        if not steps:
-            return part
-        shape = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank)
-        if shape is None:
-            return None
-        return torch.empty(shape, dtype=steps[-1].dtype, device=self.world.device)
 
 
 def dense_steps(
@@ -55,9 +28,8 @@ def dense_steps(
     batch_size: int,
 ) -> tuple[tuple[BoxingStep, ...], tuple[BoxingStep, ...]]:
     """(forward, backward) steps of the dense part for a global batch, as rank 0 plans them."""
-    stand_in = World(0, world.size, torch.device("meta"))
-    stand_in.backend = backend
-    boxing = RecordingBoxing(stand_in)
+    boxing = DryBoxing(world.size)
+    boxing.world.backend = backend
     model = WideDeep(spec, layouts, boxing, seed=0, dtype=dtype)
     sizes = balanced_sizes(batch_size, world.size)
     home = Layout(world, (Split(0),))
@@ -69,6 +41,7 @@ def dense_steps(
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
     logits = model.logits(vectors, rows(spec.num_dense), training=False, seed=0)
     loss = ops.bce_with_logits(logits, rows(1))
-    num_forward = len(boxing.steps)
+    num_forward = len(boxing.trace)
     loss.backward()
-    return tuple(boxing.steps[:num_forward]), tuple(boxing.steps[num_forward:])
+    forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]
+    return tuple(s for s in forward if s.groups), tuple(s for s in backward if s.groups)
