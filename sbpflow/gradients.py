@@ -121,7 +121,7 @@ def _pattern(parameter: GlobalTensor) -> object:
 
 def _bucket_steps(parameters: list[GlobalTensor], id: str) -> tuple[BoxingStep, ...]:
     first = parameters[0]
-    backend = first.boxing.world.backend
+    backend = first.boxing.world.backend_of(first.layout)
     if len(parameters) == 1:
         shape, layout = first.shape, first.layout
     else:
