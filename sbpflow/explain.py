@@ -5,7 +5,7 @@ the same facts as a dictionary for programs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ class RunPlan:
     dense_forward: tuple[BoxingStep, ...]
     dense_backward: tuple[BoxingStep, ...]
     batch_size: int
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def world_size(self) -> int:
@@ -74,7 +73,6 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "steps": steps,
         "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
-        "notes": list(plan.notes),
     }
 
 
@@ -130,7 +128,7 @@ def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
             "dtype": dtype,
             "exact": False,
             "bytes_per_rank": [step.bound_bytes] * world_size,
-            "total_bytes": step.bound_bytes * world_size,
+            "total_bytes": step.total_bound_bytes,
         }
     return common | {
         "what": f"{step.src} -> {step.dst} {list(step.shape)}",
@@ -166,12 +164,18 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         *_table_lines(facts["tables"], shards=shards),
         "",
         *_step_lines(facts["steps"]),
-        f"all steps: {_size(facts['bytes_per_iteration'])} per iteration, all ranks together",
+        _total_line(facts),
         "",
         *_rank_lines(facts["ranks"]),
-        *facts["notes"],
+        "batches, activations and exchange buffers come on top",
     ]
     return "\n".join(lines)
+
+
+def _total_line(facts: Mapping[str, Any]) -> str:
+    bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
+    size = _size(facts["bytes_per_iteration"])
+    return f"all steps: {bound}{size} per iteration, all ranks together"
 
 
 def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:

@@ -84,7 +84,9 @@ class GradientSync:
         self._buckets = [
             _Bucket(
                 members,
-                _bucket_steps(members, f"{id}/bwd/{n}", members[0].boxing.world.backend),
+                _bucket_steps(
+                    members, f"{id}/bwd/{n}", members[0].boxing.world.backend_of(members[0].layout)
+                ),
             )
             for n, members in enumerate(_fill_buckets(parameters, bucket_bytes))
         ]

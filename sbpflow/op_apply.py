@@ -45,7 +45,8 @@ def apply(
 def choose(op_rule: Rule, operands: Sequence[GlobalTensor], out: NdSbp | None = None) -> Choice:
     """The signature that ``apply`` would take."""
     described = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
-    return deduce(op_rule, described, operands[0].boxing.world.backend, out)
+    backend = operands[0].boxing.world.backend_of(operands[0].layout)
+    return deduce(op_rule, described, backend, out)
 
 
 def _absent(parts: list[Tensor]) -> Tensor:
@@ -54,6 +55,7 @@ def _absent(parts: list[Tensor]) -> Tensor:
     return torch.cat(floating)
 
 
+@lru_cache(maxsize=1024)
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     """Names for ``count`` dims, none of them in ``taken`` or mistaken for B or P."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]

@@ -17,7 +17,7 @@ from sbpflow.layout import Layout
 from sbpflow.op_apply import Out, apply, cached_rule, checked_dim, choose, letters_for
 from sbpflow.op_reshape import flatten as flatten
 from sbpflow.op_reshape import reshape as reshape
-from sbpflow.sbp import NdSbp, Partial, parse_nd_sbp
+from sbpflow.sbp import NdSbp, parse_nd_sbp
 from sbpflow.signature import Choice, Operand, Rule, deduce
 
 Kernel = Callable[..., Tensor]
@@ -63,31 +63,27 @@ def linear(
     fused = cached_rule(
         "linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n"
     )
-    product = choose(plain, [x, weight])
-    partial = any(isinstance(sbp, Partial) for sbp in product.output.nd_sbp)
-    if partial and _is_cheaper_apart(fused, product, [x, weight, bias], shape, wanted):
+    operands = [x, weight, bias]
+    together = choose(fused, operands, wanted).total_bytes
+    if together and _apart(plain, operands, shape, wanted) < together:
         y = apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), id=id)
         return bias_add(y, bias, out=wanted, id=f"{id}.bias")
-    return apply(fused, [x, weight, bias], shape, lambda _, p: F.linear(*p), out=wanted, id=id)
+    return apply(fused, operands, shape, lambda _, p: F.linear(*p), out=wanted, id=id)
 
 
-def _is_cheaper_apart(
-    fused: Rule,
-    product: Choice,
-    operands: list[GlobalTensor],
-    shape: tuple[int, ...],
-    out: NdSbp | None,
-) -> bool:
-    """Whether multiplying first and adding the bias to the boxed product sends fewer bytes."""
-    x, _, bias = operands
-    together = choose(fused, operands, out).total_bytes
+def _apart(
+    plain: Rule, operands: list[GlobalTensor], shape: tuple[int, ...], out: NdSbp | None
+) -> int:
+    """Bytes if the product comes first and the bias is added to it, boxed."""
+    x, weight, bias = operands
+    product = choose(plain, [x, weight])
     then = deduce(
         _bias_rule(len(shape)),
         (Operand(product.output, shape, x.dtype), Operand(bias.layout, bias.shape, bias.dtype)),
-        x.boxing.world.backend,
+        x.boxing.world.backend_of(x.layout),
         out,
     )
-    return product.total_bytes + then.total_bytes < together
+    return product.total_bytes + then.total_bytes
 
 
 def bias_add(

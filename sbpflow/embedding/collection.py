@@ -25,9 +25,8 @@ from sbpflow.embedding.kernels import (
 from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.storage import Storage
-from sbpflow.embedding.tables import OutputConfig, TableConfig
+from sbpflow.embedding.tables import OutputConfig
 from sbpflow.errors import DataError
-from sbpflow.layout import Layout
 
 IDS = "ids"
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
@@ -40,6 +39,18 @@ class StoredPiece:
     piece: Piece
     weights: Tensor  # [rows, columns]
     state: dict[str, Tensor]  # [rows] or [rows, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Tensors that must be equal, bit by bit, within each of several sets of ranks.
+
+    ``tensors`` are this rank's; empty on a rank that is in none of the sets.
+    """
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    tensors: list[Tensor]
 
 
 class EmbeddingCollection:
@@ -109,13 +120,23 @@ class EmbeddingCollection:
                 rows = slice(piece.base, piece.base + piece.num_rows)
                 yield StoredPiece(piece, weights[rows], {k: v[rows] for k, v in state.items()})
 
-    def layout_of(self, table: TableConfig) -> Layout:
-        """Where and how the table lies."""
+    def copies(self) -> list[Copies]:
+        """What several ranks hold alike, in one order on all ranks.
+
+        B tables with their state, and the state of rows whose columns are spread over ranks.
+        """
+        mine = {stored.piece.table.name: stored for stored in self.stored()}
+        found: list[Copies] = []
         for group in self.plan.groups:
-            for stack in group.stacks:
-                if table in stack.tables:
-                    return stack.layouts[stack.tables.index(table)]
-        raise KeyError(table.name)
+            for index, stack in enumerate(group.stacks):
+                ranks = group.copy_ranks(index)
+                for table in stack.tables if ranks else ():
+                    stored = mine.get(table.name)
+                    state = list(stored.state.values()) if stored else []
+                    whole = group.exchange == "local" and stored is not None
+                    name = table.name if whole else f"{table.name} (optimizer state)"
+                    found.append(Copies(name, ranks, [stored.weights, *state] if whole else state))
+        return found
 
     def memory_bytes(self) -> int:
         """Bytes of rows and optimizer state on this rank."""

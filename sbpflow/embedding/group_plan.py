@@ -97,13 +97,18 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStep:
-    """A transfer whose size the batch decides; ``bound_bytes`` is what one rank sends at most."""
+    """A transfer whose size the batch decides.
+
+    ``bound_bytes`` is what one rank sends at most, ``total_bound_bytes`` what all ranks together do:
+    less than that many times, as not every rank can be the one that owns all rows.
+    """
 
     id: str
     collective: str
     group: tuple[int, ...]
     dtype: torch.dtype
     bound_bytes: int
+    total_bound_bytes: int
     what: str
 
 
@@ -153,6 +158,14 @@ class GroupPlan:
         """The rows x columns grid of ranks that a reduce group's tables lie on, if they do."""
         placement = self.stacks[0].layouts[0].placement
         return placement if self.exchange == "reduce" and placement.ndim == 2 else None
+
+    def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that must hold equal bits of stack ``index``: whole tables, or row state."""
+        if self.exchange == "local":
+            return (self.world.ranks,)
+        if index not in self.shared_state:
+            return ()
+        return (self.stacks[index].holders(),) if self.grid is None else self.grid.axis_groups(1)
 
     def rank_width(self, rank: int) -> int:
         """Columns that ``rank`` computes for every sample."""
@@ -276,10 +289,10 @@ class GroupPlan:
         """The four transfers of the unique exchange with their bounds: three forward, one back."""
         if self.exchange != "unique" or self.world.size == 1:
             return ()
-        lookups = -(-num_rows // self.world.size) * len(self.tables)  # of one rank, at most
-        answers = num_rows * len(self.tables) - num_rows // self.world.size * len(self.tables)
-        dim = self.stacks[0].dim
-        counts = torch.int64
+        size, tables, dim = self.world.size, len(self.tables), self.stacks[0].dim
+        lookups = -(-num_rows // size) * tables  # of one rank, at most
+        answers = (num_rows - num_rows // size) * tables  # of an owner of all rows, to the others
+        rows = num_rows * tables  # of all ranks together: each lookup moves one row, at most
         ids = self.address_dtype()
         return tuple(
             ExchangeStep(
@@ -287,13 +300,20 @@ class GroupPlan:
                 collective="all_to_all",
                 group=self.world.ranks,
                 dtype=dtype,
-                bound_bytes=elements * dtype.itemsize,
+                bound_bytes=of_one * dtype.itemsize,
+                total_bound_bytes=of_all * dtype.itemsize,
                 what=what,
             )
-            for suffix, dtype, elements, what in (
-                ("fwd/counts", counts, self.world.size - 1, "how many rows each owner is asked"),
-                ("fwd/ids", ids, lookups, "addresses of this rank's unique rows"),
-                ("fwd/vectors", self.dtype, answers * dim, "the rows others asked for"),
-                ("bwd/vectors", self.dtype, lookups * dim, "gradients of this rank's unique rows"),
+            for suffix, dtype, of_one, of_all, what in (
+                (
+                    "fwd/counts",
+                    torch.int64,
+                    size - 1,
+                    size * (size - 1),
+                    "rows each owner is asked",
+                ),
+                ("fwd/ids", ids, lookups, rows, "addresses of each rank's unique rows"),
+                ("fwd/vectors", self.dtype, answers * dim, rows * dim, "the rows others asked for"),
+                ("bwd/vectors", self.dtype, lookups * dim, rows * dim, "unique rows' gradients"),
             )
         )

@@ -84,6 +84,11 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
                 fault=fault,
             )
             choices |= {table.name: choice for table in stack.tables}
+    if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
+        reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
+        raise ConfigError(
+            f"parallel.kernel: fbgemm serves none of the tables: {reasons}; use parallel.kernel: auto"
+        )
     return choices
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_plan import plan_boxing
-from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.collection import Copies, EmbeddingCollection
 from sbpflow.errors import ConfigError, TrainingError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
@@ -97,34 +97,39 @@ def gather_text(boxing: Boxing, text: str) -> list[str]:
 def check_replicas(
     parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
 ) -> None:
-    """Raise TrainingError on every rank if a B tensor is not the same, bit by bit, on all."""
-    sums: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if _is_replicated(parameter.layout):
-            sums[name] = _checksum(parameter.part.detach())
-    for stored in embeddings.stored():
-        if _is_replicated(embeddings.layout_of(stored.piece.table)):
-            sums[stored.piece.table.name] = _checksum(stored.weights)
-    if not sums or boxing.world.size == 1:
+    """Raise TrainingError on every rank if copies differ between ranks, bit by bit.
+
+    Copies are tensors laid out B, and the optimizer state of rows whose columns several ranks hold.
+    """
+    world = boxing.world
+    if world.size == 1:
         return
-    mine = torch.stack(list(sums.values())).unsqueeze(0)
-    everyone = _on_all(boxing, mine, Split(0), "health/replicas")
-    for column, name in enumerate(sums):
-        if len(set(everyone[:, column].tolist())) > 1:
-            raise TrainingError(
-                f"{name} is laid out B and differs between ranks; its gradient or its update was "
-                "not the same everywhere"
-            )
+    copies = [
+        Copies(name, (tuple(range(world.size)),), [parameter.part.detach()])
+        for name, parameter in parameters.items()
+        if parameter.layout.nd_sbp == (Broadcast(),)
+    ]
+    copies += embeddings.copies()
+    if not copies:
+        return
+    mine = torch.stack([_checksum(copy.tensors, world.device) for copy in copies])
+    everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
+    for column, copy in enumerate(copies):
+        for ranks in copy.ranks:
+            if len({everyone[rank][column] for rank in ranks}) > 1:
+                raise TrainingError(
+                    f"{copy.name}: the copies on ranks {list(ranks)} differ; a gradient or an "
+                    "update was not the same everywhere"
+                )
 
 
-def _is_replicated(layout: Layout) -> bool:
-    return all(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp) and layout.placement.size > 1
-
-
-def _checksum(tensor: Tensor) -> Tensor:
+def _checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The bits as integers, summed with wrap-around; order and NaN do not matter."""
-    bits = torch.int64 if tensor.itemsize == 8 else torch.int32
-    return tensor.contiguous().view(bits).sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        bits = torch.int64 if tensor.itemsize == 8 else torch.int32
+        total += tensor.contiguous().view(bits).sum(dtype=torch.int64)
+    return total
 
 
 def _on_all(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:

@@ -121,6 +121,7 @@ def fit(
             if step == last:
                 break
             if train.eval_every and step % train.eval_every == 0:
+                watch.flush()
                 _score("val", step, trainer, loaders, boxing, reporter)
             pace.resume()
         if step == last:

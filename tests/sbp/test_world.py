@@ -420,3 +420,15 @@ def test_a_dry_run_lists_the_steps_of_any_rank():
             ("a/bwd", "all_gather"),
         ]
         assert x.part.grad.shape == (6, 4)
+
+
+def test_a_dry_run_plans_for_the_device_of_the_layout():
+    """A cluster with GPUs can be explained on a machine without."""
+    ran = []
+    for device_type in ("cpu", "cuda"):
+        boxing = DryBoxing(4)
+        layout = line_layout(device_type, 4, P)
+        x = GlobalTensor(torch.empty(8, 4, device="meta"), layout, (8, 4), boxing)
+        x.to("S(0)")
+        ran.append(boxing.trace[0].collective)
+    assert ran == ["all_to_all", "reduce_scatter"]
