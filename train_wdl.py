@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from models.job import build_job
     from models.run_plan import Columns, plan_run
     from sbpflow.boxing import Boxing
-    from sbpflow.config import config_hash, data_path, load_config
+    from sbpflow.config import config_hash, data_path, load_config, run_dir
     from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.explain import format_plan
     from sbpflow.training.health import LossWatch, check_replicas, check_same, gather_text
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = load_config(args.config, args.overrides)
     manifest = load_manifest(data_path(config))
+    run_dir(config)
     spec, plan = plan_run(
         config,
         Columns.of(manifest.dense, manifest.sparse, manifest.crosses),

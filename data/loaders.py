@@ -5,6 +5,7 @@ import torch
 from data.loader import RowLoader, open_loader
 from data.manifest import Manifest
 from sbpflow.config import DataConfig
+from sbpflow.errors import ConfigError
 
 
 def open_loaders(
@@ -16,7 +17,17 @@ def open_loaders(
     seed: int,
     device: torch.device,
 ) -> dict[str, RowLoader]:
-    """By split; only ``train`` is shuffled or may drop its tail."""
+    """By split; only ``train`` is shuffled or may drop its tail.
+
+    Raises ConfigError if the train part has no batch.
+    """
+    num_rows = manifest.splits["train"]
+    if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
+        raise ConfigError(
+            f"data.batch_size: {config.batch_size} rows, the train part of {manifest.path} has "
+            f"{num_rows}, and data.tail: {config.tail} leaves no batch; use a smaller batch_size "
+            "or data.tail: keep"
+        )
     return {
         split: open_loader(
             manifest,

@@ -19,19 +19,25 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
     args = parser.parse_intermixed_args(argv)
 
-    from data import load_manifest
-    from models.run_plan import Columns, plan_run
     from sbpflow.config import data_path, load_config
     from sbpflow.dist import device_type_of
     from sbpflow.errors import ConfigError
     from sbpflow.explain import describe, format_plan
 
+    try:
+        from data import load_manifest
+        from models.run_plan import Columns, plan_run
+    except ImportError as error:
+        raise ConfigError(
+            f"explain needs data and models of the checkout ({error}); run it in its folder"
+        ) from error
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
     config = load_config(args.config, args.overrides)
     manifest = load_manifest(data_path(config))
     columns = Columns.of(manifest.dense, manifest.sparse, manifest.crosses)
-    device_type = device_type_of(config.parallel.device)
+    device = config.parallel.device  # a plan for GPUs needs no GPU
+    device_type = device_type_of(device) if device == "auto" else device
     _, plan = plan_run(config, columns, world_size=args.world_size, device_type=device_type)
     if args.json:
         json.dump(describe(plan), sys.stdout, indent=1)
@@ -47,7 +53,10 @@ def main() -> int:
     from sbpflow.errors import ConfigError
 
     commands = {"explain": explain, "doctor": doctor.main}
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(f"usage: python -m sbpflow {{{','.join(commands)}}} [-h] ...")
+        return 0
     if name not in commands:
         raise ConfigError(f"command {name!r} is not known; use {' or '.join(commands)}")
     return commands[name](sys.argv[2:])

@@ -7,6 +7,7 @@ Facts that need no world are checked here; those that need the tables or the wor
 import difflib
 import hashlib
 import json
+import tempfile
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class DataConfig:
     path: Annotated[Path | None, Example("out/criteo")] = None
     loader: Literal["dali", "memmap"] = "dali"
     batch_size: Count = 16384
-    shuffle: Literal["blocks", "rows", "none"] = "blocks"
+    shuffle: Literal["blocks", "rows", "none"] = "rows"
     tail: Literal["keep", "drop"] = "keep"
 
 
@@ -61,9 +62,9 @@ class WideConfig:
     def __post_init__(self) -> None:
         for index, cross in enumerate(self.crosses):
             key = f"model.wide.crosses[{index}]"
-            if len(cross) < 2 or len(set(cross)) != len(cross):
+            if len(cross) != 2 or len(set(cross)) != len(cross):
                 raise ConfigError(
-                    f"{key}: {list(cross)} is not a cross; name two or more different columns, "
+                    f"{key}: {list(cross)} is not a cross; name two different columns, "
                     "for example [C1, C2]"
                 )
             if cross in self.crosses[:index]:
@@ -215,6 +216,21 @@ def check(
             f"without any; for example data.batch_size: {world_size}"
         )
     return resolve_table_layouts(config.parallel, tables, world_size, device_type)
+
+
+def run_dir(config: Config) -> Path:
+    """``run.dir``, made if need be; ConfigError where nothing can be written."""
+    folder = config.run.dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or "cannot be used").lower()
+        raise ConfigError(
+            f"run.dir: {folder} cannot be written to ({reason}); for example run.dir=runs/wdl"
+        ) from error
+    return folder
 
 
 def data_path(config: Config) -> Path:

@@ -84,9 +84,7 @@ class GradientSync:
         self._buckets = [
             _Bucket(
                 members,
-                _bucket_steps(
-                    members, f"{id}/bwd/{n}", members[0].boxing.world.backend_of(members[0].layout)
-                ),
+                _bucket_steps(members, f"{id}/bwd/{n}", _backend_of(members[0])),
             )
             for n, members in enumerate(_fill_buckets(parameters, bucket_bytes))
         ]
@@ -159,6 +157,10 @@ def _pattern(parameter: Laid) -> object:
         return id(parameter)
     kinds = tuple(type(sbp) for sbp in layout.nd_sbp)
     return layout.placement, kinds, parameter.dtype
+
+
+def _backend_of(parameter: GlobalTensor) -> str:
+    return parameter.boxing.world.backend_of(parameter.layout)
 
 
 def _bucket_steps(parameters: Sequence[Laid], id: str, backend: str) -> tuple[BoxingStep, ...]:

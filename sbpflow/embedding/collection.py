@@ -26,7 +26,7 @@ from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.storage import Storage
 from sbpflow.embedding.tables import OutputConfig
-from sbpflow.errors import DataError
+from sbpflow.errors import DataError, SbpError
 
 IDS = "ids"
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
@@ -132,10 +132,12 @@ class EmbeddingCollection:
                 ranks = group.copy_ranks(index)
                 for table in stack.tables if ranks else ():
                     stored = mine.get(table.name)
-                    state = list(stored.state.values()) if stored else []
-                    whole = group.exchange == "local" and stored is not None
-                    name = table.name if whole else f"{table.name} (optimizer state)"
-                    found.append(Copies(name, ranks, [stored.weights, *state] if whole else state))
+                    tensors = list(stored.state.values()) if stored else []
+                    name = f"{table.name} (optimizer state)"
+                    if group.exchange == "local":
+                        name = table.name
+                        tensors += [stored.weights] if stored else []
+                    found.append(Copies(name, ranks, tensors))
         return found
 
     def memory_bytes(self) -> int:
@@ -153,10 +155,15 @@ class EmbeddingCollection:
     def _everywhere(self, ids: Tensor, num_rows: int) -> Tensor | None:
         if not self._sent.numel():
             return None
-        everywhere = self._boxing.run(
-            self._id_steps(num_rows), ids.index_select(1, self._sent), IDS
-        )
-        return everywhere if self._my_columns else None
+        steps = self._id_steps(num_rows)
+        everywhere = self._boxing.run(steps, ids.index_select(1, self._sent), IDS)
+        if not self._my_columns:
+            return None
+        if everywhere is None or everywhere.shape != (num_rows, len(self._my_columns)):
+            raise SbpError(
+                f"{steps[-1].id}: rank {self._world.rank} did not receive the batch's ids"
+            )
+        return everywhere
 
     def _check_ids(self, ids: Tensor) -> None:
         bad = (ids < 0) | (ids >= self._limits)

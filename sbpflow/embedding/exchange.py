@@ -13,6 +13,7 @@ from torch import Tensor
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World
 from sbpflow.embedding.group_plan import ExchangeStep
+from sbpflow.errors import SbpError
 
 CHANNEL = "unique"
 
@@ -47,15 +48,17 @@ class UniqueExchange:
         received = self._swap_counts(counts_step, asked)
         local = self._local_rows(unique, edges, ids_step.dtype)
         rows = self._swap(ids_step, local, asked, received)
-        return Request(asked, received, rows.to(torch.int64))
+        return Request(asked, received, _counted(ids_step, rows, sum(received)).to(torch.int64))
 
     def answer(self, request: Request, vectors: Tensor) -> Tensor:
         """[sum(received), dim] rows looked up here back to whoever asked: [n, dim] as asked."""
-        return self._swap(self._steps[2], vectors, request.received, request.asked)
+        rows = self._swap(self._steps[2], vectors, request.received, request.asked)
+        return _counted(self._steps[2], rows, sum(request.asked))
 
     def push(self, request: Request, grads: Tensor) -> Tensor:
         """[n, dim] gradients of the rows asked for to their owners: [sum(received), dim]."""
-        return self._swap(self._steps[3], grads, request.asked, request.received)
+        rows = self._swap(self._steps[3], grads, request.asked, request.received)
+        return _counted(self._steps[3], rows, sum(request.received))
 
     def _local_rows(self, unique: Tensor, edges: list[int], dtype: torch.dtype) -> Tensor:
         bases = [0, *self._bases.tolist()]
@@ -81,3 +84,9 @@ class UniqueExchange:
         sent = (sum(out) - out[world.rank]) * row.numel() * send.itemsize
         world.log.add(CommRecord(step.id, step.collective, CHANNEL, step.group, sent))
         return received
+
+
+def _counted(step: ExchangeStep, rows: Tensor, expected: int) -> Tensor:
+    if rows.shape[0] != expected:
+        raise SbpError(f"{step.id}: {rows.shape[0]} rows came, {expected} were announced")
+    return rows

@@ -99,8 +99,8 @@ class Stack:
 class ExchangeStep:
     """A transfer whose size the batch decides.
 
-    ``bound_bytes`` is what one rank sends at most, ``total_bound_bytes`` what all ranks together do:
-    less than that many times, as not every rank can be the one that owns all rows.
+    ``bound_bytes`` is what one rank sends at most, ``total_bound_bytes`` what all ranks together
+    do: not every rank can be the one that owns all rows.
     """
 
     id: str
@@ -160,7 +160,7 @@ class GroupPlan:
         return placement if self.exchange == "reduce" and placement.ndim == 2 else None
 
     def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that must hold equal bits of stack ``index``: whole tables, or row state."""
+        """Sets of ranks that must hold equal bits of a stack: whole tables, or row state."""
         if self.exchange == "local":
             return (self.world.ranks,)
         if index not in self.shared_state:
@@ -310,7 +310,7 @@ class GroupPlan:
                     torch.int64,
                     size - 1,
                     size * (size - 1),
-                    "rows each owner is asked",
+                    "rows asked of each",
                 ),
                 ("fwd/ids", ids, lookups, rows, "addresses of each rank's unique rows"),
                 ("fwd/vectors", self.dtype, answers * dim, rows * dim, "the rows others asked for"),

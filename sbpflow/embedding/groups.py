@@ -21,6 +21,7 @@ from sbpflow.embedding.exchange import Request, UniqueExchange
 from sbpflow.embedding.group_plan import GroupPlan, Stack
 from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.storage import Access, Storage
+from sbpflow.errors import SbpError
 
 VECTORS = "vectors"
 # (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
@@ -79,10 +80,14 @@ class Group(ABC):
         self.backward_steps = cache(plan.backward_steps)
 
     def box(self, steps: tuple[BoxingStep, ...], part: Tensor | None) -> Tensor:
-        """Run steps whose result this rank holds a part of."""
+        """Run steps whose result this rank holds a part of; SbpError if it is not that part."""
         out = self.boxing.run(steps, part, VECTORS)
-        if out is None:
-            raise RuntimeError(f"{self.plan.name}: rank {self.world.rank} received no part")
+        expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
+        if out is None or (expected is not None and out.shape != expected):
+            given = "no part" if out is None else f"a part of shape {list(out.shape)}"
+            raise SbpError(
+                f"{self.plan.name}: rank {self.world.rank} received {given}, the plan says {expected}"
+            )
         return out
 
     @abstractmethod
@@ -288,9 +293,12 @@ class ReduceGroup(AddressedGroup):
 
     def backward(self, grad: Tensor) -> None:
         accesses, self.accesses = self.accesses, []
-        ordered = self._order.to_ranks(grad)
-        part = self.boxing.run(self.backward_steps(self.num_rows), ordered, VECTORS)
-        self.update(accesses, grad if part is None else part)
+        steps, ordered = self.backward_steps(self.num_rows), self._order.to_ranks(grad)
+        if self.members:
+            self.update(accesses, self.box(steps, ordered))
+        else:
+            self.boxing.run(steps, ordered, VECTORS)
+            self.update(accesses, grad)  # no rows here, but the same steps on all ranks
 
 
 class UniqueGroup(Group):

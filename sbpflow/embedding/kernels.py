@@ -87,7 +87,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
         reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
         raise ConfigError(
-            f"parallel.kernel: fbgemm serves none of the tables: {reasons}; use parallel.kernel: auto"
+            f"parallel.kernel: fbgemm serves none of the tables: {reasons}; use auto or torch"
         )
     return choices
 

@@ -72,7 +72,7 @@ def bend_one_copy(world: World, what: str) -> str:
 @pytest.mark.parametrize("what", ["mlp.0.bias", "deep.C3", "wide.C1xC2"])
 def test_a_copy_that_differs_is_named(ranks, what):
     for message in ranks(3, bend_one_copy, what):
-        assert message.startswith(f"{what} is laid out B and differs between ranks")
+        assert message.startswith(f"{what}: the copies on ranks [0, 1, 2] differ")
 
 
 def compare(world: World, digests: list[str]) -> str:

@@ -150,6 +150,11 @@ def test_scheme_volumes_follow_the_derivations(ranks):
                 assert sent == pytest.approx(total, rel=0.0 if group.endswith("reduce") else 0.05)
 
 
+# Parts of the wrong shape are refused, counts that do not fit too; copies that drift are found at
+# the end of a run.
+EXPECTED_FAULTS = ("sbpflow.errors.SbpError", "sbpflow.errors.TrainingError")
+
+
 def step_without(world: World, config: Config, step_id: str) -> int:
     """Train with one conversion disabled: its input is passed on as it is. Returns steps made."""
     job = make_job(world, config)
@@ -180,18 +185,20 @@ def step_without(world: World, config: Config, step_id: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "step_id"), [(scheme, step) for scheme in SCHEMES for step in EXPECTED[scheme]]
+    ("scheme", "step_id"),
+    [
+        *((scheme, step) for scheme in SCHEMES for step in EXPECTED[scheme]),
+        ("1", "deep/columns/bwd/row_state.0"),
+    ],
 )
 def test_a_run_fails_without_a_conversion_its_scheme_uses(ranks, scheme, step_id):
-    config = make_config(scheme, "sgd")
+    config = make_config(scheme, "rowwise_adagrad")
     with pytest.raises(RanksFailed) as failure:
         ranks(2, step_without, config, step_id)
     assert "never ran" not in str(failure.value)
-    assert any(
-        kind in text
-        for text in failure.value.errors.values()
-        for kind in ("SbpError", "TrainingError", "RuntimeError", "IndexError", "ValueError")
-    )
+    last_lines = [text.strip().splitlines()[-1] for text in failure.value.errors.values()]
+    wrong_size = "Received data size doesn't match expected size" in str(failure.value)  # gloo
+    assert wrong_size or any(line.startswith(EXPECTED_FAULTS) for line in last_lines), last_lines
 
 
 def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]]:
