@@ -1,0 +1,267 @@
+"""A whole run: what the entry point composes, what the loop does when, what is passed on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train_wdl
+from data import load_manifest
+from data.loaders import open_loaders
+from models.run_plan import sparse_optimizer
+from sbpflow.__main__ import explain
+from sbpflow.config import (
+    Adagrad,
+    Adam,
+    AdamW,
+    Config,
+    DataConfig,
+    DenseSgd,
+    LazyAdam,
+    OptimizerConfig,
+    TrainConfig,
+)
+from sbpflow.dist import World
+from sbpflow.errors import ConfigError
+from sbpflow.explain import describe
+from sbpflow.training import loop
+from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
+from sbpflow.training.metrics import Evaluation
+from tests.training.wdl_case import make_batches, make_config, make_job
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs/scheme3.yaml")
+CPU = torch.device("cpu")
+
+
+def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_path, monkeypatch):
+    compared: list[str] = []
+    from sbpflow.training import health
+
+    real = health.check_replicas
+    monkeypatch.setattr(
+        health, "check_replicas", lambda *args: (compared.append("replicas"), real(*args))[1]
+    )
+    words = [
+        f"data.path={synth_set}",
+        f"run.dir={tmp_path}",
+        "model.hidden=[16]",
+        "data.batch_size=1000",
+        "train.epochs=2",
+        "train.eval_every=4",
+        "train.log_every=3",
+    ]
+    assert train_wdl.main(["--config", CONFIG, *words]) == 0
+    assert compared == ["replicas"]
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # 4,800 rows in batches of 1,000: five steps an epoch, the last of 800
+    assert [e["step"] for e in events if e["event"] == "step"] == [3, 6, 9, 10]
+    scores = [(e["step"], e["split"], e["num_rows"]) for e in events if e["event"] == "eval"]
+    assert scores == [(4, "val", 600), (8, "val", 600), (10, "val", 600), (10, "test", 600)]
+    final = events[-1]
+    assert final["event"] == "final"
+    assert final["steps"] == 10
+    assert final["samples_per_s"] > 0
+    assert final["auc"] == events[-2]["auc"]
+    assert final["val_auc"] == events[-3]["auc"]
+    assert final["best_auc"] == pytest.approx(load_manifest(synth_set).bayes.auc)
+
+
+def test_two_ranks_train_and_report_once(synth_set, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [
+            *command,
+            *("--nproc-per-node", "2", "train_wdl.py", "--config", CONFIG),
+            *(f"data.path={synth_set}", f"run.dir={tmp_path}", "model.hidden=[16]"),
+            "data.batch_size=1000",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    text = done.stdout + done.stderr
+    assert text.count("INFO end") == 1
+    assert "S(0)@[0, 1]  unique" in text
+    assert "rank 1: cpu" in text
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["steps"] == 5
+    assert 0.4 < events[-1]["auc"] < 1
+
+
+def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_path, free_port):
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "train_wdl.py", "--config", CONFIG, f"data.path={synth_set}"),
+                *(f"run.dir={tmp_path}", f"optimizer.dense.lr=0.00{rank + 1}"),
+            ],
+            cwd=ROOT,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": "0", "MASTER_PORT": str(free_port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert "".join(texts).count("error: configuration: ranks [1] differ from rank 0") == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class Recorder:
+    """A trainer, a watch, a reporter and a loader that write down who called them with what."""
+
+    def __init__(self, steps: int) -> None:
+        self.num_steps = steps
+        self.calls: list[tuple[Any, ...]] = []
+        self.last = 0.0
+
+    def epoch(self, epoch: int) -> Any:
+        self.calls.append(("epoch", epoch))
+        return iter(make_batches(self.num_steps + 1, 10)[: self.num_steps])
+
+    def push(self, step: int, loss: Any, batch: Any) -> None:
+        self.last = float(step)
+
+    def flush(self) -> None:
+        self.calls.append(("flush", int(self.last)))
+
+    def advance(self, step: int, loss: float) -> None:
+        assert loss == step
+
+    def step(self, *args: Any) -> Any:
+        if len(args) == 1:  # as a trainer
+            return torch.zeros(())
+        self.calls.append(("log", args[0], args[1]))
+        return None
+
+    def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        self.calls.append(("score", split, step))
+
+
+def run_loop(monkeypatch: pytest.MonkeyPatch, steps: int, **train: Any) -> list[tuple[Any, ...]]:
+    score = Evaluation(1, 0.5, 0.5)
+    monkeypatch.setattr(loop, "score_split", lambda *args: score)
+    it: Any = Recorder(steps)
+    loaders = {"train": it, "val": Recorder(1), "test": Recorder(1)}
+    result = loop.fit(it, loaders, TrainConfig(**train), boxing=it, watch=it, reporter=it)
+    assert result.val == result.test == score
+    return it.calls
+
+
+def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
+    calls = run_loop(monkeypatch, 3, epochs=2, eval_every=2, log_every=4)
+    assert calls == [
+        ("epoch", 0),
+        ("flush", 2),
+        ("score", "val", 2),
+        ("epoch", 1),
+        ("flush", 4),
+        ("log", 4, 4.0),
+        ("flush", 4),
+        ("score", "val", 4),
+        ("flush", 6),
+        ("log", 6, 6.0),
+        ("score", "val", 6),
+        ("score", "test", 6),
+    ]
+
+
+def test_max_steps_ends_a_run_inside_an_epoch(monkeypatch):
+    calls = run_loop(monkeypatch, 3, epochs=5, max_steps=4, eval_every=0, log_every=100)
+    assert [c for c in calls if c[0] == "epoch"] == [("epoch", 0), ("epoch", 1)]
+    assert calls[-3:] == [("log", 4, 4.0), ("score", "val", 4), ("score", "test", 4)]
+
+
+def order_of(synth_set: Path, seed: int, **data: Any) -> torch.Tensor:
+    config = DataConfig(batch_size=1000, loader="memmap", **data)
+    loaders = open_loaders(load_manifest(synth_set), config, 0, 1, seed=seed, device=CPU)
+    batches = list(loaders["train"].epoch(0))
+    assert [batch.num_rows for batch in batches][-1] == (1000 if data.get("tail") else 800)
+    held = sum(batch.num_rows for split in ("val", "test") for batch in loaders[split].epoch(0))
+    assert held == 1200  # whole, whatever the tail of the train part
+    return torch.cat([batch.ids for batch in batches])
+
+
+def test_loaders_follow_seed_shuffle_and_tail(synth_set):
+    rows = order_of(synth_set, 1)
+    assert torch.equal(rows, order_of(synth_set, 1))
+    assert not torch.equal(rows, order_of(synth_set, 2))
+    assert not torch.equal(rows, order_of(synth_set, 1, shuffle="none"))
+    assert len(order_of(synth_set, 1, tail="drop")) == 4000
+
+
+def test_a_train_part_without_a_batch_is_refused(synth_set):
+    config = DataConfig(batch_size=5000, tail="drop")
+    with pytest.raises(ConfigError, match=r"data\.batch_size: 5000 rows, the train part .* 4800"):
+        open_loaders(load_manifest(synth_set), config, 0, 1, seed=1, device=CPU)
+
+
+def test_hyperparameters_reach_the_optimizers():
+    lazy = OptimizerConfig(sparse=LazyAdam(lr=0.5, betas=(0.8, 0.7), eps=1e-3))
+    made = sparse_optimizer(Config(optimizer=lazy))
+    assert (made.name, made.lr, made.betas, made.eps) == ("lazy_adam", 0.5, (0.8, 0.7), 1e-3)
+    adagrad = Adagrad(lr=0.4, eps=1e-4, initial_accumulator=0.25)
+    made = sparse_optimizer(Config(optimizer=OptimizerConfig(sparse=adagrad)))
+    assert (made.name, made.lr, made.eps, made.initial_accumulator) == ("adagrad", 0.4, 1e-4, 0.25)
+    parameter = torch.zeros(2, requires_grad=True)
+    for config in (
+        DenseSgd(lr=0.3, momentum=0.6, weight_decay=0.02),
+        Adam(lr=0.3, betas=(0.5, 0.6), eps=1e-5, weight_decay=0.03),
+        AdamW(lr=0.3, betas=(0.5, 0.6), eps=1e-5, weight_decay=0.04),
+    ):
+        optimizer = make_dense_optimizer(config, [parameter])
+        assert optimizer is not None
+        (group,) = optimizer.param_groups
+        for name in config.__dataclass_fields__:
+            assert name == "name" or group[name] == getattr(config, name)
+    assert make_dense_optimizer(Adam(), []) is None
+    assert [state_per_element(c) for c in (DenseSgd(), DenseSgd(momentum=0.9), Adam())] == [0, 1, 2]
+
+
+def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
+    """What explain says of this rank, and what its tables and dense parameters really take."""
+    job = make_job(world, config)
+    job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))
+    dense = sum(p.part.numel() * p.part.itemsize for p in job.model.parameters.values())
+    return describe(job.plan)["ranks"][world.rank], job.embeddings.memory_bytes(), dense
+
+
+@pytest.mark.parametrize("sparse", ["sgd", "rowwise_adagrad", "lazy_adam"])
+@pytest.mark.parametrize("scheme", ["dp", "1", "3"])
+def test_explained_memory_is_what_a_rank_takes(ranks, scheme, sparse):
+    config = make_config(scheme, sparse, dense="adam", dense_layouts={"mlp.0.weight": "S(0)"})
+    for told, tables, dense in ranks(3, memory, config):
+        assert told["table_bytes"] + told["table_state_bytes"] == tables
+        assert told["dense_bytes"] == told["dense_gradient_bytes"] == dense
+        assert told["dense_state_bytes"] == 2 * dense
+
+
+def test_explain_plans_gpus_without_one(synth_set, capsys):
+    words = ["--world-size", "8", "--json", f"data.path={synth_set}", "parallel.device=cuda"]
+    assert explain(["--config", str(ROOT / "configs/scheme2.yaml"), *words]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["backend"] == "nccl"
+    collectives = {step["id"]: step["collective"] for step in facts["steps"]}
+    assert collectives["deep/reduce/fwd/vectors"] == "reduce_scatter"
+
+
+def test_explained_bounds_are_what_a_batch_can_reach(synth_set, capsys):
+    words = ["--world-size", "4", "--json", f"data.path={synth_set}", "data.batch_size=1024"]
+    assert explain(["--config", CONFIG, *words]) == 0
+    steps = {step["id"]: step for step in json.loads(capsys.readouterr().out)["steps"]}
+    vectors = steps["deep/unique/fwd/vectors"]
+    assert vectors["total_bytes"] == 1024 * 26 * 16 * 4
+    assert vectors["bytes_per_rank"] == [768 * 26 * 16 * 4] * 4
+    assert steps["deep/unique/bwd/vectors"]["bytes_per_rank"] == [256 * 26 * 16 * 4] * 4
+    assert steps["deep/unique/fwd/ids"]["total_bytes"] == 1024 * 26 * 4
