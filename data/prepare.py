@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import polars as pl
@@ -48,7 +48,7 @@ def prepare(options: PrepareOptions) -> Manifest:
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
-            inputs, options, work / "stage", lambda size: bar.update(int(_SHARE["parse"] * size))
+            inputs, options, work / "stage", lambda size: _advance(bar, _SHARE["parse"] * size)
         )
         bar.set_description("count")
         vocabularies = build_vocabularies(staged, _counted(options), options, work / "vocabulary")
@@ -60,13 +60,17 @@ def prepare(options: PrepareOptions) -> Manifest:
             _tables(vocabularies, options),
             options,
             work,
-            lambda rows: bar.update(int(per_row * rows)),
+            lambda rows: _advance(bar, per_row * rows),
         )
         bar.update(num_bytes - bar.n)
     if bad := describe_bad(staged):
         _LOG.warning("bad lines were left out:%s", bad)
     _finish(work / "set", _content(options, inputs, staged, vocabularies, records), vocabularies)
     return _publish(work, options)
+
+
+def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
+    bar.update(int(num_bytes))
 
 
 def _counted(options: PrepareOptions) -> list[str]:

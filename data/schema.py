@@ -61,8 +61,10 @@ class Schema:
             raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
         if crossed := [name for name in self.sparse if "x" in name]:
             raise ConfigError(f"{key}: {crossed[0]!r} has an 'x', which names crosses; rename it")
-        if len(self.separator) != 1:
-            raise ConfigError(f"{key}.separator: {self.separator!r} must be one character")
+        if not self.sparse:
+            raise ConfigError(f"{key}: sparse names no column; an embedding needs one")
+        if len(self.separator) != 1 or not self.separator.isascii():
+            raise ConfigError(f"{key}: separator {self.separator!r} must be one ASCII character")
 
 
 _DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -87,15 +89,22 @@ def read_schema(path: Path) -> Schema:
         raw: object = yaml.safe_load(path.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--schema {path}: cannot be read as YAML: {error}") from error
-    if not isinstance(raw, dict) or (unknown := set(raw) - set(_KEYS)):
-        listed = "a mapping" if not isinstance(raw, dict) else f"free of {sorted(unknown)}"
-        raise ConfigError(f"--schema {path}: must be {listed}; the keys are {', '.join(_KEYS)}")
+    keys = ", ".join(_KEYS)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--schema {path}: must be a mapping with the keys {keys}")
+    if unknown := sorted(map(str, set(raw) - set(_KEYS))):
+        raise ConfigError(f"--schema {path}: unknown key {unknown[0]!r}; the keys are {keys}")
     return _schema_from(path, cast("dict[str, Any]", raw))
 
 
 def _schema_from(path: Path, raw: dict[str, Any]) -> Schema:
+    for key in ("dense", "columns"):
+        if not isinstance(raw.get(key, []), list):
+            raise ConfigError(f"--schema {path}: {key} is {raw[key]!r}; write a list of names")
     sparse = raw.get("sparse", {})
-    kinds = dict.fromkeys(sparse, "hex") if isinstance(sparse, list) else dict(sparse)
+    if not isinstance(sparse, dict | list):
+        raise ConfigError(f"--schema {path}: sparse is {sparse!r}; write names or name: kind")
+    kinds = dict.fromkeys(sparse, "hex") if isinstance(sparse, list) else sparse
     if bad := [f"{name}: {kind}" for name, kind in kinds.items() if kind not in _KINDS]:
         raise ConfigError(f"--schema {path}: sparse {bad[0]} must be one of {', '.join(_KINDS)}")
     dense = tuple(str(name) for name in raw.get("dense", ()))

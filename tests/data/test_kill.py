@@ -58,8 +58,10 @@ def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, 
 
 def test_an_unfinished_run_with_other_options_is_not_mixed_in(tmp_path, run_killed):
     source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
-    while not (tmp_path / "set.work").exists():
-        run_killed(victims.prepares, (source, tmp_path / "set"), 0.1)
+    rng, encoded = random.Random(2), tmp_path / "set.work" / "encoded"
+    while not (encoded.exists() and any(encoded.iterdir())):
+        run_killed(victims.prepares, (source, tmp_path / "set"), rng.uniform(0.2, 1.5))
+        shutil.rmtree(tmp_path / "set", ignore_errors=True)
     run_prepare(tmp_path / "set", source, min_count=9)
     run_prepare(tmp_path / "clean", source, min_count=9)
     assert folder_bytes(tmp_path / "set") == folder_bytes(tmp_path / "clean")

@@ -291,3 +291,25 @@ def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
     many = run_prepare(tmp_path / "b", source, workers=4)
     for split in ("train", "val", "test"):
         assert np.array_equal(all_words(one, split), all_words(many, split))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("dense: I1\nsparse: [C1]\n", "write a list of names"),
+        ("sparse: 5\n", "name: kind"),
+        ("dense: [I1]\n", "needs one"),
+        ("sparse: {C1: text}\n", "hex, string, integer"),
+        ("spares: [C1]\n", "unknown key 'spares'"),
+        ("[1, 2]\n", "must be a mapping"),
+        ("sparse: [C1, label]\n", "used twice"),
+        ("columns: [label]\nsparse: [C1]\n", "not one of columns"),
+        ("sparse: [C1]\nseparator: '::'\n", "one ASCII character"),
+        ("sparse: {C1: [\n", "cannot be read"),
+    ],
+)
+def test_a_wrong_schema_is_one_readable_message(tmp_path, source, capsys, schema, message):
+    (tmp_path / "schema.yaml").write_text(schema)
+    arguments = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
+    assert main([*arguments, "--schema", str(tmp_path / "schema.yaml")]) == 2
+    assert message in capsys.readouterr().err
