@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sbpflow.boxing_program import Program, compile_step
+from sbpflow.boxing_program import Program, Stays, compile_step
 from sbpflow.boxing_step import WIRE_DTYPES, BoxingStep
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
@@ -124,6 +124,8 @@ class Boxing:
         packed = program.pack(part, loan.take)
         if step.collective == "all_reduce" and not donate:
             packed = packed.clone()
+        if program.stays is not None:
+            return _exchange_apart(program, program.stays, part, packed, group, loan)
         received, work = _COLLECTIVES[step.collective](program, packed, group, loan)
         return partial(_finish, work, program, received, loan)
 
@@ -173,6 +175,33 @@ def _finish(
     return part
 
 
+def _exchange_apart(
+    program: Program,
+    stays: Stays,
+    part: Tensor,
+    packed: Tensor,
+    group: dist.ProcessGroup,
+    loan: Loan,
+) -> Finish:
+    """An all-to-all beside which this rank copies what stays."""
+    out = part.new_empty(stays.shape)
+    if stays.run is None:
+        received = loan.take(sum(program.receive_sizes), part)
+    else:
+        received = out.view(-1)[stays.run]
+    work = _all_to_all(program, received, packed, group)
+    out[stays.dst] = part[stays.src]
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        whole = stays.place(received, out)
+        loan.give_back()
+        return whole
+
+    return finish
+
+
 def _receive_buffer(program: Program, packed: Tensor, loan: Loan) -> Tensor:
     total = sum(program.receive_sizes)
     return packed.new_empty(total) if program.keeps_received else loan.take(total, packed)
@@ -208,7 +237,13 @@ def _run_all_to_all(
     program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
 ) -> Issued:
     received = _receive_buffer(program, packed, loan)
-    return received, dist.all_to_all_single(
+    return received, _all_to_all(program, received, packed, group)
+
+
+def _all_to_all(
+    program: Program, received: Tensor, packed: Tensor, group: dist.ProcessGroup
+) -> dist.Work | None:
+    return dist.all_to_all_single(
         _as_sent(received),
         _as_sent(packed),
         list(program.receive_sizes),

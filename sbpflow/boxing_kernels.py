@@ -34,6 +34,10 @@ class Piece:
     def shape(self) -> Shape:
         return lengths(self.box)
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The stretch of ``flat``, in the shape of the box."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
 
 def keep(part: Tensor) -> Tensor:
     """Nothing to do."""
@@ -138,7 +142,7 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> LocalFn:
         stacked = (len(pieces), *pieces[0].shape)
         return lambda flat: torch.cat(flat.view(stacked).unbind(), dim)
     ordered = sorted(pieces, key=lambda piece: piece.box[dim].start)
-    return lambda flat: torch.cat([_stretch(flat, piece) for piece in ordered], dim)
+    return lambda flat: torch.cat([piece.of(flat) for piece in ordered], dim)
 
 
 def combiner(pieces: list[Piece], shape: Shape, op: Reduction) -> LocalFn:
@@ -154,7 +158,7 @@ def combiner(pieces: list[Piece], shape: Shape, op: Reduction) -> LocalFn:
         out = flat.new_full(shape, neutral(op, flat.dtype), dtype=_wide(flat.dtype))
         for piece in pieces:
             target = out[piece.box]
-            _COMBINE[op](target, _stretch(flat, piece).to(out.dtype), out=target)
+            _COMBINE[op](target, piece.of(flat).to(out.dtype), out=target)
         return out.to(flat.dtype)
 
     return combine
@@ -186,14 +190,41 @@ def _scatterer(pieces: list[Piece], shape: Shape) -> LocalFn:
     def scatter(flat: Tensor) -> Tensor:
         out = flat.new_empty(shape)
         for piece in pieces:
-            out[piece.box] = _stretch(flat, piece)
+            out[piece.box] = piece.of(flat)
         return out
 
     return scatter
 
 
-def _stretch(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+def closed_up(pieces: list[Piece]) -> list[Piece]:
+    """The same boxes in a buffer that holds them one after the other."""
+    closed: list[Piece] = []
+    for piece in pieces:
+        closed.append(Piece(sum(before.numel for before in closed), piece.box))
+    return closed
+
+
+def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
+    """The stretch of the flattened part that the pieces, in order, make up; None if none does."""
+    strides = [numel(whole(shape[dim + 1 :])) for dim in range(len(shape))]
+    at: int | None = None
+    start = 0
+    for piece in pieces:
+        first = sum(e.start * stride for e, stride in zip(piece.box, strides, strict=True))
+        if not _is_run(piece.box, shape) or (at is not None and first != at):
+            return None
+        start = first if at is None else start
+        at = first + piece.numel
+    return None if at is None else slice(start, at)
+
+
+def run_taker(run: slice) -> Pack:
+    """A stretch of the flattened part; no copy if the part is contiguous."""
+
+    def take_run(part: Tensor, take: Take) -> Tensor:
+        return flatten(part, take)[run]
+
+    return take_run
 
 
 def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:

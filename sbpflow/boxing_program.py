@@ -14,6 +14,7 @@ from sbpflow.boxing_kernels import (
     Piece,
     Shape,
     assembler,
+    closed_up,
     combiner,
     flatten,
     keep,
@@ -23,12 +24,18 @@ from sbpflow.boxing_kernels import (
     packer,
     pad_to,
     padder,
+    run_of,
+    run_taker,
     slicer,
     whole,
 )
 from sbpflow.boxing_moves import Box, Move, numel, shift
 from sbpflow.boxing_step import BoxingStep, padded_part
 from sbpflow.sbp import Partial, Reduction
+
+# A piece that stays on its rank skips the buffers from this size on; below it, the copies saved
+# take less time than the calls that save them.
+APART_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,29 @@ class Program:
     send_sizes: tuple[int, ...] = ()
     receive_sizes: tuple[int, ...] = ()
     keeps_received: bool = True
+    stays: "Stays | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """The box of the part that stays on its rank: copied straight into the result.
+
+    It skips the send buffer, the backend's copy to itself and the receive buffer. What others send
+    is received into ``run`` of the flat result, or is copied from the buffer as ``pieces`` say.
+    """
+
+    shape: Shape
+    src: Box
+    dst: Box
+    run: slice | None
+    pieces: tuple[Piece, ...]
+
+    def place(self, received: Tensor, out: Tensor) -> Tensor:
+        """``out`` with what came, once it is there."""
+        if self.run is None:
+            for piece in self.pieces:
+                out[piece.box] = piece.of(received)
+        return out
 
 
 def compile_step(step: BoxingStep, rank: int) -> Program:
@@ -145,9 +175,53 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
         terms = [received[source] for source in coming]
         combine = combiner(terms, shape, base.reduction)
         return replace(exchanged, unpack=combine, keeps_received=False)
+    apart = _staying_apart(exchanged, rank, group, sent, received, shape)
+    if apart is not None:
+        return apart
     pieces = list(received.values())
     in_order = lie_in_order(pieces, shape, total)
     return replace(exchanged, unpack=assembler(pieces, shape, total), keeps_received=in_order)
+
+
+def _staying_apart(
+    base: Program,
+    rank: int,
+    group: tuple[int, ...],
+    sent: dict[int, Piece],
+    received: dict[int, Piece],
+    shape: Shape,
+) -> Program | None:
+    """The exchange without this rank's own piece, where that saves copies and costs none.
+
+    Without it the other pieces must still be sent from one run of the part, or be packed anyway;
+    and be received into one run of the result, or be copied anyway.
+    """
+    if rank not in sent or rank not in received or len(sent) < 2 or len(received) < 2:
+        return None
+    own_sent, own_received = sent[rank], received[rank]
+    if own_sent.numel * base.step.dtype.itemsize < APART_BYTES:
+        return None
+    leaving = [piece for peer, piece in sent.items() if peer != rank]
+    coming = [piece for peer, piece in received.items() if peer != rank]
+    part_shape = base.part_shape or ()
+    send_run = run_of(leaving, part_shape)
+    if send_run is None and lie_in_order(list(sent.values()), part_shape, numel(whole(part_shape))):
+        return None
+    receive_run = run_of(coming, shape)
+    if receive_run is None and lie_in_order(list(received.values()), shape, numel(whole(shape))):
+        return None
+    at = group.index(rank)
+    sizes = [
+        tuple(0 if n == at else size for n, size in enumerate(sizes))
+        for sizes in (base.send_sizes, base.receive_sizes)
+    ]
+    return replace(
+        base,
+        pack=packer(leaving, part_shape) if send_run is None else run_taker(send_run),
+        send_sizes=sizes[0],
+        receive_sizes=sizes[1],
+        stays=Stays(shape, own_sent.box, own_received.box, receive_run, tuple(closed_up(coming))),
+    )
 
 
 def _pieces(

@@ -86,7 +86,7 @@ class Group(ABC):
         if out is None or (expected is not None and out.shape != expected):
             given = "no part" if out is None else f"a part of shape {list(out.shape)}"
             raise SbpError(
-                f"{self.plan.name}: rank {self.world.rank} received {given}, the plan says {expected}"
+                f"{self.plan.name}: rank {self.world.rank} received {given}, not {expected}"
             )
         return out
 

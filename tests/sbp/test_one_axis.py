@@ -5,6 +5,7 @@ A failure here names the pair, the shape and the rank; ``tests/oracle.py`` has w
 
 import pytest
 
+from sbpflow import boxing_program
 from sbpflow.sbp import Broadcast, Split
 from tests.sbp.conversions import EXCHANGE, convert_all, expected_names, one_axis
 
@@ -22,6 +23,24 @@ def test_same_placement(ranks, line):
     size = max(line) + 1
     counts = ranks(size, convert_all, line, line, values, SHAPES, ["float64"], expected)
     assert counts == [16 * len(SHAPES)] * size
+
+
+def convert_apart(world, *case):
+    """As ``convert_all``, with every piece that stays on its rank kept out of the buffers."""
+    usual, boxing_program.APART_BYTES = boxing_program.APART_BYTES, 0
+    try:
+        return convert_all(world, *case)
+    finally:
+        boxing_program.APART_BYTES = usual
+
+
+@pytest.mark.parametrize("line", [[0, 1], [1, 0], [0, 1, 2], [2, 0, 3], [0, 1, 2, 3]], ids=str)
+def test_what_stays_skips_the_buffers(ranks, line):
+    values = [*one_axis([0, 1]), (Split(0, (1, *(0,) * (len(line) - 2), 5)),)]
+    size = max(line) + 1
+    ranks(size, convert_apart, line, line, values, [(6, 8), (6, 5)], ["float64", "int32"])
+    others = [rank for rank in range(size) if rank != line[0]] or [0]
+    ranks(size, convert_apart, line, others, one_axis([0, 1]), [(6, 8), (25, 33)], ["float32"])
 
 
 @pytest.mark.parametrize("dst", DST, ids=str)
