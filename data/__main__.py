@@ -156,6 +156,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        reason = (error.strerror or "cannot be used").lower()
+        print(f"error: {error.filename}: {reason}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130

@@ -49,8 +49,10 @@ class PrepareOptions:
             ("--max-bad-fraction", self.max_bad_fraction, 0),
             ("--workers", self.workers, 1),
         ):
-            if value < least:
+            if not value >= least:  # so that NaN fails, too
                 raise ConfigError(f"{key}: {value} must be {least} or more")
+        if self.max_bad_fraction > 1:
+            raise ConfigError(f"--max-bad-fraction: {self.max_bad_fraction} must be 1 or less")
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

@@ -9,6 +9,10 @@ from data.schema import Kind, Schema
 from sbpflow.errors import DataError
 
 PIECE_ROWS = 1 << 18
+_COLUMN_TYPES = (
+    *(pl.String, pl.Null, pl.Float32, pl.Float64, pl.Boolean),
+    *(pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64),
+)
 
 
 def count_rows(path: Path, schema: Schema) -> int:
@@ -17,8 +21,8 @@ def count_rows(path: Path, schema: Schema) -> int:
         frame = pl.scan_parquet(path)
         have = frame.collect_schema().names()
         rows = int(frame.select(pl.len()).collect().item())
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    except BaseException as error:
+        raise _unreadable(path, error) from error
     wanted = (schema.label, *schema.dense, *schema.sparse)
     if absent := [name for name in wanted if name not in have]:
         raise DataError(
@@ -28,14 +32,34 @@ def count_rows(path: Path, schema: Schema) -> int:
     return rows
 
 
+def _unreadable(path: Path, error: BaseException) -> BaseException:
+    """A DataError for what a damaged file causes; anything else as it is.
+
+    Polars' Rust side panics on some damage; its PanicException is no Exception and has no public
+    name to catch it by.
+    """
+    panicked = type(error).__name__ == "PanicException"
+    if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return DataError(f"{path}: cannot be read as Parquet: {first}")
+    return error
+
+
 def parquet_piece(path: Path, index: int, schema: Schema) -> Piece:
     """Rows [index, index + 1) * PIECE_ROWS of a file."""
     wanted = (schema.label, *schema.dense, *schema.sparse)
     try:
         lazy = pl.scan_parquet(path).select(wanted)
         frame = lazy.slice(index * PIECE_ROWS, PIECE_ROWS).collect()
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    except BaseException as error:
+        raise _unreadable(path, error) from error
+    frame = frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+    odd = [f"{n} ({frame[n].dtype})" for n in wanted if frame[n].dtype not in _COLUMN_TYPES]
+    if odd:
+        raise DataError(
+            f"{path}: columns {', '.join(odd)} are of a type that is not read; write strings or "
+            "whole numbers"
+        )
     return _typed_piece(frame, schema)
 
 
@@ -72,7 +96,20 @@ def _integer(name: str) -> pl.Expr:
 def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
     if cells.dtype == pl.String:
         key = key_expression(pl.col(cells.name), kind)
-        return pl.when(pl.col(cells.name).str.len_bytes() == 8).then(key) if kind == "hex" else key
+        fits = pl.col(cells.name).str.contains("^[0-9a-fA-F]{8}$")
+        return pl.when(fits).then(key) if kind == "hex" else key
+    if cells.dtype == pl.Boolean:
+        return pl.lit(None, dtype=pl.UInt32 if kind == "hex" else pl.UInt64).alias(cells.name)
+    if cells.dtype.is_float():  # 7.0 is the category 7, 7.5 is none
+        whole = pl.col(cells.name) == pl.col(cells.name).floor()
+        number = pl.col(cells.name).cast(pl.Int64, strict=False)
+        if kind == "hex":
+            number = number.cast(pl.UInt32, strict=False)
+        elif kind == "integer":
+            number = number.reinterpret(signed=False)
+        else:
+            number = key_expression(number.cast(pl.String), kind)
+        return pl.when(whole).then(number).alias(cells.name)
     if kind == "hex":
         return pl.col(cells.name).cast(pl.UInt32, strict=False)
     if kind == "integer":

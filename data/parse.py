@@ -15,7 +15,7 @@ import polars as pl
 from data.schema import Kind, Schema
 from sbpflow.errors import DataError
 
-_PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?[0-9]{1,18}"}
+_PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
 _EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
 _BLOCK_LINES = 1000
 _SHOWN_CHARS = 80
@@ -105,8 +105,8 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
         return False
     if b"\r" in text:
         return False  # Polars drops one at the end of any cell
-    if "hex" in schema.kinds and b"+" in text:
-        return False  # to_integer(base=16) reads +1234567 as a number
+    if any(kind in _PATTERNS for kind in schema.kinds) and b"+" in text:
+        return False  # to_integer reads +1234567 as a number
     return text.isascii() or _is_utf8(text)
 
 
@@ -196,11 +196,23 @@ def _fault(line: bytes, schema: Schema) -> str | None:
         if row[name] and not _is_int32(row[name]):
             return "dense value is not a 32-bit integer"
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
-        if row[name] and kind in _PATTERNS and not re.fullmatch(_PATTERNS[kind], row[name]):
+        if row[name] and not _fits(kind, row[name]):
             return f"category is not {_EXPECTED[kind]}"
     return None
 
 
+def _fits(kind: Kind, cell: str) -> bool:
+    """Whether a cell is a category of its kind; integers are of 64 bits, as the fast parser's."""
+    if kind not in _PATTERNS:
+        return True
+    if not re.fullmatch(_PATTERNS[kind], cell):
+        return False
+    digits = cell.lstrip("-0") or "0"
+    return kind == "hex" or int(digits) < 2**63 + cell.startswith("-")
+
+
 def _is_int32(cell: str) -> bool:
     # Leading blanks and a plus sign are what Polars accepts, so both ways must.
-    return bool(re.fullmatch(r" *[+-]?[0-9]+", cell)) and -(2**31) <= int(cell) < 2**31
+    # Python refuses to convert thousands of digits; leading zeros aside, eleven are too many.
+    match = re.fullmatch(r" *([+-]?)0*([0-9]{1,10})", cell)
+    return match is not None and -(2**31) <= int(match[1] + match[2]) < 2**31

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,7 @@ from data.source import Input, find_inputs
 from data.stage import Staged, bad_counts, describe_bad, stage_inputs
 from data.stats import compute_stats, stats_json
 from data.vocabulary import Vocabulary, build_vocabularies
+from data.workspace import MARK, discard, open_work, work_folder
 from sbpflow import __version__
 from sbpflow.errors import ConfigError
 
@@ -42,9 +42,11 @@ def prepare(options: PrepareOptions) -> Manifest:
     inputs = find_inputs(options.inputs)
     plan = _plan(options, inputs)
     if _was_published(options, plan):
-        return _publish(_work_folder(options), options)
+        return _publish(work_folder(options.output), options)
     _check_output(options)
-    work = _open_work(options, plan)
+    work, goes_on = open_work(options.output, plan)
+    if goes_on:
+        _LOG.info("going on with the unfinished run in %s", work)
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
@@ -96,10 +98,6 @@ def _check_output(options: PrepareOptions) -> None:
         raise ConfigError(f"--output {output}: a set is there already; --overwrite replaces it")
 
 
-def _work_folder(options: PrepareOptions) -> Path:
-    return options.output.with_name(options.output.name + ".work")
-
-
 def _plan(options: PrepareOptions, inputs: Sequence[Input]) -> str:
     """A digest of all that decides the result."""
     sources = [(str(s.path.resolve()), s.num_bytes, s.path.stat().st_mtime_ns) for s in inputs]
@@ -110,28 +108,8 @@ def _plan(options: PrepareOptions, inputs: Sequence[Input]) -> str:
 
 
 def _has_plan(work: Path, plan: str) -> bool:
-    saved = work / "plan"
-    return saved.exists() and saved.read_text(encoding="ascii") == plan
-
-
-def _open_work(options: PrepareOptions, plan: str) -> Path:
-    """The folder of unfinished results; emptied unless it is of the same inputs and options."""
-    work = _work_folder(options)
-    if work.exists():
-        if _has_plan(work, plan):
-            _LOG.info("going on with the unfinished run in %s", work)
-            return work
-        _discard(work)
-    work.mkdir(parents=True)
-    (work / "plan.partial").write_text(plan, encoding="ascii")
-    os.replace(work / "plan.partial", work / "plan")
-    return work
-
-
-def _discard(work: Path) -> None:
-    """Remove a work folder, its plan first: nothing goes on from half a folder."""
-    (work / "plan").unlink(missing_ok=True)
-    shutil.rmtree(work)
+    saved = work / MARK
+    return saved.is_file() and saved.read_text(encoding="ascii") == plan
 
 
 _NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers")
@@ -188,7 +166,7 @@ def _finish(folder: Path, content: dict[str, Any], vocabularies: Sequence[Vocabu
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:
     """Whether a run of this plan was killed after its set was in place, before it tidied up."""
-    work = _work_folder(options)
+    work = work_folder(options.output)
     started = _has_plan(work, plan) and (work / _PUBLISHING).exists()
     return started and not (work / "set").exists() and (options.output / MANIFEST).exists()
 
@@ -200,5 +178,5 @@ def _publish(work: Path, options: PrepareOptions) -> Manifest:
         if options.output.exists():
             os.replace(options.output, work / "replaced")
         os.replace(work / "set", options.output)
-    _discard(work)
+    discard(work)
     return load_manifest(options.output)

@@ -100,7 +100,7 @@ def _target(folder: Path, source: Input, index: int) -> Path:
 
 def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
     record = job.target.with_suffix(".json")
-    if not record.exists():
+    if not _is_whole(job.target, record):
         piece = _read(job, options)
         key = (options.seed, job.source.order, job.index)
         split = options.split.of_piece(job.source.path.name, key, len(piece.frame))
@@ -109,7 +109,7 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
             pl.Series(SPLIT_COLUMN, split),
         )
         frame.write_ipc(job.target, compression="uncompressed")
-        _write_record(record, piece)
+        _write_record(record, piece, job.target.stat().st_size)
     return _read_record(job.target, job.source)
 
 
@@ -122,9 +122,18 @@ def _read(job: _Job, options: PrepareOptions) -> Piece:
     return parse_piece(text, options.schema)
 
 
-def _write_record(record: Path, piece: Piece) -> None:
+def _is_whole(target: Path, record: Path) -> bool:
+    """Whether a piece was staged: its record is there, and the file has the size it says."""
+    try:
+        size = json.loads(record.read_text(encoding="ascii"))["bytes"]
+        return target.stat().st_size == size
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write_record(record: Path, piece: Piece, num_bytes: int) -> None:
     bad = {"counts": piece.bad.counts, "examples": piece.bad.examples}
-    content = {"rows": len(piece.frame), "lines": piece.num_lines, **bad}
+    content = {"rows": len(piece.frame), "lines": piece.num_lines, "bytes": num_bytes, **bad}
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(content), encoding="ascii")
     os.replace(partial, record)

@@ -5,7 +5,6 @@ ids, writes shards, and tallies the Bayes AUC and logloss of every split.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from data.stats import compute_stats, stats_json
 from data.synth_options import CROSSES, SynthOptions
 from data.tails import Floats, Ranks
 from data.transforms import TRANSFORMS
+from data.workspace import MARK, discard, open_work
 from sbpflow import __version__
 from sbpflow.errors import ConfigError
 
@@ -130,9 +130,9 @@ def synth(options: SynthOptions) -> Manifest | None:
 
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     maps = IdMaps(options, generator.columns)
-    work = options.output.with_name(options.output.name + ".work")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work, _ = open_work(options.output, "synth")
+    discard(work)  # generating anew is quicker than checking what is there
+    work, _ = open_work(options.output, "synth")
     step = _SHARD_BLOCKS * BLOCK_ROWS
     ranges = [(start, min(start + step, options.rows)) for start in range(0, options.rows, step)]
     bounds = options.split.bounds(options.rows)
@@ -150,6 +150,7 @@ def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     manifest = load_manifest(work)
     stats = stats_json(compute_stats(manifest)) if manifest.splits["train"] else []
     write_manifest(work, {**content, "stats": stats})
+    (work / MARK).unlink()
     os.replace(work, options.output)
     return load_manifest(options.output)
 

@@ -112,10 +112,10 @@ class Boxing:
         """Begin one step; the function returned waits for it and gives the new part."""
         world = self.world
         if world.checked and step.groups:  # before any group is made: all ranks must make it
-            world.check(step.id, f"{step.collective}, {step.total_bytes} bytes, channel {channel}")
+            self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, group = ready or self._get_ready(step, channel)
-        part = self._accept(program, part)
+        part = self._accept(step, program.part_shape, part)
         if group is None:
             return lambda: program.unpack(part)
         if world.log.enabled:
@@ -129,19 +129,37 @@ class Boxing:
         received, work = _COLLECTIVES[step.collective](program, packed, group, loan)
         return partial(_finish, work, program, received, loan)
 
-    def _accept(self, program: Program, part: Tensor | None) -> Tensor:
-        step = program.step
-        if program.part_shape is None:
+    def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
+        """Compare the step with the other ranks', and let them know if this part is refused."""
+        fault: SbpError | None = None
+        try:
+            self._accept(step, step.src.part_shape(step.shape, self.world.rank), part)
+        except SbpError as error:
+            fault = error
+        refused = "" if fault is None else f"; refused: {fault}"
+        what = f"{step.src} -> {step.dst} {step.dtype}{list(step.shape)}"
+        self.world.check(
+            step.id,
+            f"{step.collective}, {step.total_bytes} bytes, {what}, channel {channel}{refused}",
+        )
+        if fault is not None:  # all ranks refused alike
+            raise fault
+
+    def _accept(
+        self, step: BoxingStep, part_shape: tuple[int, ...] | None, part: Tensor | None
+    ) -> Tensor:
+        """The part, on the device of the destination; SbpError if it is not the step's."""
+        if part_shape is None:
             if part is not None and part.numel():
                 raise SbpError(
                     f"{step.id}: rank {self.world.rank} is outside {step.src}; pass None"
                 )
             return torch.empty(0, dtype=step.dtype, device=self.world.device_of(step.dst))
-        if part is None or part.shape != program.part_shape or part.dtype != step.dtype:
+        if part is None or part.shape != part_shape or part.dtype != step.dtype:
             given = "None" if part is None else f"{part.dtype}{list(part.shape)}"
             raise SbpError(
                 f"{step.id}: rank {self.world.rank} passed {given}; under {step.src} its part of "
-                f"{list(step.shape)} is {step.dtype}{list(program.part_shape)}"
+                f"{list(step.shape)} is {step.dtype}{list(part_shape)}"
             )
         if step.src.placement.device_type != step.dst.placement.device_type:
             return part.to(self.world.device_of(step.dst))

@@ -42,6 +42,11 @@ class GlobalTensor:
                 f"rank {boxing.world.rank} holds a part of shape {list(part.shape)}, but its part "
                 f"of {list(shape)} under {layout} is {list(expected)}"
             )
+        if max(layout.placement.ranks) >= boxing.world.size:
+            raise SbpError(
+                f"{layout} names ranks outside this world of {boxing.world.size}; use "
+                f"0..{boxing.world.size - 1}"
+            )
         self.part = part
         self.layout = layout
         self.shape = shape
@@ -139,10 +144,14 @@ class GlobalTensor:
         return GlobalTensor(part, dst, shape, boxing)
 
     def full(self) -> Tensor:
-        """The whole value, as a plain tensor without history, on every rank of the world."""
+        """The whole value, as a plain tensor without history, on every rank of the world.
+
+        Never a view of the part: it may be written to.
+        """
         world = self.boxing.world
         everyone = Placement.line(self.layout.placement.device_type, world.size)
-        return self.detach().to(Layout(everyone, (Broadcast(),)), id="full").part
+        whole = self.detach().to(Layout(everyone, (Broadcast(),)), id="full").part
+        return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> float:
         """The value of a tensor with one element, on every rank of the world."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sbpflow.boxing_kernels import neutral
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
@@ -243,7 +244,14 @@ def reduce_max(
     """
 
     def kernel(part: Tensor, chosen: list[int]) -> Tensor:
-        return part.amax(chosen, keepdim=keepdim) if chosen else part
+        if not chosen:
+            return part
+        if any(x.shape[n] == 0 for n in chosen):
+            raise SbpError(f"reduce_max: {x!r} has no elements along {chosen}, hence no maximum")
+        if part.numel() or all(part.shape[n] for n in chosen):
+            return part.amax(chosen, keepdim=keepdim)
+        # An empty piece has nothing to say: the lowest value, tied to it for the backward.
+        return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
     return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
 

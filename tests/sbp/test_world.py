@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sbpflow import staging
+from sbpflow import ops, staging
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_dry import DryBoxing
 from sbpflow.boxing_plan import plan_boxing
@@ -22,7 +22,7 @@ from sbpflow.global_shape import infer_shape
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split
+from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from sbpflow.staging import Staging
 from tests import oracle
 from tests.ranks import RanksFailed
@@ -432,3 +432,58 @@ def test_a_dry_run_plans_for_the_device_of_the_layout():
         x.to("S(0)")
         ran.append(boxing.trace[0].collective)
     assert ran == ["all_to_all", "reduce_scatter"]
+
+
+def convert_differently(world, case):
+    boxing = Boxing(world)
+    line = Placement.line("cpu", 2)
+    s0, s1, b = (Layout(line, parse_nd_sbp(text)) for text in ("S(0)", "S(1)", "B"))
+    first = world.rank == 0
+    try:
+        if case == "layouts":
+            src, dst = (s0, s1) if first else (s1, s0)
+            x = GlobalTensor.from_full(torch.arange(16.0).view(4, 4), src, boxing)
+            x.to(dst)
+        elif case == "dtypes":
+            dtype = torch.float32 if first else torch.int32
+            GlobalTensor.from_full(torch.ones(16, dtype=dtype), s0, boxing).to(b)
+        else:
+            steps = plan_boxing(s0, b, (6,), torch.float32, id="mine", backend="gloo")
+            boxing.run(steps, torch.ones(3 if first else 2))
+    except SbpError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["layouts", "dtypes", "parts"])
+def test_equal_sizes_of_different_steps_are_not_mixed_up(ranks, case):
+    messages = ranks(2, convert_differently, case)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("ranks take different steps")
+    assert ("rank 1 passed torch.float32[2]" in messages[0]) == (case == "parts")
+
+
+def look_closely(world):
+    boxing = Boxing(world)
+    line = Placement.line("cpu", 2)
+    uneven = Layout(line, (Split(0, (5, 0)),))
+    x = GlobalTensor.from_full(torch.arange(10.0).view(5, 2) - 20, uneven, boxing)
+    x.requires_grad_()
+    most = ops.reduce_max(x, [0])
+    ops.reduce_sum(most).backward()
+    copy = GlobalTensor.from_full(torch.ones(4), Layout(line, parse_nd_sbp("B")), boxing)
+    copy.full().add_(5)
+    outside = Layout(Placement.of("cpu", [0, 7]), parse_nd_sbp("B"))
+    try:
+        GlobalTensor.from_full(torch.ones(4), outside, boxing)
+    except SbpError as error:
+        said = str(error)
+    return most.full().tolist(), x.part.grad.sum().item(), copy.part.tolist(), said
+
+
+def test_empty_parts_copies_and_ranks_that_do_not_exist(ranks):
+    for most, gradient, kept, said in ranks(2, look_closely):
+        assert most == [-12.0, -11.0]
+        assert gradient in (0.0, 2.0)
+        assert kept == [1.0] * 4
+        assert "names ranks outside this world of 2" in said
