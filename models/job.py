@@ -9,6 +9,7 @@ from sbpflow.config import Config
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.explain import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
+from sbpflow.training.schedule import make_schedule
 from sbpflow.training.trainer import Trainer
 
 
@@ -33,5 +34,14 @@ def build_job(config: Config, spec: WdlSpec, plan: RunPlan, boxing: Boxing) -> J
     model = WideDeep(spec, layouts, boxing, seed=seed, dtype=dtype)
     parts = [parameter.part for parameter in model.parameters.values()]
     optimizer = make_dense_optimizer(config.optimizer.dense, parts)
-    trainer = Trainer(model, embeddings, optimizer, boxing, dtype=dtype, seed=seed)
+    trainer = Trainer(
+        model,
+        embeddings,
+        optimizer,
+        boxing,
+        dtype=dtype,
+        seed=seed,
+        schedule=make_schedule(config.optimizer.schedule),
+        overlap=config.parallel.overlap,
+    )
     return Job(trainer, model, embeddings, plan, boxing)

@@ -11,12 +11,12 @@ import torch
 
 from models.dry_run import dense_steps
 from models.wdl import WdlSpec, wdl_spec
-from sbpflow.config import Config, LazyAdam, RowwiseAdagrad, SparseSgd, check
+from sbpflow.config import Config, check
 from sbpflow.config_layout import resolve_dense_layouts
 from sbpflow.embedding.kernels import choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.tables import TableLayout
+from sbpflow.embedding.tables import FeatureConfig, TableLayout
 from sbpflow.explain import DenseParameter, RunPlan
 from sbpflow.gradients import plan_gradients
 from sbpflow.layout import Layout
@@ -25,7 +25,12 @@ from sbpflow.sbp import Broadcast
 from sbpflow.training.dense_optimizers import state_per_element
 from sbpflow.training.trainer import LOSS_SHAPE
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 class IdColumn(Protocol):
@@ -57,16 +62,7 @@ class Columns:
 def sparse_optimizer(config: Config) -> SparseOptimizer:
     """The engine's optimizer from ``optimizer.sparse``."""
     sparse = config.optimizer.sparse
-    if isinstance(sparse, SparseSgd):
-        return SparseOptimizer(name="sgd", lr=sparse.lr)
-    if isinstance(sparse, LazyAdam):
-        return SparseOptimizer(name="lazy_adam", lr=sparse.lr, betas=sparse.betas, eps=sparse.eps)
-    return SparseOptimizer(
-        name="rowwise_adagrad" if isinstance(sparse, RowwiseAdagrad) else "adagrad",
-        lr=sparse.lr,
-        eps=sparse.eps,
-        initial_accumulator=sparse.initial_accumulator,
-    )
+    return SparseOptimizer(**{key: getattr(sparse, key) for key in sparse.__dataclass_fields__})
 
 
 def plan_run(
@@ -82,7 +78,9 @@ def plan_run(
     shapes = {name: table.shape for name, table in spec.tables().items()}
     chosen = check(config, shapes, world_size, device_type)
     layouts = {
-        name: TableLayout(layout=table.layout, exchange=table.exchange)
+        name: TableLayout(
+            layout=table.layout, exchange=table.exchange, wire=DTYPES[table.exchange_dtype]
+        )
         for name, table in chosen.items()
     }
     world = Placement.line(device_type, world_size)
@@ -91,11 +89,14 @@ def plan_run(
     embeddings = plan_embeddings(
         spec.outputs,
         layouts,
-        features=spec.features,
+        features=[FeatureConfig(name=name) for name in spec.features],
         optimizer=sparse_optimizer(config),
         dtype=dtype,
         world=world,
         backend=backend,
+        batch_size=config.data.batch_size,
+        row_dtype=DTYPES[config.parallel.table_dtype or config.parallel.dtype],
+        out_of_range=config.data.out_of_range,
     )
     dense_layouts = resolve_dense_layouts(
         config.parallel, spec.parameters(), device_type, world_size
@@ -131,6 +132,7 @@ def plan_run(
         kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
         dense_forward=forward,
-        dense_backward=(*backward, *plan_gradients([*dense, loss], backend=backend)),
+        dense_backward=backward,
+        dense_gradients=plan_gradients([*dense, loss], backend=backend),
         batch_size=config.data.batch_size,
     )

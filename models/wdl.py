@@ -7,7 +7,7 @@ dropout after every hidden layer, glorot-uniform weights, zero biases, tables U(
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from sbpflow.embedding.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.global_tensor import GlobalTensor, parameter
 from sbpflow.layout import Layout
+from sbpflow.op_linear import linear_of_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def _output(
     return OutputConfig(
         name=name,
         tables=tuple(
-            TableConfig(name=f"{name}.{key}", feature=key, num_rows=fields[key], dim=dim)
+            TableConfig(name=f"{name}.{key}", features=(key,), num_rows=fields[key], dim=dim)
             for key in features
         ),
         combine="sum" if combine == "sum" else "concat",
@@ -129,17 +130,17 @@ class WideDeep:
         """
         if not self.spec.layers:
             return vectors["wide"]
-        x = ops.concat([vectors["deep"], dense], 1)
+        inputs = [vectors["deep"], dense]
         last = len(self.spec.layers) - 1
         for index in range(last):
-            x = ops.relu(self._linear(index, x))
-            x = ops.dropout(x, self.spec.dropout, seed + index, training=training)
-        deep = self._linear(last, x)
+            x = ops.relu(self._linear(index, inputs))
+            inputs = [ops.dropout(x, self.spec.dropout, seed + index, training=training)]
+        deep = self._linear(last, inputs)
         return ops.add(vectors["wide"], deep) if "wide" in vectors else deep
 
-    def _linear(self, index: int, x: GlobalTensor) -> GlobalTensor:
+    def _linear(self, index: int, inputs: Sequence[GlobalTensor]) -> GlobalTensor:
         weight, bias = (self.parameters[f"mlp.{index}.{part}"] for part in ("weight", "bias"))
-        return ops.linear(x, weight, bias, id=f"mlp.{index}")
+        return linear_of_parts(inputs, weight, bias, id=f"mlp.{index}")
 
 
 def _parameter(

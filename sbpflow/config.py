@@ -41,13 +41,18 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """A prepared set and how it is read; ``batch_size`` is over all ranks."""
+    """A prepared set and how it is read; ``batch_size`` is over all ranks.
+
+    ``out_of_range`` says what becomes of an id its table has no row for: clamp takes the nearest
+    row, hash one that depends on the id alone; the end of a run counts them.
+    """
 
     path: Annotated[Path | None, Example("out/criteo")] = None
     loader: Literal["dali", "memmap"] = "dali"
     batch_size: Count = 16384
     shuffle: Literal["blocks", "rows", "none"] = "rows"
     tail: Literal["keep", "drop"] = "keep"
+    out_of_range: Literal["error", "clamp", "hash"] = "error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +99,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseSgd:
+    """``weight_decay``, here and below, shrinks the touched rows by lr * weight_decay a step."""
+
     name: Literal["sgd"] = "sgd"
     lr: Rate = 0.05
+    weight_decay: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +112,7 @@ class Adagrad:
     lr: Rate = 0.05
     eps: Rate = 1e-8
     initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +121,7 @@ class RowwiseAdagrad:
     lr: Rate = 0.05
     eps: Rate = 1e-8
     initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +132,19 @@ class LazyAdam:
     lr: Rate = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Rate = 1e-8
+    weight_decay: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ftrl:
+    """FTRL-Proximal, for sparse weights: ``l1`` sets small ones to 0, ``l2`` shrinks all."""
+
+    name: Literal["ftrl"] = "ftrl"
+    lr: Rate = 0.05
+    beta: NonNegative = 1.0
+    l1: NonNegative = 0.0
+    l2: NonNegative = 0.0
+    initial_accumulator: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +173,30 @@ class AdamW:
     weight_decay: NonNegative = 0.01
 
 
-SparseOptimizer = SparseSgd | Adagrad | RowwiseAdagrad | LazyAdam
+SparseOptimizer = SparseSgd | Adagrad | RowwiseAdagrad | LazyAdam | Ftrl
 DenseOptimizer = DenseSgd | Adam | AdamW
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rates over a run, as a factor of ``lr``; steps are the optimizer's.
+
+    Linear rise over ``warmup_steps``; from ``decay_start`` to ``decay_start + decay_steps`` a fall
+    to ``end_factor`` as (1 - progress) ** ``power``. Without ``decay_steps`` there is no fall.
+    """
+
+    warmup_steps: Annotated[int, Range(low=0)] = 0
+    decay_start: Annotated[int, Range(low=0)] = 0
+    decay_steps: Annotated[Count | None, Example(10000)] = None
+    power: Rate = 1.0
+    end_factor: Annotated[float, Range(low=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decay_steps is not None and self.decay_start < self.warmup_steps:
+            raise ConfigError(
+                f"optimizer.schedule.decay_start: {self.decay_start} is before the end of the "
+                f"warm-up; use {self.warmup_steps} or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,13 +205,18 @@ class OptimizerConfig:
 
     sparse: SparseOptimizer = field(default_factory=RowwiseAdagrad)
     dense: DenseOptimizer = field(default_factory=Adam)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of a run and what it reports; ``eval_every: 0`` evaluates at the end only."""
+    """Length of a run and what it reports; ``eval_every: 0`` evaluates at the end only.
+
+    A step is one update from ``accumulate`` batches: that many times the rows, as one batch.
+    """
 
     epochs: Count = 1
+    accumulate: Count = 1
     max_steps: Annotated[Count | None, Example(100)] = None
     eval_every: Annotated[int, Range(low=0)] = 1000
     log_every: Count = 100

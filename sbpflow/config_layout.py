@@ -29,6 +29,8 @@ Scheme = Literal["dp", "1", "2", "3"]
 Exchange = Literal["local", "columns", "reduce", "unique"]
 Kernel = Literal["auto", "fbgemm", "torch"]
 Dtype = Literal["float32", "float64"]
+RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
+WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
 Shape = tuple[int, int]
 Size = Annotated[int, Range(low=0)]
 
@@ -44,6 +46,7 @@ class TableRule:
     ranks: Annotated[tuple[int | tuple[int, ...], ...] | None, Example((0, 1))] = None
     sizes: Annotated[tuple[Size | tuple[Size, ...], ...] | None, Example((60, 40))] = None
     exchange: Exchange | None = None
+    exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
 
     def check(self, key: str) -> None:
         """What needs neither a table nor the world size."""
@@ -116,6 +119,8 @@ class ParallelConfig:
 
     ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
+    Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
+    ``exchange_dtype``, both ``dtype`` by default. ``overlap`` lets ids travel one batch ahead.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -128,11 +133,22 @@ class ParallelConfig:
     )
     kernel: Kernel = "auto"
     dtype: Dtype = "float32"
+    table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
+    exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
+    overlap: bool = True
     timeout_s: Annotated[float, Range(above=0)] = 300.0
 
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():
             rule.check(f"parallel.tables.{pattern}")
+        named = {"table_dtype": self.table_dtype, "exchange_dtype": self.exchange_dtype}
+        named |= {f"tables.{p}.exchange_dtype": r.exchange_dtype for p, r in self.tables.items()}
+        for key, value in named.items():
+            if value in ("float32", "float64") and value != self.dtype:
+                raise ConfigError(
+                    f"parallel.{key}: {value} beside parallel.dtype: {self.dtype}; use "
+                    f"{self.dtype}, float16 or bfloat16"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +158,7 @@ class TableLayoutConfig:
     layout: Layout
     exchange: Exchange
     key: str
+    exchange_dtype: str
 
     def __str__(self) -> str:
         return f"{self.layout} {self.exchange}"
@@ -215,7 +232,14 @@ def resolve_table_layouts(
     """
     _check_patterns("parallel.tables", parallel.tables, tables, "table")
     return {
-        name: _fit(*_rule_of(parallel, name), name, shape, device_type, world_size)
+        name: _fit(
+            *_rule_of(parallel, name),
+            name,
+            shape,
+            device_type,
+            world_size,
+            parallel.exchange_dtype or parallel.dtype,
+        )
         for name, shape in tables.items()
     }
 
@@ -249,7 +273,13 @@ def _rule_of(parallel: ParallelConfig, name: str) -> tuple[str, TableRule]:
 
 
 def _fit(
-    key: str, rule: TableRule, name: str, shape: Shape, device_type: str, world_size: int
+    key: str,
+    rule: TableRule,
+    name: str,
+    shape: Shape,
+    device_type: str,
+    world_size: int,
+    exchange_dtype: str,
 ) -> TableLayoutConfig:
     """One rule on one table in one world, every part of the combination checked."""
     placement = rule.placement(key, device_type, world_size)
@@ -274,7 +304,12 @@ def _fit(
             f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
         )
     layout = Layout(placement, tuple(sbps))
-    return TableLayoutConfig(layout=layout, exchange=rule.exchange or legal[0], key=key)
+    return TableLayoutConfig(
+        layout=layout,
+        exchange=rule.exchange or legal[0],
+        key=key,
+        exchange_dtype=rule.exchange_dtype or exchange_dtype,
+    )
 
 
 def _fit_axis(

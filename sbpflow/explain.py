@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from sbpflow.boxing_plan import BoxingStep
-from sbpflow.embedding.group_plan import ExchangeStep, Stack, Step
+from sbpflow.embedding.group_plan import ExchangeStep, Step
 from sbpflow.embedding.kernels import KernelChoice
 from sbpflow.embedding.plan import EmbeddingPlan
+from sbpflow.embedding.stack import Stack
 from sbpflow.embedding.tables import TableLayout, shards_of
 from sbpflow.layout import Layout
 from sbpflow.sbp import format_nd_sbp
@@ -44,6 +45,7 @@ class RunPlan:
     dense: tuple[DenseParameter, ...]
     dense_forward: tuple[BoxingStep, ...]
     dense_backward: tuple[BoxingStep, ...]
+    dense_gradients: tuple[BoxingStep, ...]
     batch_size: int
 
     @property
@@ -51,14 +53,19 @@ class RunPlan:
         return self.embeddings.world.size
 
     def steps(self) -> tuple[tuple[str, Step], ...]:
-        """(phase, step) of one iteration of ``batch_size`` rows, in the order they are issued."""
-        forward = self.embeddings.forward_steps(self.batch_size)
-        backward = self.embeddings.backward_steps(self.batch_size)
-        return (
-            *(("forward", step) for step in (*forward, *self.dense_forward)),
-            *(("backward", step) for step in self.dense_backward),
-            *(("backward", step) for step in backward),
+        """(phase, step) of one iteration of ``batch_size`` rows, in the order they are issued.
+
+        With overlap the ids of a batch travel during the iteration before it.
+        """
+        tables, rows = self.embeddings, self.batch_size
+        phases: tuple[tuple[str, Sequence[Step]], ...] = (
+            ("ids", tables.ahead_steps(rows)),
+            ("forward", (*tables.forward_steps(rows), *self.dense_forward)),
+            ("backward", (*self.dense_backward, *tables.push_steps(rows))),
+            ("backward", self.dense_gradients),
+            ("update", tables.update_steps(rows)),
         )
+        return tuple((phase, step) for phase, steps in phases for step in steps)
 
 
 def describe(plan: RunPlan) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
         )
     return {
         "name": name,
-        "feature": table.feature,
+        "features": list(table.features),
         "rows": table.num_rows,
         "dim": table.dim,
         "sbp": format_nd_sbp(layout.layout.nd_sbp),

@@ -1,22 +1,24 @@
 """An embedding collection: the tables of a model on one rank, run as an EmbeddingPlan says.
 
-``forward`` gives every output laid out S(0) over the batch; ``apply_gradients`` boxes the outputs'
-gradients to the owners and updates the touched rows. The two are apart, so that the update can run
-beside other traffic.
+A batch passes in moves (``begin``, ``advance``, ``look_up``, ``outputs``, ``push``, ``update``), so
+that a schedule can put other work between them; ``forward`` and ``apply_gradients`` make them one
+after the other. Outputs come laid out S(0) over the batch.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.dist import World
-from sbpflow.embedding.group_plan import GroupPlan, Piece, Stack
-from sbpflow.embedding.groups import GROUPS, BatchIds, Group
-from sbpflow.embedding.initial import fill_uniform
+from sbpflow.embedding.group import Group, Visit
+from sbpflow.embedding.group_plan import GroupPlan
+from sbpflow.embedding.groups import Received, make_group
+from sbpflow.embedding.id_transfer import IdsUnderWay, IdTransfer
+from sbpflow.embedding.ids import IdReader, Ids
+from sbpflow.embedding.initial import fill_uniform, stream_key
 from sbpflow.embedding.kernels import (
     KernelRequest,
     choose_kernels,
@@ -24,11 +26,10 @@ from sbpflow.embedding.kernels import (
 )
 from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.plan import EmbeddingPlan
+from sbpflow.embedding.stack import Piece, Stack
 from sbpflow.embedding.storage import Storage
 from sbpflow.embedding.tables import OutputConfig
-from sbpflow.errors import DataError, SbpError
 
-IDS = "ids"
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
@@ -53,6 +54,16 @@ class Copies:
     tensors: list[Tensor]
 
 
+class Passage:
+    """One batch on its way through a collection; made by ``EmbeddingCollection.begin``."""
+
+    def __init__(self, ids: IdsUnderWay, visits: list[Visit]) -> None:
+        self.ids = ids
+        self.visits = visits
+        self.advanced = False
+        self.outputs: dict[str, Tensor] = {}
+
+
 class EmbeddingCollection:
     """The embedding tables of a model, from this rank's point of view."""
 
@@ -67,50 +78,113 @@ class EmbeddingCollection:
     ) -> None:
         self.plan = plan
         self._world = world
-        self._boxing = boxing
+        self._seed = seed
         self.kernels = choose_kernels(plan, kernel)
+        received = Received(
+            {column: n for n, column in enumerate(plan.needed[world.rank])},
+            {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
+        )
         self._groups: list[Group] = [
-            GROUPS[group.exchange](group, world, boxing, self._make_storage)
-            for group in plan.groups
+            make_group(group, world, boxing, self._make_storage, received) for group in plan.groups
         ]
-        limits = [2**31 - 1] * len(plan.features)
-        for table in (table for out in plan.outputs for table in out.tables):
-            column = plan.features.index(table.feature)
-            limits[column] = min(limits[column], table.num_rows)
-        self._limits = torch.tensor(limits, dtype=torch.int32, device=world.device)
-        self._sent = torch.tensor(plan.sent_columns, dtype=torch.int64, device=world.device)
-        self._my_columns = {f: place for place, f in enumerate(plan.needed[world.rank])}
-        self._id_steps = cache(plan.id_steps)
-        self._outputs: dict[str, Tensor] = {}
+        self._reader = IdReader(plan, world.rank, world.device)
+        self._transfer = IdTransfer(plan, world, boxing)
+        self._last: Passage | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         self._fill(seed)
+        self.set_lr(plan.optimizer.lr)
 
-    def forward(self, ids: Tensor, num_rows: int, *, training: bool) -> dict[str, Tensor]:
-        """Look a batch up: ids [local batch, features] int32 -> {output: [local batch, width]}.
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of batches looked up from now on."""
+        for group in self._groups:
+            group.lr = lr
 
-        ``num_rows`` counts the whole batch. With ``training`` the outputs are leaves that require
-        a gradient, which ``apply_gradients`` consumes. Raises DataError on an id out of range.
+    def begin(self, ids: Ids, num_rows: int, *, training: bool) -> Passage:
+        """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
+
+        ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError.
         """
-        self._check_ids(ids)
-        batch = BatchIds(num_rows, ids, self._everywhere(ids, num_rows), self._my_columns)
-        parts = [group.forward(batch, training=training) for group in self._groups]
-        outputs = {
+        local = self._reader.read(ids)
+        under_way = self._transfer.begin(local, num_rows)
+        visits = [Visit(num_rows, local, training) for _ in self._groups]
+        for group, visit in zip(self._groups, visits, strict=True):
+            group.begin(visit)
+        return Passage(under_way, visits)
+
+    def advance(self, passage: Passage) -> None:
+        """Start the transfers that needed the sizes first."""
+        passage.ids.advance()
+        for group, visit in zip(self._groups, passage.visits, strict=True):
+            group.advance(visit)
+        passage.advanced = True
+
+    def look_up(self, passage: Passage) -> None:
+        """Wait for the ids, read the rows, and start the vectors on their way."""
+        if not passage.advanced:
+            self.advance(passage)
+        everywhere = passage.ids.finish()
+        for group, visit in zip(self._groups, passage.visits, strict=True):
+            visit.everywhere = everywhere
+            group.look_up(visit)
+
+    def outputs(self, passage: Passage) -> dict[str, Tensor]:
+        """{output: [local batch, width]}; of a training batch they are leaves that require a
+        gradient.
+        """
+        visits = passage.visits
+        parts = [g.vectors(visit) for g, visit in zip(self._groups, visits, strict=True)]
+        training = any(visit.training for visit in visits)
+        passage.outputs = {
             name: assembly.join(parts).requires_grad_(training)
             for name, assembly in self._assembly.items()
         }
-        self._outputs = outputs if training else {}
+        return passage.outputs
+
+    def push(self, passage: Passage) -> None:
+        """Start the gradients of ``outputs`` on their way to the rows."""
+        for index, (group, visit) in enumerate(zip(self._groups, passage.visits, strict=True)):
+            name = group.plan.output.name
+            grad = passage.outputs[name].grad
+            if grad is None:
+                raise RuntimeError(f"output {name} has no gradient; call backward() first")
+            group.push(visit, self._assembly[name].gradient_of(index, grad))
+        passage.outputs = {}
+
+    def collect(self, passage: Passage) -> None:
+        """Wait for the gradients and keep them."""
+        for group, visit in zip(self._groups, passage.visits, strict=True):
+            group.collect(visit)
+
+    def update(self) -> None:
+        """One optimizer step on all that was collected.
+
+        A row that several collected batches touch takes one step, from the sum.
+        """
+        for group in self._groups:
+            group.update()
+
+    def forward(self, ids: Ids, num_rows: int, *, training: bool) -> dict[str, Tensor]:
+        """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``."""
+        passage = self.begin(ids, num_rows, training=training)
+        self.look_up(passage)
+        outputs = self.outputs(passage)
+        self._last = passage if training else self._last
         return outputs
 
     def apply_gradients(self) -> None:
         """Update the rows the last training ``forward`` touched, from its outputs' ``.grad``."""
-        outputs, self._outputs = self._outputs, {}
-        grads = {name: out.grad for name, out in outputs.items()}
-        for index, group in enumerate(self._groups):
-            name = group.plan.output.name
-            grad = grads[name]
-            if grad is None:
-                raise RuntimeError(f"output {name} has no gradient; call backward() first")
-            group.backward(self._assembly[name].gradient_of(index, grad))
+        passage, self._last = self._last, None
+        if passage is None:
+            raise RuntimeError("apply_gradients without a training forward")
+        self.push(passage)
+        self.collect(passage)
+        self.update()
+
+    def out_of_range(self) -> dict[str, int]:
+        """Ids per feature that the policy clamp or hash replaced on this rank; those above 0."""
+        counts = self._reader.out_of_range.tolist()
+        names = [feature.name for feature in self.plan.features]
+        return {name: count for name, count in zip(names, counts, strict=True) if count}
 
     def stored(self) -> Iterator[StoredPiece]:
         """Every shard this rank holds, as writable views."""
@@ -152,29 +226,6 @@ class EmbeddingCollection:
         for group in self._groups:
             yield from group.storages()
 
-    def _everywhere(self, ids: Tensor, num_rows: int) -> Tensor | None:
-        if not self._sent.numel():
-            return None
-        steps = self._id_steps(num_rows)
-        everywhere = self._boxing.run(steps, ids.index_select(1, self._sent), IDS)
-        if not self._my_columns:
-            return None
-        if everywhere is None or everywhere.shape != (num_rows, len(self._my_columns)):
-            raise SbpError(
-                f"{steps[-1].id}: rank {self._world.rank} did not receive the batch's ids"
-            )
-        return everywhere
-
-    def _check_ids(self, ids: Tensor) -> None:
-        bad = (ids < 0) | (ids >= self._limits)
-        if bool(bad.any()):
-            row, column = (int(place) for place in bad.nonzero()[0])
-            last = int(self._limits[column]) - 1
-            raise DataError(
-                f"field {self.plan.features[column]}: id {int(ids[row, column])} in row {row} of "
-                f"rank {self._world.rank}'s part of the batch; use 0..{last}"
-            )
-
     def _make_storage(
         self, group: GroupPlan, index: int, sum_over_columns: SumOverColumns | None
     ) -> Storage:
@@ -186,8 +237,11 @@ class EmbeddingCollection:
             dim=stack.dim,
             optimizer=self.plan.optimizer,
             dtype=self.plan.dtype,
+            row_dtype=self.plan.row_dtype,
             device=self._world.device,
             sum_over_columns=sum_over_columns,
+            # B tables round alike on all ranks; shards need not.
+            seed=stream_key(self._seed, f"rounding/{group.name}/{index}"),
         )
 
     def _fill(self, seed: int) -> None:
@@ -213,16 +267,13 @@ class _Assembly:
     def __init__(self, plan: EmbeddingPlan, output: OutputConfig, device: torch.device) -> None:
         self._sum = output.combine == "sum"
         self._groups = {i: g for i, g in enumerate(plan.groups) if g.output.name == output.name}
-        starts: dict[str, int] = {}
-        width = 0
-        for table in output.tables:
-            starts[table.name] = width
-            width += table.dim
+        starts, names = output.starts(), [feature.name for feature in plan.features]
         places = {
             index: [
                 column
-                for table in group.tables
-                for column in range(starts[table.name], starts[table.name] + table.dim)
+                for use in group.uses
+                for start in (starts[use.table.name, names[use.feature]],)
+                for column in range(start, start + use.table.dim)
             ]
             for index, group in self._groups.items()
         }
@@ -243,7 +294,7 @@ class _Assembly:
         """The part of the output's gradient that belongs to group ``index``."""
         group = self._groups[index]
         if self._sum:
-            return grad if group.pooled else grad.repeat(1, len(group.tables))
+            return grad if group.pooled else grad.repeat(1, len(group.uses))
         if len(self._groups) == 1 and self._in_order:
             return grad
         return grad.index_select(1, self._places[index])
@@ -251,4 +302,4 @@ class _Assembly:
     def _summed(self, group: GroupPlan, part: Tensor) -> Tensor:
         if not self._sum or group.pooled:
             return part
-        return part.view(part.shape[0], len(group.tables), group.output.width).sum(1)
+        return part.view(part.shape[0], len(group.uses), group.output.width).sum(1)

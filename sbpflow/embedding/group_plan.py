@@ -1,7 +1,7 @@
-"""The values a group of tables is made of: pieces, stacks, steps. Pure data and pure functions.
+"""What a group of tables is and which transfers it makes. Pure data and pure functions.
 
 A group is the tables of one output that share an exchange; it makes one exchange each way per
-batch whatever its number of tables. A stack is the tables of a group that share one storage.
+batch whatever its number of tables.
 """
 
 from dataclasses import dataclass
@@ -9,90 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.embedding.stack import Stack, Use
 from sbpflow.embedding.tables import Exchange, OutputConfig, TableConfig
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split
-
-IDS_DTYPE = torch.int32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One shard in a rank's storage: table[row_start:row_stop, col_start:col_stop] at ``base``."""
-
-    table: TableConfig
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-    base: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_stop - self.row_start
-
-    @property
-    def width(self) -> int:
-        return self.col_stop - self.col_start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """Tables of equal dim that every rank stores as one block of rows.
-
-    ``features`` are the tables' columns in the ids of the whole batch.
-    """
-
-    tables: tuple[TableConfig, ...]
-    layouts: tuple[Layout, ...]
-    features: tuple[int, ...]
-
-    @property
-    def dim(self) -> int:
-        return self.tables[0].dim
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """This rank's shards in storage order; tables it holds nothing of are left out."""
-        pieces: list[Piece] = []
-        base = 0
-        for table, layout in zip(self.tables, self.layouts, strict=True):
-            slices = layout.part_slices(table.shape, rank)
-            if slices is None:
-                continue
-            rows, cols = slices
-            piece = Piece(
-                table=table,
-                row_start=rows.start,
-                row_stop=rows.stop,
-                col_start=cols.start,
-                col_stop=cols.stop,
-                base=base,
-            )
-            if piece.num_rows and piece.width:
-                pieces.append(piece)
-                base += piece.num_rows
-        return tuple(pieces)
-
-    def num_rows(self, rank: int) -> int:
-        return sum(piece.num_rows for piece in self.pieces(rank))
-
-    def width(self, rank: int) -> int:
-        """Columns of the storage, which may have no rows; 0 on a rank outside the layouts."""
-        for table, layout in zip(self.tables, self.layouts, strict=True):
-            slices = layout.part_slices(table.shape, rank)
-            if slices is not None:
-                return slices[1].stop - slices[1].start
-        return 0
-
-    def holders(self) -> tuple[int, ...]:
-        """Ranks that store some of it, ascending."""
-        ranks = {rank for layout in self.layouts for rank in layout.placement.ranks}
-        return tuple(sorted(rank for rank in ranks if self.pieces(rank)))
-
-    def is_column_split(self) -> bool:
-        """Whether a logical row is spread over several ranks."""
-        return any(0 < self.width(rank) < self.dim for rank in self.holders())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +43,8 @@ class GroupPlan:
     ``pooled`` says that the vectors of a sample are summed before they travel (possible where the
     exchange is linear in whole vectors: local and reduce). ``shared_state`` are the stacks whose
     optimizer state is one number per row while ranks share the row: their squares are added up.
+    ``whole_gradients`` lets a local group all-reduce the gradients of whole tables, where that is
+    less than the touched rows'. Vectors and gradients travel as ``wire``.
     """
 
     name: str
@@ -131,11 +54,18 @@ class GroupPlan:
     shared_state: tuple[int, ...]
     world: Placement
     dtype: torch.dtype
+    wire: torch.dtype
     backend: str
+    whole_gradients: bool = False
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
         return tuple(table for stack in self.stacks for table in stack.tables)
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """The vectors of a sample, in the group's order."""
+        return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
     def pooled(self) -> bool:
@@ -144,7 +74,9 @@ class GroupPlan:
     @property
     def width(self) -> int:
         """Columns of this group's part of the output at home, before a sum over tables."""
-        return self.stacks[0].dim if self.pooled else sum(table.dim for table in self.tables)
+        if self.pooled:
+            return self.stacks[0].dim
+        return sum(stack.dim * len(stack.uses) for stack in self.stacks)
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -167,14 +99,20 @@ class GroupPlan:
             return ()
         return (self.stacks[index].holders(),) if self.grid is None else self.grid.axis_groups(1)
 
+    def looks_up_everything(self, rank: int) -> tuple[Use, ...]:
+        """The uses that ``rank`` looks up for the whole batch, whose ids it therefore needs."""
+        if self.exchange not in ("columns", "reduce"):
+            return ()
+        return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
+
     def rank_width(self, rank: int) -> int:
         """Columns that ``rank`` computes for every sample."""
         if self.pooled:
             return self.stacks[0].width(rank)
-        return sum(stack.width(rank) * len(stack.tables) for stack in self.stacks)
+        return sum(stack.width(rank) * len(stack.uses_on(rank)) for stack in self.stacks)
 
     def column_order(self) -> tuple[int, ...]:
-        """For each column of the vectors as the ranks hold them, its column in table order.
+        """For each column of the vectors as the ranks hold them, its column in the group's order.
 
         Ranks that hold different columns follow one another: all of them, or the first row of a
         grid. In order already if the columns are not split, or are summed over the tables.
@@ -182,17 +120,22 @@ class GroupPlan:
         if self.pooled or (self.exchange == "reduce" and self.grid is None):
             return tuple(range(self.width))
         ranks = self.world.ranks if self.grid is None else self.grid.ranks[: self.grid.shape[1]]
-        starts: dict[str, int] = {}
-        for table in self.tables:
-            starts[table.name] = sum(t.dim for t in self.tables[: len(starts)])
+        starts: dict[tuple[str, int], int] = {}
+        column = 0
+        for use in self.uses:
+            starts[use.key] = column
+            column += use.table.dim
         order: list[int] = []
         for rank in ranks:
             for stack in self.stacks:
-                for table, layout in zip(stack.tables, stack.layouts, strict=True):
-                    slices = layout.part_slices(table.shape, rank)
-                    if slices is not None:
-                        start = starts[table.name]
-                        order += range(start + slices[1].start, start + slices[1].stop)
+                slices = {
+                    table.name: layout.part_slices(table.shape, rank)
+                    for table, layout in zip(stack.tables, stack.layouts, strict=True)
+                }
+                for use in stack.uses_on(rank):
+                    start, part = starts[use.key], slices[use.table.name]
+                    if part is not None:
+                        order += range(start + part[1].start, start + part[1].stop)
         return tuple(order)
 
     def vector_layouts(self) -> tuple[Layout, Layout] | None:
@@ -214,61 +157,39 @@ class GroupPlan:
         layouts = self.vector_layouts()
         if layouts is None:
             return ()
-        return plan_boxing(
-            *layouts,
-            (num_rows, self.width),
-            self.dtype,
-            id=f"{self.name}/fwd/vectors",
-            backend=self.backend,
-        )
+        return self._plan(*layouts, (num_rows, self.width), "fwd/vectors")
 
     def backward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
         """Gradients to the ranks that update: the adjoint of ``forward_steps``."""
-        if self.exchange == "local":
-            return self._touched(num_rows, self.width, self.dtype, "gradients")
+        if self.exchange == "local" and self.whole_gradients:
+            terms = Layout(self.world, (Partial(),))
+            whole = Layout(self.world, (Broadcast(),))
+            return self._plan(terms, whole, (self.whole_numel(),), "bwd/gradients")
         layouts = self.vector_layouts()
         if layouts is None:
             return ()
         src, dst = layouts
-        return plan_boxing(
-            dst.dual(),
-            src.dual(),
-            (num_rows, self.width),
-            self.dtype,
-            id=f"{self.name}/bwd/vectors",
-            backend=self.backend,
+        return self._plan(dst.dual(), src.dual(), (num_rows, self.width), "bwd/vectors")
+
+    def whole_numel(self) -> int:
+        """Numbers of a gradient of whole tables: their elements, and each row's count of uses."""
+        return sum(
+            table.num_rows * (table.dim + 1) for stack in self.stacks for table in stack.tables
         )
 
-    def touched_id_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Local exchange: every rank learns which rows the others touched, to update alike."""
-        return self._touched(num_rows, len(self.tables), IDS_DTYPE, "ids")
-
-    def _touched(
-        self, num_rows: int, width: int, dtype: torch.dtype, what: str
+    def _plan(
+        self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str
     ) -> tuple[BoxingStep, ...]:
-        if self.world.size == 1:
-            return ()
-        return plan_boxing(
-            Layout(self.world, (Split(0),)),
-            Layout(self.world, (Broadcast(),)),
-            (num_rows, width),
-            dtype,
-            id=f"{self.name}/bwd/{what}",
-            backend=self.backend,
-        )
+        id = f"{self.name}/{what}"
+        return plan_boxing(src, dst, shape, self.wire, id=id, backend=self.backend)
 
-    def address_dtype(self) -> torch.dtype:
-        """What row addresses travel as in the unique exchange: int32 while they fit."""
-        most = max(stack.num_rows(rank) for stack in self.stacks for rank in self.owners)
-        return torch.int32 if most < 2**31 else torch.int64
-
-    def row_state_steps(self, index: int, num_rows: int) -> tuple[BoxingStep, ...]:
+    def row_state_steps(self, index: int, num_lookups: int) -> tuple[BoxingStep, ...]:
         """Squares of stack ``index``'s touched rows, added over the ranks that share them.
 
-        Sized for the most rows a batch can touch, so that every rank knows the step beforehand.
+        Sized for the most rows that ``num_lookups`` can touch, so that every rank knows the step
+        beforehand.
         """
-        stack = self.stacks[index]
-        most = num_rows * len(stack.tables)
+        stack, most = self.stacks[index], num_lookups
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
             src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
@@ -285,35 +206,72 @@ class GroupPlan:
             backend=self.backend,
         )
 
-    def unique_steps(self, num_rows: int) -> tuple[ExchangeStep, ...]:
-        """The four transfers of the unique exchange with their bounds: three forward, one back."""
-        if self.exchange != "unique" or self.world.size == 1:
+    def address_dtype(self) -> torch.dtype:
+        """What row addresses are computed and travel as: int32 while all ranks' rows fit."""
+        total = sum(table.num_rows + 1 for table in self.tables)
+        return torch.int32 if total < 2**31 else torch.int64
+
+    def row_steps(self, num_rows: int) -> tuple[ExchangeStep, ...]:
+        """The transfers of single rows with their bounds, in the order they run.
+
+        Unique: counts, addresses, rows back, gradients. Local: counts, addresses, gradients, each
+        to all other ranks.
+        """
+        size, dim = self.world.size, self.stacks[0].dim
+        if size == 1 or self.exchange not in ("unique", "local") or self.whole_gradients:
             return ()
-        size, tables, dim = self.world.size, len(self.tables), self.stacks[0].dim
-        lookups = -(-num_rows // size) * tables  # of one rank, at most
-        answers = (num_rows - num_rows // size) * tables  # of an owner of all rows, to the others
-        rows = num_rows * tables  # of all ranks together: each lookup moves one row, at most
-        ids = self.address_dtype()
-        return tuple(
-            ExchangeStep(
-                id=f"{self.name}/{suffix}",
-                collective="all_to_all",
-                group=self.world.ranks,
-                dtype=dtype,
-                bound_bytes=of_one * dtype.itemsize,
-                total_bound_bytes=of_all * dtype.itemsize,
-                what=what,
-            )
-            for suffix, dtype, of_one, of_all, what in (
-                (
-                    "fwd/counts",
-                    torch.int64,
-                    size - 1,
-                    size * (size - 1),
-                    "rows asked of each",
-                ),
-                ("fwd/ids", ids, lookups, rows, "addresses of each rank's unique rows"),
-                ("fwd/vectors", self.dtype, answers * dim, rows * dim, "the rows others asked for"),
-                ("bwd/vectors", self.dtype, lookups * dim, rows * dim, "unique rows' gradients"),
-            )
+        lookups = sum(stack.lookups() for stack in self.stacks)
+        mine = -(-num_rows // size) * lookups  # of one rank, at most
+        rows = num_rows * lookups  # of all ranks together: each lookup moves one row, at most
+        fans = 1
+        if self.exchange == "local":
+            fans = size - 1  # copies of what each rank sends
+        ids, item = self.address_dtype(), self.wire.itemsize
+        pairs = size * (size - 1)
+        counts = self._row_step("fwd/counts", torch.int64, 8 * (size - 1), 8 * pairs, "row counts")
+        asked = self._row_step(
+            "fwd/ids",
+            ids,
+            mine * fans * ids.itemsize,
+            rows * fans * ids.itemsize,
+            "each rank's unique rows",
         )
+        vectors = self._row_step(
+            "fwd/vectors",
+            self.wire,
+            (num_rows - num_rows // size) * lookups * dim * item,  # of an owner of all rows
+            rows * dim * item,
+            "the rows others asked for",
+        )
+        gradients = self._row_step(
+            "bwd/vectors",
+            self.wire,
+            mine * fans * dim * item,
+            rows * fans * dim * item,
+            "unique rows' gradients",
+        )
+        middle = (vectors,) if self.exchange == "unique" else ()
+        return (counts, asked, *middle, gradients)
+
+    def _row_step(
+        self, suffix: str, dtype: torch.dtype, of_one: int, of_all: int, what: str
+    ) -> ExchangeStep:
+        return ExchangeStep(
+            id=f"{self.name}/{suffix}",
+            collective="all_to_all",
+            group=self.world.ranks,
+            dtype=dtype,
+            bound_bytes=of_one,
+            total_bound_bytes=of_all,
+            what=what,
+        )
+
+
+def whole_is_less(table: TableConfig, lookups: int, world_size: int) -> bool:
+    """Whether all-reducing a B table's whole gradient sends less than its touched rows would.
+
+    An all-reduce moves 2 (P - 1) R rows. Each rank's touched rows, at most min(R, lookups / P),
+    go to P - 1 others: P (P - 1) min(R, lookups / P).
+    """
+    touched = min(world_size * table.num_rows, lookups)
+    return 2 * table.num_rows <= touched

@@ -1,11 +1,6 @@
-"""What each exchange does with a batch, forward and backward; one class per exchange.
+"""What each exchange does with a batch, forward and backward; one class per exchange."""
 
-A group turns ids into its part of an output, laid out S(0) ([local batch, width]), and later the
-gradient of that part into updates of the rows. Everything static comes from the GroupPlan.
-"""
-
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,49 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
-from sbpflow.embedding.addresses import LocalAddresses, OwnerAddresses
-from sbpflow.embedding.exchange import Request, UniqueExchange
-from sbpflow.embedding.group_plan import GroupPlan, Stack
+from sbpflow.embedding.access import Access
+from sbpflow.embedding.addresses import LocalAddresses
+from sbpflow.embedding.group import GRADIENTS, VECTORS, Group, StorageFactory, Visit
+from sbpflow.embedding.group_plan import GroupPlan
 from sbpflow.embedding.optimizers import SumOverColumns
-from sbpflow.embedding.storage import Access, Storage
-from sbpflow.errors import SbpError
-
-VECTORS = "vectors"
-# (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
-StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
+from sbpflow.embedding.row_groups import LocalRowsGroup, UniqueGroup
+from sbpflow.embedding.stack import Stack
+from sbpflow.embedding.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
-class BatchIds:
-    """The ids of one batch: this rank's samples, and where needed those of the whole batch.
+class Received:
+    """Where the ids that a rank looks up for the whole batch lie, as it receives them."""
 
-    ``local`` [local batch, features] int32; ``everywhere`` [batch, features this rank looks
-    up] int32, ``None`` where it looks nothing up; ``columns`` maps a feature to its column there.
-    """
-
-    num_rows: int
-    local: Tensor
-    everywhere: Tensor | None
-    columns: dict[int, int]
-
-    def of_local(self, stack: Stack) -> Tensor:
-        """[local batch, tables of the stack]."""
-        return _take_columns(self.local, list(stack.features))
-
-    def of_everywhere(self, stack: Stack) -> Tensor:
-        """[batch, tables of the stack]; only on ranks that hold some of it."""
-        if self.everywhere is None:
-            raise RuntimeError("this rank did not receive the batch's ids, yet looks some up")
-        return _take_columns(self.everywhere, [self.columns[f] for f in stack.features])
-
-
-def _take_columns(ids: Tensor, columns: list[int]) -> Tensor:
-    first, count = columns[0], len(columns)
-    if columns == list(range(first, first + count)):
-        return ids[:, first : first + count]
-    return ids[:, columns]
+    columns: Mapping[int, int]
+    places: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +38,11 @@ class Member:
     addresses: LocalAddresses
 
 
-class Group(ABC):
-    """One group on one rank."""
-
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing) -> None:
-        self.plan = plan
-        self.world = world
-        self.boxing = boxing
-        self.forward_steps = cache(plan.forward_steps)
-        self.backward_steps = cache(plan.backward_steps)
-
-    def box(self, steps: tuple[BoxingStep, ...], part: Tensor | None) -> Tensor:
-        """Run steps whose result this rank holds a part of; SbpError if it is not that part."""
-        out = self.boxing.run(steps, part, VECTORS)
-        expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
-        if out is None or (expected is not None and out.shape != expected):
-            given = "no part" if out is None else f"a part of shape {list(out.shape)}"
-            raise SbpError(
-                f"{self.plan.name}: rank {self.world.rank} received {given}, not {expected}"
-            )
-        return out
-
-    @abstractmethod
-    def storages(self) -> list[tuple[Stack, Storage]]:
-        """What this rank stores."""
-
-    @abstractmethod
-    def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
-        """[local batch, plan.width]; with ``training`` what ``backward`` needs is kept."""
-
-    @abstractmethod
-    def backward(self, grad: Tensor) -> None:
-        """Update the rows of the last training forward from [local batch, plan.width]."""
-
-
 class AddressedGroup(Group):
     """A group whose ranks look ids up in their own storages, member by member.
 
     ``takes_part`` says for which stacks: in a row split an owner without rows still adds zeros.
+    ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
     """
 
     def __init__(
@@ -116,113 +52,151 @@ class AddressedGroup(Group):
         boxing: Boxing,
         make: StorageFactory,
         takes_part: Callable[[Stack], bool],
+        received: Received | None,
     ) -> None:
         super().__init__(plan, world, boxing)
         self._row_state_steps = cache(plan.row_state_steps)
+        self._num_rows = 0  # of the batches that an update is about
         self.members = [
             Member(
                 index,
                 stack,
                 make(plan, index, self._sum_of(index)),
-                LocalAddresses(stack, world.rank, world.device),
+                LocalAddresses(
+                    stack,
+                    world.rank,
+                    world.device,
+                    dtype=plan.dtype,
+                    columns=received.columns if received else None,
+                    places=received.places if received else None,
+                ),
             )
             for index, stack in enumerate(plan.stacks)
             if takes_part(stack)
         ]
-        self.num_rows = 0
-        self.accesses: list[Access] = []
+        self._everywhere = received is not None
 
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(member.stack, member.storage) for member in self.members]
 
-    def look_up(self, ids: list[Tensor], batch: int) -> tuple[list[Access], Tensor]:
-        """Accesses per member and [batch, sum of widths]; pooled groups give [batch, dim]."""
-        accesses = self.access(ids)
+    def rows_of(self, visit: Visit) -> Tensor:
+        """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
+        ids = visit.everywhere if self._everywhere else visit.local
+        if ids is None:
+            raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
+        samples, pooled = ids.num_samples, self.plan.pooled
+        visit.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
+        lr = self.lr if visit.training else None
         parts = [
-            member.storage.lookup(access).view(batch, self._width(member))
-            for member, access in zip(self.members, accesses, strict=True)
+            member.storage.lookup(access, lr).view(samples, self._width(member))
+            for member, access in zip(self.members, visit.accesses, strict=True)
         ]
         if len(parts) == 1:
-            return accesses, parts[0]
-        return accesses, torch.stack(parts).sum(0) if self.plan.pooled else torch.cat(parts, 1)
+            return parts[0]
+        return torch.stack(parts).sum(0) if pooled else torch.cat(parts, 1)
+
+    def split(self, grad: Tensor) -> list[Tensor]:
+        """The gradient of ``rows_of``, [bags, width] per member; pooled, all of it to each."""
+        if self.plan.pooled:
+            return [grad] * len(self.members)
+        widths = [self._width(member) for member in self.members]
+        return [
+            part.reshape(-1, member.storage.weights.shape[1])
+            for part, member in zip(grad.split(widths, 1), self.members, strict=True)
+        ]
+
+    def update(self) -> None:
+        self._num_rows, merged = self.take_collected()
+        # Stack by stack in the plan's order, so that all ranks walk the same steps.
+        mine = {member.index: n for n, member in enumerate(self.members)}
+        for index, stack in enumerate(self.plan.stacks):
+            if index in mine:
+                access, grad = merged[mine[index]]
+                self.members[mine[index]].storage.update(access, grad, self.lr)
+            elif index in self.plan.shared_state:
+                steps = self._row_state_steps(index, self._num_rows * stack.lookups())
+                self.boxing.run(steps, None, GRADIENTS)
 
     def _width(self, member: Member) -> int:
         """Columns of a member in a part; spelled out because a batch may have no rows."""
         width = member.storage.weights.shape[1]
-        return width if self.plan.pooled else width * len(member.stack.tables)
-
-    def access(self, ids: list[Tensor]) -> list[Access]:
-        pooled = self.plan.pooled
-        return [
-            member.addresses.access(member_ids, pooled=pooled)
-            for member, member_ids in zip(self.members, ids, strict=True)
-        ]
-
-    def update(self, accesses: list[Access], grad: Tensor) -> None:
-        """Each member takes its columns of [batch, sum of widths]; pooled, all of them.
-
-        Stack by stack in the plan's order, so that all ranks walk the same steps.
-        """
-        start = 0
-        touched = {m.index: (m, a) for m, a in zip(self.members, accesses, strict=True)}
-        for index in range(len(self.plan.stacks)):
-            if index in touched:
-                member, access = touched[index]
-                width, stop = member.storage.weights.shape[1], start + self._width(member)
-                part = grad
-                if not self.plan.pooled:
-                    rows = grad.shape[0] * len(member.stack.tables)
-                    part = grad[:, start:stop].reshape(rows, width)
-                start = stop
-                member.storage.update(access, part)
-            elif index in self.plan.shared_state:
-                self.boxing.run(self._row_state_steps(index, self.num_rows), None, VECTORS)
+        return width if self.plan.pooled else width * member.addresses.num_uses
 
     def _sum_of(self, index: int) -> SumOverColumns | None:
         if index not in self.plan.shared_state:
             return None
+        lookups = self.plan.stacks[index].lookups()
 
         def add_up(squares: Tensor) -> Tensor:
-            num_rows = self.num_rows * len(self.plan.stacks[index].tables)
-            padded = F.pad(squares, (0, num_rows - squares.shape[0]))
-            total = self.box(self._row_state_steps(index, self.num_rows), padded)
+            most = self._num_rows * lookups
+            steps = self._row_state_steps(index, most)
+            padded = F.pad(squares, (0, most - squares.shape[0]))
+            total = self.boxing.run(steps, padded, GRADIENTS)
+            if total is None:
+                raise RuntimeError(f"{self.plan.name}: the rows' squares did not come back")
             return total[: squares.shape[0]]
 
         return add_up
 
 
 class LocalGroup(AddressedGroup):
-    """B tables: each rank looks up its samples; every rank applies all touched rows' gradients."""
+    """B tables whose gradients are all-reduced whole, and all tables in a world of one rank.
 
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, world, boxing, make, takes_part=lambda stack: True)
-        self._touched_id_steps = cache(plan.touched_id_steps)
-        self._ids = torch.empty(0)
+    A row's count of uses travels beside its gradient, so that only touched rows take a step.
+    """
 
-    def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
-        of_members = [ids.of_local(member.stack) for member in self.members]
-        accesses, vectors = self.look_up(of_members, ids.local.shape[0])
-        if training:
-            self.num_rows, self.accesses = ids.num_rows, accesses
-            if self.world.size > 1:
-                self._ids = torch.cat(of_members, 1)
-        return vectors
+    def __init__(
+        self,
+        plan: GroupPlan,
+        world: World,
+        boxing: Boxing,
+        make: StorageFactory,
+        received: Received,
+    ) -> None:
+        del received
+        super().__init__(plan, world, boxing, make, lambda stack: True, None)
+        self._steps = plan.backward_steps(0)  # of a size that no batch changes
 
-    def backward(self, grad: Tensor) -> None:
-        accesses, self.accesses = self.accesses, []
-        if self.world.size > 1:
-            accesses, grad = self._gather_touched(grad)
-        self.update(accesses, grad)
+    def look_up(self, visit: Visit) -> None:
+        visit.more["vectors"] = self.rows_of(visit)
 
-    def _gather_touched(self, grad: Tensor) -> tuple[list[Access], Tensor]:
-        ids = self.box(self._touched_id_steps(self.num_rows), self._ids)
-        grads = self.box(self.backward_steps(self.num_rows), grad)
-        counts = [len(member.stack.tables) for member in self.members]
-        return self.access(list(ids.split(counts, 1))), grads
+    def vectors(self, visit: Visit) -> Tensor:
+        return visit.more.pop("vectors")
+
+    def push(self, visit: Visit, grad: Tensor) -> None:
+        parts = self.split(grad)
+        if self.world.size == 1:
+            visit.more["grads"] = parts
+            return
+        whole: list[Tensor] = []
+        for access, member, part in zip(visit.accesses, self.members, parts, strict=True):
+            rows, sums = access.row_gradients(part)
+            size, width = member.storage.weights.shape
+            table = part.new_zeros(size, width + 1)
+            counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
+            whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
+        visit.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
+
+    def collect(self, visit: Visit) -> None:
+        if self.world.size == 1:
+            self.keep(visit, visit.accesses, visit.more.pop("grads"))
+            return
+        if visit.pending is None:
+            raise RuntimeError(f"{self.plan.name}: collect before push")
+        flat = self.arrived(self._steps, visit.pending)
+        accesses: list[Access] = []
+        grads: list[Tensor] = []
+        sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
+        for member, part in zip(self.members, flat.split(sizes), strict=True):
+            table = part.view(-1, member.stack.dim + 1)
+            rows = table[:, -1].nonzero().squeeze(1)
+            accesses.append(Access(rows))
+            grads.append(table[:, :-1].index_select(0, rows))
+        self.keep(visit, accesses, grads)
 
 
 class ColumnOrder:
-    """The columns of vectors as the ranks hold them, and in the order of the group's tables."""
+    """The columns of vectors as the ranks hold them, and in the order of the group's uses."""
 
     def __init__(self, plan: GroupPlan, device: torch.device) -> None:
         order = plan.column_order()
@@ -230,112 +204,77 @@ class ColumnOrder:
         self._order = torch.tensor(order, dtype=torch.int64, device=device)
         self._places = torch.argsort(self._order)
 
-    def to_tables(self, vectors: Tensor) -> Tensor:
+    def to_uses(self, vectors: Tensor) -> Tensor:
         """From rank order."""
         return vectors if self._in_order else vectors.index_select(1, self._places)
 
     def to_ranks(self, grad: Tensor) -> Tensor:
-        """From table order."""
+        """From the uses' order."""
         return grad if self._in_order else grad.index_select(1, self._order)
 
 
-class ColumnsGroup(AddressedGroup):
-    """Whole tables and S(1): owners look up the whole batch, columns travel home all-to-all.
+class BoxedGroup(AddressedGroup):
+    """Owners look up the whole batch; boxing brings the vectors home and the gradients back.
 
-    The vectors are one uneven S(1) of [batch, width] in rank order; at home the columns are put
-    into table order.
+    ``columns``: whole tables and S(1), the vectors are one uneven S(1) in rank order. ``reduce``:
+    S(0) gives terms that sum at home, P; a grid gives (P, S(1)).
     """
 
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        world: World,
+        boxing: Boxing,
+        make: StorageFactory,
+        received: Received,
+    ) -> None:
         rank = world.rank
-        super().__init__(plan, world, boxing, make, takes_part=lambda s: bool(s.pieces(rank)))
+        owns = rank in plan.owners
+
+        def takes_part(stack: Stack) -> bool:
+            return owns if plan.exchange == "reduce" else bool(stack.pieces(rank))
+
+        super().__init__(plan, world, boxing, make, takes_part, received)
         self._order = ColumnOrder(plan, world.device)
+        self._forward_steps = cache(plan.forward_steps)
+        self._backward_steps = cache(plan.backward_steps)
 
-    def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
-        accesses: list[Access] = []
-        vectors = self._nothing(ids.num_rows)
+    def look_up(self, visit: Visit) -> None:
+        part: Tensor | None = None
         if self.members:
-            of_members = [ids.of_everywhere(member.stack) for member in self.members]
-            accesses, vectors = self.look_up(of_members, ids.num_rows)
-        if training:
-            self.num_rows, self.accesses = ids.num_rows, accesses
-        return self._order.to_tables(self.box(self.forward_steps(ids.num_rows), vectors))
+            part = self.rows_of(visit)
+        elif self.plan.exchange == "columns":
+            part = torch.empty(visit.num_rows, 0, dtype=self.plan.wire, device=self.world.device)
+        visit.pending = self.start(self._forward_steps(visit.num_rows), part, VECTORS)
 
-    def backward(self, grad: Tensor) -> None:
-        accesses, self.accesses = self.accesses, []
-        part = self.box(self.backward_steps(self.num_rows), self._order.to_ranks(grad))
-        self.update(accesses, part)
+    def vectors(self, visit: Visit) -> Tensor:
+        if visit.pending is None:
+            raise RuntimeError(f"{self.plan.name}: vectors before look_up")
+        out = self.arrived(self._forward_steps(visit.num_rows), visit.pending)
+        return self._order.to_uses(out)
 
-    def _nothing(self, num_rows: int) -> Tensor:
-        return torch.empty(num_rows, 0, dtype=self.plan.dtype, device=self.world.device)
+    def push(self, visit: Visit, grad: Tensor) -> None:
+        steps = self._backward_steps(visit.num_rows)
+        visit.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
-
-class ReduceGroup(AddressedGroup):
-    """S(0) and grids: owners look up the whole batch in their rows, giving terms that sum at home.
-
-    The vectors are P, on a grid (P, S(1)).
-    """
-
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
-        owns = world.rank in plan.owners
-        super().__init__(plan, world, boxing, make, takes_part=lambda stack: owns)
-        self._order = ColumnOrder(plan, world.device)
-
-    def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
-        accesses: list[Access] = []
-        vectors = None
-        if self.members:
-            of_members = [ids.of_everywhere(member.stack) for member in self.members]
-            accesses, vectors = self.look_up(of_members, ids.num_rows)
-        if training:
-            self.num_rows, self.accesses = ids.num_rows, accesses
-        return self._order.to_tables(self.box(self.forward_steps(ids.num_rows), vectors))
-
-    def backward(self, grad: Tensor) -> None:
-        accesses, self.accesses = self.accesses, []
-        steps, ordered = self.backward_steps(self.num_rows), self._order.to_ranks(grad)
-        if self.members:
-            self.update(accesses, self.box(steps, ordered))
-        else:
-            self.boxing.run(steps, ordered, VECTORS)
-            self.update(accesses, grad)  # no rows here, but the same steps on all ranks
+    def collect(self, visit: Visit) -> None:
+        if visit.pending is None:
+            raise RuntimeError(f"{self.plan.name}: collect before push")
+        if not self.members:  # no rows here, but the same steps on all ranks
+            visit.pending.wait()
+            self.keep(visit, [], [])
+            return
+        grad = self.arrived(self._backward_steps(visit.num_rows), visit.pending)
+        self.keep(visit, visit.accesses, self.split(grad))
 
 
-class UniqueGroup(Group):
-    """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
-
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, world, boxing)
-        (self._stack,) = plan.stacks
-        self._storage = make(plan, 0, None)
-        self._addresses = OwnerAddresses(self._stack, world.size, world.device)
-        self._exchange = UniqueExchange(world, self._addresses.bases, plan.unique_steps(world.size))
-        self._saved: tuple[Access, Request, Access] | None = None
-
-    def storages(self) -> list[tuple[Stack, Storage]]:
-        return [(self._stack, self._storage)]
-
-    def forward(self, ids: BatchIds, *, training: bool) -> Tensor:
-        wanted = Access(self._addresses.of(ids.of_local(self._stack)))
-        request = self._exchange.ask(wanted.unique()[0])
-        asked_here = Access(request.rows)
-        rows = self._exchange.answer(request, self._storage.lookup(asked_here))
-        if training:
-            self._saved = (wanted, request, asked_here)
-        expanded = rows.index_select(0, wanted.inverse())
-        return expanded.view(ids.local.shape[0], self.plan.width)
-
-    def backward(self, grad: Tensor) -> None:
-        if self._saved is None:
-            raise RuntimeError(f"{self.plan.name}: backward without a training forward")
-        (wanted, request, asked_here), self._saved = self._saved, None
-        _, row_grads = wanted.row_gradients(grad.reshape(-1, self._stack.dim))
-        self._storage.update(asked_here, self._exchange.push(request, row_grads))
-
-
-GROUPS = {
-    "local": LocalGroup,
-    "columns": ColumnsGroup,
-    "reduce": ReduceGroup,
-    "unique": UniqueGroup,
-}
+def make_group(
+    plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory, received: Received
+) -> Group:
+    """The class for a plan's exchange."""
+    if plan.exchange == "unique":
+        return UniqueGroup(plan, world, boxing, make)
+    if plan.exchange == "local" and world.size > 1 and not plan.whole_gradients:
+        return LocalRowsGroup(plan, world, boxing, make)
+    kind = LocalGroup if plan.exchange == "local" else BoxedGroup
+    return kind(plan, world, boxing, make, received)

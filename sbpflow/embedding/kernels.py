@@ -11,10 +11,12 @@ import torch
 
 from sbpflow.embedding.optimizers import SparseOptimizer, SumOverColumns
 from sbpflow.embedding.plan import EmbeddingPlan
+from sbpflow.embedding.rounding import HALF_DTYPES
 from sbpflow.embedding.storage import FbgemmStorage, Storage, TorchStorage
 from sbpflow.errors import ConfigError
 from sbpflow.versions import import_fbgemm
 
+_NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
 KernelRequest = Literal["auto", "fbgemm", "torch"]
 
 
@@ -44,6 +46,7 @@ def choose_kernel(
     dtype: torch.dtype,
     column_split: bool,
     fault: str | None,
+    row_dtype: torch.dtype | None = None,
 ) -> KernelChoice:
     """Pick a kernel for a storage of ``width`` columns; ``fault`` is ``fbgemm_fault(request)``.
 
@@ -59,8 +62,13 @@ def choose_kernel(
         return KernelChoice("torch", fault)
     if dtype != torch.float32:
         return KernelChoice("torch", f"FBGEMM has no {str(dtype).removeprefix('torch.')} rows here")
-    if optimizer.name == "lazy_adam":
-        return KernelChoice("torch", "FBGEMM has no lazy Adam")
+    if row_dtype in HALF_DTYPES:
+        # On CPU its bf16 is missing, its fp16 rounds to the nearest and is 5 times slower.
+        return KernelChoice("torch", "FBGEMM does not round half-precision rows at random here")
+    if optimizer.name in _NOT_IN_FBGEMM:
+        return KernelChoice("torch", f"FBGEMM has no {_NOT_IN_FBGEMM[optimizer.name]}")
+    if optimizer.weight_decay:
+        return KernelChoice("torch", "FBGEMM ignores weight decay in some modes")
     if width % 4:
         return KernelChoice("torch", f"width {width} is not a multiple of 4")
     if column_split and optimizer.name == "rowwise_adagrad":
@@ -80,6 +88,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
                 width=next((w for w in sorted(widths) if w % 4), min(widths)),
                 optimizer=plan.optimizer,
                 dtype=plan.dtype,
+                row_dtype=plan.row_dtype,
                 column_split=stack.is_column_split(),
                 fault=fault,
             )
@@ -101,7 +110,9 @@ def make_storage(
     optimizer: SparseOptimizer,
     dtype: torch.dtype,
     device: torch.device,
+    row_dtype: torch.dtype | None = None,
     sum_over_columns: SumOverColumns | None = None,
+    seed: int = 0,
 ) -> Storage:
     """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
     if choice.name == "fbgemm" and rows > 0:
@@ -113,5 +124,7 @@ def make_storage(
         optimizer=optimizer,
         dtype=dtype,
         device=device,
+        row_dtype=row_dtype,
         sum_over_columns=sum_over_columns,
+        seed=seed,
     )

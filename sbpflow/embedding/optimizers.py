@@ -1,8 +1,9 @@
 """Sparse optimizers: one step on the rows a batch touched, and nothing else.
 
-Each rule gets unique rows with their summed gradients. State belongs to the logical row: rowwise
-Adagrad keeps one number per row, the mean of squares over the table's full width, whatever part of
-the columns is stored here. ``eps`` stands outside the root, as in FBGEMM and torch.optim.Adagrad.
+Each rule gets unique rows with their summed gradients, in the dtype they are computed with. State
+belongs to the logical row: rowwise Adagrad keeps one number per row, the mean of squares over the
+table's full width, whatever part of the columns is stored here. ``eps`` stands outside the root, as
+in FBGEMM and torch.optim.Adagrad.
 """
 
 import math
@@ -13,19 +14,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-SparseName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
+SparseName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl"]
 SumOverColumns = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer:
-    """Which rule updates embedding rows, and its constants (learning rate per step of the job)."""
+    """Which rule updates embedding rows, and its constants.
+
+    ``weight_decay`` shrinks each touched row by lr * weight_decay before the rule (decoupled, as
+    AdamW); ``l1``, ``l2`` and ``beta`` are FTRL's.
+    """
 
     name: SparseName
     lr: float
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
     initial_accumulator: float = 0.0
+    weight_decay: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 0.0
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -34,6 +43,10 @@ class SparseOptimizer:
     def state_shape(self, rows: int, width: int) -> tuple[int, ...]:
         """[rows] for rowwise state, [rows, width] for elementwise."""
         return (rows,) if self.name == "rowwise_adagrad" else (rows, width)
+
+    def initial_state(self, name: str) -> float:
+        """What a state starts with."""
+        return self.initial_accumulator if name == "sum" else 0.0
 
     def state_elements_per_row(self, dim: int) -> int:
         """State numbers per logical row of ``dim`` columns."""
@@ -45,54 +58,58 @@ _STATES: dict[SparseName, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "rowwise_adagrad": ("sum",),
     "lazy_adam": ("exp_avg", "exp_avg_sq"),
+    "ftrl": ("sum", "linear"),
 }
 
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
-    """What one step works on: this rank's columns of some rows, and where they are stored."""
+    """What one step works on: this rank's columns of some rows.
 
-    weights: Tensor  # [rows, width]
-    state: dict[str, Tensor]
+    A rule changes ``weights`` in place and writes ``state`` back through the storage's tensors.
+    """
+
+    weights: Tensor  # [touched, width], a copy of the rows in the dtype of the arithmetic
+    state: dict[str, Tensor]  # whole, of the storage
     rows: Tensor  # [touched] int64, unique
     grads: Tensor  # [touched, width], summed over the batch
-    dim: int  # columns of the logical table
-    sum_over_columns: SumOverColumns | None  # adds [touched] over the ranks that share the rows
+    lr: float
+    num_steps: int  # of the job, this one included
+    squares: Tensor | None = None  # [touched] of rowwise rules, over the table's full width
 
 
-def apply_step(optimizer: SparseOptimizer, block: RowBlock, num_steps: int) -> None:
-    """Update the block's rows in place; ``num_steps`` counts this step (1 for the first).
-
-    Raises nothing for zero touched rows, but still takes part in ``sum_over_columns``.
-    """
-    _RULES[optimizer.name](optimizer, block, num_steps)
-
-
-def _sgd(optimizer: SparseOptimizer, block: RowBlock, num_steps: int) -> None:
-    rows = block.weights.index_select(0, block.rows)
-    block.weights.index_copy_(0, block.rows, rows.add_(block.grads, alpha=-optimizer.lr))
+def apply_step(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    """Change ``block.weights`` and the state of its rows by one step."""
+    if optimizer.weight_decay:
+        block.weights.mul_(1.0 - block.lr * optimizer.weight_decay)
+    _RULES[optimizer.name](optimizer, block)
 
 
-def _adagrad(optimizer: SparseOptimizer, block: RowBlock, num_steps: int) -> None:
+def row_squares(grads: Tensor) -> Tensor:
+    """[touched]: each row's sum of squares over the columns that are here."""
+    return torch.mv(grads.square(), grads.new_full((grads.shape[1],), 1.0))
+
+
+def _sgd(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    block.weights.add_(block.grads, alpha=-block.lr)
+
+
+def _adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
     total = block.state["sum"].index_select(0, block.rows).addcmul_(block.grads, block.grads)
     block.state["sum"].index_copy_(0, block.rows, total)
-    rows = block.weights.index_select(0, block.rows)
-    rows.addcdiv_(block.grads, total.sqrt_().add_(optimizer.eps), value=-optimizer.lr)
-    block.weights.index_copy_(0, block.rows, rows)
+    block.weights.addcdiv_(block.grads, total.sqrt_().add_(optimizer.eps), value=-block.lr)
 
 
-def _rowwise_adagrad(optimizer: SparseOptimizer, block: RowBlock, num_steps: int) -> None:
-    squares = torch.mv(block.grads.square(), block.grads.new_full((block.grads.shape[1],), 1.0))
-    if block.sum_over_columns is not None:
-        squares = block.sum_over_columns(squares)
-    total = block.state["sum"].index_select(0, block.rows).add_(squares, alpha=1.0 / block.dim)
+def _rowwise_adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    if block.squares is None:
+        raise RuntimeError("a rowwise rule needs the rows' squares")
+    total = block.state["sum"].index_select(0, block.rows).add_(block.squares)
     block.state["sum"].index_copy_(0, block.rows, total)
-    scale = total.sqrt_().add_(optimizer.eps).reciprocal_().mul_(-optimizer.lr)
-    rows = block.weights.index_select(0, block.rows)
-    block.weights.index_copy_(0, block.rows, rows.addcmul_(block.grads, scale.unsqueeze(1)))
+    scale = total.sqrt_().add_(optimizer.eps).reciprocal_().mul_(-block.lr)
+    block.weights.addcmul_(block.grads, scale.unsqueeze(1))
 
 
-def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock, num_steps: int) -> None:
+def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock) -> None:
     # Bias correction by the job's step count, as TensorFlow's LazyAdam and torch's SparseAdam.
     beta1, beta2 = optimizer.betas
     mean = block.state["exp_avg"].index_select(0, block.rows).lerp_(block.grads, 1.0 - beta1)
@@ -100,15 +117,33 @@ def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock, num_steps: int) -> N
     square = block.state["exp_avg_sq"].index_select(0, block.rows).mul_(beta2)
     square.addcmul_(block.grads, block.grads, value=1.0 - beta2)
     block.state["exp_avg_sq"].index_copy_(0, block.rows, square)
-    denominator = square.sqrt_().div_(math.sqrt(1.0 - beta2**num_steps)).add_(optimizer.eps)
-    rows = block.weights.index_select(0, block.rows)
-    rows.addcdiv_(mean, denominator, value=-optimizer.lr / (1.0 - beta1**num_steps))
-    block.weights.index_copy_(0, block.rows, rows)
+    correction = math.sqrt(1.0 - beta2**block.num_steps)
+    denominator = square.sqrt_().div_(correction).add_(optimizer.eps)
+    block.weights.addcdiv_(mean, denominator, value=-block.lr / (1.0 - beta1**block.num_steps))
 
 
-_RULES: dict[SparseName, Callable[[SparseOptimizer, RowBlock, int], None]] = {
+def _ftrl(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    """FTRL-Proximal per coordinate: McMahan et al., KDD 2013, algorithm 1.
+
+    A row keeps its starting values until it is touched, as in TensorFlow's Ftrl.
+    """
+    old = block.state["sum"].index_select(0, block.rows)
+    total = old.addcmul(block.grads, block.grads)
+    block.state["sum"].index_copy_(0, block.rows, total)
+    root = total.sqrt_()
+    linear = block.state["linear"].index_select(0, block.rows).add_(block.grads)
+    linear.addcmul_((root - old.sqrt_()).div_(block.lr), block.weights, value=-1.0)
+    block.state["linear"].index_copy_(0, block.rows, linear)
+    beyond = linear - linear.clamp(-optimizer.l1, optimizer.l1)
+    curvature = root.add_(optimizer.beta).div_(block.lr).add_(optimizer.l2)
+    # Nothing seen yet and no l1 leaves 0 / 0: such a coordinate stays at 0.
+    block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))
+
+
+_RULES: dict[SparseName, Callable[[SparseOptimizer, RowBlock], None]] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "rowwise_adagrad": _rowwise_adagrad,
     "lazy_adam": _lazy_adam,
+    "ftrl": _ftrl,
 }

@@ -4,19 +4,19 @@ Pure data and pure functions: ``explain`` prints what is built here without any 
 ``EmbeddingCollection`` executes the same objects. Nothing here allocates or communicates.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal
 
 import torch
 
 from sbpflow.boxing_plan import BoxingStep, plan_boxing
-from sbpflow.embedding.group_plan import IDS_DTYPE, GroupPlan, Stack, Step
+from sbpflow.embedding.group_plan import ExchangeStep, GroupPlan, Step
+from sbpflow.embedding.grouping import IdColumns, make_groups
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.tables import (
-    Exchange,
+    FeatureConfig,
     OutputConfig,
-    TableConfig,
     TableLayout,
     check_cover,
     shards_of,
@@ -26,193 +26,209 @@ from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Split
 
+OutOfRange = Literal["error", "clamp", "hash"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
     """All groups of a collection, and the ids that travel before any lookup.
 
-    ``features`` names the columns of the batch's ids. ``needed`` has, per rank, the columns that it
-    looks up for the whole batch.
+    A batch's ids are a matrix, whose columns ``ids`` assigns to features, and lists. ``needed`` and
+    ``needed_lists`` have, per rank, the columns and the lists that it looks up for the whole batch.
+    Rows are stored as ``row_dtype`` and computed with as ``dtype``. ``out_of_range`` says what
+    becomes of an id that its table has no row for.
     """
 
     outputs: tuple[OutputConfig, ...]
     groups: tuple[GroupPlan, ...]
-    features: tuple[str, ...]
+    features: tuple[FeatureConfig, ...]
+    ids: IdColumns
+    ids_dtype: torch.dtype
     needed: tuple[tuple[int, ...], ...]
+    needed_lists: tuple[tuple[int, ...], ...]
     optimizer: SparseOptimizer
     dtype: torch.dtype
+    row_dtype: torch.dtype
     world: Placement
     backend: str
+    out_of_range: OutOfRange = "error"
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
         """Columns of the batch's ids as they are sent: all ranks' needs, once if they are equal."""
-        holders = [columns for columns in self.needed if columns]
-        if len(set(holders)) == 1:
-            return holders[0]
-        return tuple(column for columns in holders for column in columns)
+        return _sent(self.needed)
+
+    @property
+    def sent_lists(self) -> tuple[int, ...]:
+        """Lists whose lengths are sent, as ``sent_columns``."""
+        return _sent(self.needed_lists)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether ids in lists travel with a weight each."""
+        return any(self.features[feature].weighted for feature in self.ids.lists)
 
     def id_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Ids to the ranks that look them up for the whole batch.
+        """Ids in the matrix to the ranks that look them up for the whole batch.
 
         S(0) -> B where these ranks need the same columns; else S(0) -> S(1) of the columns laid
         out per rank, so that each gets its own and no other.
         """
-        ranks = [r for r, columns in zip(self.world.ranks, self.needed, strict=True) if columns]
+        return self._spread(num_rows, self.needed, self.ids_dtype, "ids/fwd")
+
+    def length_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
+        """Lengths of the lists, as ``id_steps`` does it for the matrix."""
+        return self._spread(num_rows, self.needed_lists, torch.int32, "ids/fwd/lengths")
+
+    def list_steps(self, num_rows: int) -> tuple[ExchangeStep, ...]:
+        """What the lists hold: ids, and weights if any feature has some."""
+        if not self.sent_lists or self.world.size == 1:
+            return ()
+        size = self.world.size
+        to = [
+            sum(self.features[self.ids.lists[place]].hotness for place in needed)
+            for needed in self.needed_lists
+        ]
+        # A rank sends to every other what that one needs; worst for the one that needs least.
+        local = -(-num_rows // size)
+        of_one = local * max(sum(to) - mine for mine in to)
+        of_all = num_rows * sum(to)
+        payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
+        if self.weighted:
+            payloads.append(("ids/fwd/weights", self.dtype, "their weights"))
+        return tuple(
+            ExchangeStep(
+                id=id,
+                collective="all_to_all",
+                group=self.world.ranks,
+                dtype=dtype,
+                bound_bytes=of_one * dtype.itemsize,
+                total_bound_bytes=of_all * dtype.itemsize,
+                what=what,
+            )
+            for id, dtype, what in payloads
+        )
+
+    def ahead_steps(self, num_rows: int) -> tuple[Step, ...]:
+        """Every transfer of a training batch's ids; none depends on what an update changes."""
+        rows = [(group, group.row_steps(num_rows)) for group in self.groups]
+        return (
+            *self.id_steps(num_rows),
+            *self.length_steps(num_rows),
+            *(step for _, steps in rows for step in steps[:1]),
+            *self.list_steps(num_rows),
+            *(step for _, steps in rows for step in steps[1:2]),
+        )
+
+    def forward_steps(self, num_rows: int) -> tuple[Step, ...]:
+        """The transfers of a lookup that follow those of the ids, in the order they start."""
+        steps: list[Step] = []
+        for group in self.groups:
+            if group.exchange == "unique":
+                steps += group.row_steps(num_rows)[2:3]
+            steps += group.forward_steps(num_rows)
+        return tuple(steps)
+
+    def push_steps(self, num_rows: int) -> tuple[Step, ...]:
+        """Gradients on their way to the rows, in the order they start."""
+        steps: list[Step] = []
+        for group in self.groups:
+            steps += group.row_steps(num_rows)[3 if group.exchange == "unique" else 2 :]
+            steps += group.backward_steps(num_rows)
+        return tuple(steps)
+
+    def update_steps(self, num_rows: int) -> tuple[Step, ...]:
+        """What an update of rows itself sends, in the order it runs."""
+        steps: list[Step] = []
+        for group in self.groups:
+            for index in group.shared_state:
+                most = num_rows * group.stacks[index].lookups()
+                steps += group.row_state_steps(index, most)
+        return tuple(steps)
+
+    def _spread(
+        self, num_rows: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str
+    ) -> tuple[BoxingStep, ...]:
+        ranks = [rank for rank, mine in zip(self.world.ranks, needed, strict=True) if mine]
         if not ranks:
             return ()
-        sizes = tuple(len(columns) for columns in self.needed)
-        dst = Layout(self.world, (Split(1, sizes),))
-        if len(set(self.needed) - {()}) == 1:
+        dst = Layout(self.world, (Split(1, tuple(len(mine) for mine in needed)),))
+        if len(set(needed) - {()}) == 1:
             dst = Layout(Placement.of(self.world.device_type, ranks), (Broadcast(),))
         return plan_boxing(
             Layout(self.world, (Split(0),)),
             dst,
-            (num_rows, len(self.sent_columns)),
-            IDS_DTYPE,
-            id="ids/fwd",
+            (num_rows, len(_sent(needed))),
+            dtype,
+            id=id,
             backend=self.backend,
         )
-
-    def forward_steps(self, num_rows: int) -> tuple[Step, ...]:
-        """Every step of a lookup of ``num_rows`` samples, in the order it runs."""
-        steps: list[Step] = list(self.id_steps(num_rows))
-        for group in self.groups:
-            steps += group.unique_steps(num_rows)[:3]
-            steps += group.forward_steps(num_rows)
-        return tuple(steps)
-
-    def backward_steps(self, num_rows: int) -> tuple[Step, ...]:
-        """Every step of the update that follows, in the order it runs."""
-        steps: list[Step] = []
-        for group in self.groups:
-            if group.exchange == "local":
-                steps += group.touched_id_steps(num_rows)
-            steps += group.unique_steps(num_rows)[3:]
-            steps += group.backward_steps(num_rows)
-            for index in group.shared_state:
-                steps += group.row_state_steps(index, num_rows)
-        return tuple(steps)
 
 
 def plan_embeddings(
     outputs: Iterable[OutputConfig],
     layouts: Mapping[str, TableLayout],
     *,
-    features: tuple[str, ...],
+    features: Sequence[FeatureConfig],
     optimizer: SparseOptimizer,
     dtype: torch.dtype,
     world: Placement,
     backend: str,
+    batch_size: int,
+    row_dtype: torch.dtype | None = None,
+    out_of_range: OutOfRange = "error",
 ) -> EmbeddingPlan:
     """Group the tables and derive everything that follows from their layouts.
 
-    ``layouts`` has an entry per table name; ``features`` are the columns of the ids of a batch.
-    Raises ConfigError if a table's feature is absent or its shards do not tile it.
+    ``layouts`` has an entry per table name. ``features`` are those of a batch, also unused ones, in
+    the order of its matrix of ids. ``batch_size``, the rows of a usual batch, decides where whole
+    gradients are less than touched rows. Raises ConfigError if a table's feature is absent, its
+    shards do not tile it, or its name is there twice.
     """
-    outputs = tuple(outputs)
-    groups: list[GroupPlan] = []
-    for output in outputs:
-        groups += _groups_of(output, layouts, features, optimizer, dtype, world, backend)
-    return EmbeddingPlan(
-        outputs=outputs,
-        groups=tuple(groups),
-        features=features,
-        needed=tuple(_needed(groups, rank) for rank in world.ranks),
-        optimizer=optimizer,
-        dtype=dtype,
-        world=world,
-        backend=backend,
-    )
-
-
-def _needed(groups: list[GroupPlan], rank: int) -> tuple[int, ...]:
-    """Columns of ids that ``rank`` looks up for the whole batch, ascending."""
-    features: set[int] = set()
-    for group in groups:
-        if group.exchange == "columns":
-            for stack in group.stacks:
-                if stack.pieces(rank):
-                    features.update(stack.features)
-        elif group.exchange == "reduce" and rank in group.owners:
-            features.update(feature for stack in group.stacks for feature in stack.features)
-    return tuple(sorted(features))
-
-
-def _groups_of(
-    output: OutputConfig,
-    layouts: Mapping[str, TableLayout],
-    features: tuple[str, ...],
-    optimizer: SparseOptimizer,
-    dtype: torch.dtype,
-    world: Placement,
-    backend: str,
-) -> list[GroupPlan]:
-    members: dict[tuple[object, ...], list[TableConfig]] = {}
-    for table in output.tables:
-        layout = layouts[table.name]
-        check_cover(table, layout.layout, shards_of(table, layout.layout))
-        members.setdefault(_group_key(table, layout, world), []).append(table)
-    groups: list[GroupPlan] = []
-    for (exchange, *_), tables in members.items():
-        same = sum(1 for key in members if key[0] == exchange)
-        number = f".{sum(1 for g in groups if g.exchange == exchange)}" if same > 1 else ""
-        stacks = _stacks_of(tables, layouts, features, str(exchange))
-        rowwise = optimizer.name == "rowwise_adagrad"
-        groups.append(
-            GroupPlan(
-                name=f"{output.name}/{exchange}{number}",
-                output=output,
-                exchange=cast(Exchange, exchange),
-                stacks=stacks,
-                shared_state=tuple(
-                    i for i, stack in enumerate(stacks) if rowwise and stack.is_column_split()
-                ),
-                world=world,
-                dtype=dtype,
-                backend=backend,
-            )
+    outputs, features = tuple(outputs), tuple(features)
+    tables = [table for output in outputs for table in output.tables]
+    names = [table.name for table in tables]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"table {twice[0]}: there are two of that name; a table is in one output, once, with "
+            "all its features"
         )
-    return groups
-
-
-def _group_key(table: TableConfig, layout: TableLayout, world: Placement) -> tuple[object, ...]:
-    if world.size == 1:
-        return ("local",)
-    if layout.exchange == "reduce":
-        return ("reduce", layout.layout.placement.ranks, layout.layout.placement.shape)
-    if layout.exchange == "unique":
-        return ("unique", table.dim)
-    return (layout.exchange,)
-
-
-def _stacks_of(
-    tables: list[TableConfig],
-    layouts: Mapping[str, TableLayout],
-    features: tuple[str, ...],
-    exchange: str,
-) -> tuple[Stack, ...]:
-    # The unique exchange addresses rows, so tables of any row ranges share a storage; elsewhere
-    # a storage holds tables of one layout, whose ids and columns are handled alike.
-    stacks: dict[tuple[object, ...], list[TableConfig]] = {}
     for table in tables:
         layout = layouts[table.name].layout
-        key = (table.dim,) if exchange == "unique" else (table.dim, layout)
-        stacks.setdefault(key, []).append(table)
-    return tuple(
-        Stack(
-            tables=tuple(members),
-            layouts=tuple(layouts[table.name].layout for table in members),
-            features=tuple(_feature_index(table, features) for table in members),
-        )
-        for members in stacks.values()
+        check_cover(table, layout, shards_of(table, layout))
+    groups, ids = make_groups(
+        outputs, layouts, features, optimizer, dtype, world, backend, batch_size
+    )
+    fits = all(table.num_rows < 2**31 for table in tables)
+    return EmbeddingPlan(
+        outputs=outputs,
+        groups=groups,
+        features=features,
+        ids=ids,
+        ids_dtype=torch.int32 if fits else torch.int64,
+        needed=tuple(_needed_columns(groups, rank) for rank in world.ranks),
+        needed_lists=tuple(_needed_lists(groups, rank) for rank in world.ranks),
+        optimizer=optimizer,
+        dtype=dtype,
+        row_dtype=row_dtype or dtype,
+        world=world,
+        backend=backend,
+        out_of_range=out_of_range,
     )
 
 
-def _feature_index(table: TableConfig, features: tuple[str, ...]) -> int:
-    if table.feature not in features:
-        raise ConfigError(
-            f"table {table.name}: feature {table.feature!r} is not in the data, which has "
-            f"{', '.join(features)}"
-        )
-    return features.index(table.feature)
+def _needed_columns(groups: tuple[GroupPlan, ...], rank: int) -> tuple[int, ...]:
+    uses = [use for group in groups for use in group.looks_up_everything(rank)]
+    return tuple(sorted({column for use in uses for column in use.columns}))
+
+
+def _needed_lists(groups: tuple[GroupPlan, ...], rank: int) -> tuple[int, ...]:
+    uses = [use for group in groups for use in group.looks_up_everything(rank)]
+    return tuple(sorted({use.place for use in uses if use.place is not None}))
+
+
+def _sent(needed: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    holders = [columns for columns in needed if columns]
+    if len(set(holders)) == 1:
+        return holders[0]
+    return tuple(column for columns in holders for column in columns)

@@ -9,61 +9,21 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sbpflow.embedding.optimizers import RowBlock, SparseOptimizer, SumOverColumns, apply_step
+from sbpflow.embedding.access import Access, sum_bags
+from sbpflow.embedding.optimizers import (
+    RowBlock,
+    SparseOptimizer,
+    SumOverColumns,
+    apply_step,
+    row_squares,
+)
+from sbpflow.embedding.rounding import round_randomly
 
-
-class Access:
-    """One batch's use of a storage: addresses, the bags they form, and what is derived from them.
-
-    ``addresses`` [n] int64; ``offsets`` [bags + 1] int64 or ``None`` for one address per bag. The
-    sort by address and the unique rows are made once and serve every later use.
-    """
-
-    def __init__(self, addresses: Tensor, offsets: Tensor | None = None) -> None:
-        self.addresses = addresses
-        self.offsets = offsets
-        self.graph: Tensor | None = None  # TBE output whose backward is the fused update
-        self._unique: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @property
-    def num_bags(self) -> int:
-        if self.offsets is None:
-            return self.addresses.numel()
-        return self.offsets.numel() - 1
-
-    def unique(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(unique rows ascending, order of addresses by row, start of each row's run in it)."""
-        if self._unique is None:
-            ordered, order = torch.sort(self.addresses, stable=True)
-            rows, counts = torch.unique_consecutive(ordered, return_counts=True)
-            starts = torch.zeros_like(counts)
-            torch.cumsum(counts[:-1], 0, out=starts[1:])
-            self._unique = (rows, order, starts)
-        return self._unique
-
-    def inverse(self) -> Tensor:
-        """[n] int64: which unique row each address is."""
-        _, order, starts = self.unique()
-        first = torch.zeros_like(order)
-        first[starts[1:]] = 1
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.cumsum(first, 0)
-        return inverse
-
-    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
-        rows, order, starts = self.unique()
-        if rows.numel() == 0:
-            return rows, grads.new_zeros(0, grads.shape[1])
-        if self.offsets is not None:
-            lengths = self.offsets.diff()
-            bag = torch.arange(self.num_bags, device=order.device).repeat_interleave(lengths)
-            order = bag.index_select(0, order)
-        # A segment sum; 5 to 10 times faster than index_add_ on CPU, bitwise equal to it.
-        return rows, F.embedding_bag(order, grads, starts, mode="sum")
+# Rows of one pass of an update: gradients, states and weights of a pass stay in cache (4096 rows of
+# 16 columns are 256 KiB each), which makes Adam 2.4 times faster on 200,000 rows.
+CHUNK_ROWS = 4096
 
 
 class Storage(Protocol):
@@ -83,11 +43,14 @@ class Storage(Protocol):
         """Rows that will be looked up soon."""
         ...
 
-    def lookup(self, access: Access) -> Tensor:
-        """[bags, width]: each bag's sum of rows, zeros for an empty bag; no autograd graph."""
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        """[bags, width]: each bag's weighted sum of rows, zeros for an empty bag; no autograd.
+
+        ``lr`` announces an ``update`` of the same access, at that learning rate.
+        """
         ...
 
-    def update(self, access: Access, grads: Tensor) -> None:
+    def update(self, access: Access, grads: Tensor, lr: float) -> None:
         """One optimizer step on the rows of ``access`` from the gradients [bags, width].
 
         Duplicates are summed before the rule is applied, so a row takes one step.
@@ -100,7 +63,11 @@ class Storage(Protocol):
 
 
 class TorchStorage:
-    """Device-resident rows with plain torch kernels: any width, dtype and optimizer."""
+    """Device-resident rows with plain torch kernels: any width, dtype and optimizer.
+
+    ``dtype`` is that of the arithmetic and of the state. Rows of half precision (``row_dtype``) are
+    widened to it on reading and rounded at random, with the exact value as the mean, on writing.
+    """
 
     def __init__(
         self,
@@ -111,18 +78,21 @@ class TorchStorage:
         optimizer: SparseOptimizer,
         dtype: torch.dtype,
         device: torch.device,
+        row_dtype: torch.dtype | None = None,
         sum_over_columns: SumOverColumns | None = None,
+        seed: int = 0,
     ) -> None:
-        self.weights = torch.empty(rows, width, dtype=dtype, device=device)
+        self.weights = torch.zeros(rows, width, dtype=row_dtype or dtype, device=device)
         shape = optimizer.state_shape(rows, width)
-        start = optimizer.initial_accumulator if "sum" in optimizer.state_names else 0.0
         self.state = {
-            name: torch.full(shape, start, dtype=dtype, device=device)
+            name: torch.full(shape, optimizer.initial_state(name), dtype=dtype, device=device)
             for name in optimizer.state_names
         }
+        self._dtype = dtype
         self._optimizer = optimizer
         self._dim = dim
         self._sum_over_columns = sum_over_columns
+        self._seed = seed
         self._num_steps = 0
 
     def prefetch(self, addresses: Tensor) -> None:
@@ -131,27 +101,49 @@ class TorchStorage:
     def release(self, addresses: Tensor) -> None:
         """Nothing to do: the rows stay on the device."""
 
-    def lookup(self, access: Access) -> Tensor:
-        if access.offsets is None:
-            return self.weights.index_select(0, access.addresses)
-        if access.addresses.numel() == 0:
-            return self.weights.new_zeros(access.num_bags, self.weights.shape[1])
-        return F.embedding_bag(
-            access.addresses, self.weights, access.offsets, mode="sum", include_last_offset=True
-        )
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        del lr
+        if self.weights.dtype == self._dtype:
+            return sum_bags(self.weights, access)
+        rows = self.weights.index_select(0, access.addresses).to(self._dtype)
+        if access.offsets is None and access.weights is None:
+            return rows
+        return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
 
-    def update(self, access: Access, grads: Tensor) -> None:
+    def update(self, access: Access, grads: Tensor, lr: float) -> None:
         self._num_steps += 1
         rows, summed = access.row_gradients(grads)
-        block = RowBlock(
-            weights=self.weights,
-            state=self.state,
-            rows=rows,
-            grads=summed,
-            dim=self._dim,
-            sum_over_columns=self._sum_over_columns,
-        )
-        apply_step(self._optimizer, block, self._num_steps)
+        rows = rows.to(torch.int64)
+        squares = self._squares(summed)
+        generator = None
+        if self.weights.dtype != self._dtype:
+            generator = torch.Generator(self.weights.device)
+            generator.manual_seed(hash((self._seed, self._num_steps)) & 0x7FFF_FFFF_FFFF_FFFF)
+        for start in range(0, rows.numel(), CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            weights = self.weights.index_select(0, rows[part]).to(self._dtype)
+            block = RowBlock(
+                weights=weights,
+                state=self.state,
+                rows=rows[part],
+                grads=summed[part],
+                lr=lr,
+                num_steps=self._num_steps,
+                squares=None if squares is None else squares[part],
+            )
+            apply_step(self._optimizer, block)
+            if generator is not None:
+                weights = round_randomly(weights, self.weights.dtype, generator)
+            self.weights.index_copy_(0, rows[part], weights)
+
+    def _squares(self, grads: Tensor) -> Tensor | None:
+        """Mean squares over the logical row; all ranks that share rows take part."""
+        if self._optimizer.name != "rowwise_adagrad":
+            return None
+        squares = row_squares(grads)
+        if self._sum_over_columns is not None:
+            squares = self._sum_over_columns(squares)
+        return squares.mul_(1.0 / self._dim)
 
 
 class FbgemmStorage:
@@ -165,6 +157,7 @@ class FbgemmStorage:
         self, rows: int, width: int, *, optimizer: SparseOptimizer, device: torch.device
     ) -> None:
         self._tbe = _make_tbe(rows, width, optimizer, device)
+        self._lr = optimizer.lr
         self._state_names = optimizer.state_names
         self._tbe.split_embedding_weights()[0].data.zero_()
         if optimizer.initial_accumulator:
@@ -189,22 +182,26 @@ class FbgemmStorage:
     def release(self, addresses: Tensor) -> None:
         """Nothing to do: the rows stay on the device."""
 
-    def lookup(self, access: Access) -> Tensor:
-        access.graph = self._run(access)
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        if lr is None:
+            return sum_bags(self.weights, access)
+        access.graph = self._run(access, lr)
         return access.graph.detach()
 
-    def update(self, access: Access, grads: Tensor) -> None:
+    def update(self, access: Access, grads: Tensor, lr: float) -> None:
         graph, access.graph = access.graph, None
-        if graph is None:  # rows that other ranks looked up: TBE needs a forward of its own
-            graph = self._run(access)
+        if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
+            graph = self._run(access, lr)
         torch.autograd.backward([graph], [grads.contiguous()])
 
-    def _run(self, access: Access) -> Tensor:
-        offsets = access.offsets
-        if offsets is None:
-            offsets = torch.arange(access.num_bags + 1, device=access.addresses.device)
+    def _run(self, access: Access, lr: float) -> Tensor:
+        if lr != self._lr:  # TBE's backward takes the rate that was set at its forward
+            self._tbe.set_learning_rate(lr)
+            self._lr = lr
         with torch.enable_grad():
-            return self._tbe(access.addresses, offsets)
+            return self._tbe(
+                access.addresses, access.explicit_offsets(), per_sample_weights=access.weights
+            )
 
 
 def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Any:  # noqa: ANN401 - FBGEMM is imported late and has no stubs

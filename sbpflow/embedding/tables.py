@@ -1,4 +1,4 @@
-"""What an embedding table is, where it lives, and which shards that layout compiles to.
+"""What features, embedding tables and their layouts are, and which shards a layout compiles to.
 
 Values only. The shard list (EMBark's (table, row shard, column shard) -> rank) is derived from the
 layout here and nowhere else.
@@ -7,27 +7,55 @@ layout here and nowhere else.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from sbpflow.errors import ConfigError
 from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial
 
 Exchange = Literal["local", "columns", "reduce", "unique"]
 Combine = Literal["concat", "sum"]
+Pooling = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureConfig:
+    """A categorical feature: a sample has ``hotness`` ids of it, or with ``ragged`` 0 to that many.
+
+    ``weighted`` ids come with a weight each, which multiplies the id's row.
+    """
+
+    name: str
+    hotness: int = 1
+    ragged: bool = False
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hotness < 1:
+            raise ConfigError(f"feature {self.name}: hotness {self.hotness}; use 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """One logical table: ``num_rows`` x ``dim``, looked up by the ids of ``feature``."""
+    """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
+
+    ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
+    """
 
     name: str
-    feature: str
+    features: tuple[str, ...]
     num_rows: int
     dim: int
+    pooling: Pooling = "sum"
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
             raise ConfigError(
                 f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
+            )
+        if not self.features or len(set(self.features)) != len(self.features):
+            raise ConfigError(
+                f"table {self.name}: features {list(self.features)}; name one or more, each once"
             )
 
     @property
@@ -37,18 +65,22 @@ class TableConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
-    """``layout`` of the [num_rows, dim] table and how its ids and vectors travel."""
+    """``layout`` of the [num_rows, dim] table and how its ids and vectors travel.
+
+    ``wire`` is what vectors and gradients travel as; ``None`` for the dtype they are computed in.
+    """
 
     layout: Layout
     exchange: Exchange
+    wire: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
     """One output of a collection over the batch, laid out S(0).
 
-    ``concat`` gives [batch, sum of dims] in table order, ``sum`` adds the tables' vectors
-    ([batch, dim]; all dims equal).
+    It has a vector per table and feature, in that order: ``concat`` gives [batch, sum of dims],
+    ``sum`` adds them ([batch, dim]; all dims equal).
     """
 
     name: str
@@ -64,7 +96,17 @@ class OutputConfig:
     def width(self) -> int:
         if self.combine == "sum":
             return self.tables[0].dim
-        return sum(table.dim for table in self.tables)
+        return sum(table.dim * len(table.features) for table in self.tables)
+
+    def starts(self) -> dict[tuple[str, str], int]:
+        """(table, feature) -> first column of its vector before a sum over them."""
+        starts: dict[tuple[str, str], int] = {}
+        column = 0
+        for table in self.tables:
+            for feature in table.features:
+                starts[table.name, feature] = column
+                column += table.dim
+        return starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ def _checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The bits as integers, summed with wrap-around; order and NaN do not matter."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        bits = torch.int64 if tensor.itemsize == 8 else torch.int32
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
         total += tensor.contiguous().view(bits).sum(dtype=torch.int64)
     return total
 

@@ -1,7 +1,15 @@
-"""One training step and one prediction, on the ranks of a world.
+"""One training step and one prediction, on the ranks of a world; the schedule of what overlaps.
 
-The order of a step: look up, forward, dense backward, start the dense gradients' exchange, update
-the embedding rows beside it, then step the dense optimizer. The loss rides in the dense exchange.
+    rows of the batch looked up, vectors start      <- its ids came during the step before
+      beside them: the next batch's ids are checked, sorted and counted; the counts start
+    vectors arrive, dense forward
+      the counts are here: the next batch's ids start, beside the backward
+    dense backward, row gradients start, dense gradients start
+      beside those: row gradients arrive, rows are updated
+    dense gradients arrive, dense optimizer
+
+Nothing is used before the update it depends on, so the numbers are those of a run without overlap.
+The loss rides in the dense exchange.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +20,14 @@ from torch import Tensor
 
 from sbpflow import ops
 from sbpflow.boxing import Boxing
-from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.collection import EmbeddingCollection, Passage
 from sbpflow.embedding.initial import stream_key
 from sbpflow.global_tensor import GlobalTensor, parameter
 from sbpflow.gradients import GradientSync
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Split, balanced_sizes
+from sbpflow.training.schedule import Schedule, constant
 
 LOSS_SHAPE = (1,)
 
@@ -81,7 +90,10 @@ class Model(Protocol):
 
 
 class Trainer:
-    """Runs a model and its embeddings; ``optimizer`` holds the parts of the model's parameters."""
+    """Runs a model and its embeddings; ``optimizer`` holds the parts of the model's parameters.
+
+    With ``overlap`` a batch's ids travel during the step before it; the numbers are the same.
+    """
 
     def __init__(
         self,
@@ -92,6 +104,8 @@ class Trainer:
         *,
         dtype: torch.dtype,
         seed: int,
+        schedule: Schedule = constant,
+        overlap: bool = True,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -99,6 +113,8 @@ class Trainer:
         self._boxing = boxing
         self._dtype = dtype
         self._seed = seed
+        self._schedule = schedule
+        self.overlap = overlap
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         # The loss is P like the gradients: as the "gradient" of one more number it costs no
         # collective of its own.
@@ -109,34 +125,96 @@ class Trainer:
             boxing,
         )
         self.gradients = GradientSync([*model.parameters.values(), self._loss])
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
+        self._coming: tuple[Batch, Passage] | None = None
         self.num_steps = 0
 
-    def step(self, batch: Batch) -> Tensor:
-        """Train on one batch; returns the mean loss over the global batch, 0-d, on every rank."""
+    def step(self, batches: Batch | list[Batch], ahead: Batch | None = None) -> Tensor:
+        """Train on a batch, or on several as if they were one; returns the mean loss over all
+        their rows, 0-d, on every rank.
+
+        Several batches are one step of the optimizers, of the mean gradient over all rows.
+        ``ahead`` is the first batch of the next step, whose ids may travel during this one. The
+        order of a batch's moves is spelled out in ``_pass``.
+        """
         self.num_steps += 1
-        logits = self._logits(batch, training=True)
-        labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        loss = ops.bce_with_logits(logits, labels)
-        loss.backward()
-        terms = loss.detach().to("P", id="loss")
-        self._loss.part.grad = terms.part.reshape(LOSS_SHAPE)
+        self._set_learning_rates(self._schedule(self.num_steps))
+        passes = batches if isinstance(batches, list) else [batches]
+        num_rows = sum(batch.num_rows for batch in passes)
+        following = [*passes[1:], ahead]
+        passages = [
+            self._pass(batch, next_batch, batch.num_rows / num_rows)
+            for batch, next_batch in zip(passes, following, strict=True)
+        ]
         pending = self.gradients.start()
-        self._embeddings.apply_gradients()
+        for passage in passages:  # beside the dense gradients' all-reduce
+            self._embeddings.collect(passage)
+        self._embeddings.update()
         pending.wait()
+        if self._loss.part.grad is None:
+            raise RuntimeError("the loss did not come back from its exchange")
+        loss = self._loss.part.grad.squeeze(0)
+        self._loss.part.grad = None
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return self._loss.part.grad.squeeze(0)
+        return loss
+
+    def _pass(self, batch: Batch, ahead: Batch | None, share: float) -> Passage:
+        """One batch forward and backward; ``share`` is its part of the rows of the step."""
+        embeddings = self._embeddings
+        passage = self._passage_of(batch)
+        embeddings.look_up(passage)  # waits for the ids; the vectors start
+        if self.overlap and ahead is not None:  # beside them: the next ids sorted, counted
+            self._coming = (ahead, self._begin(ahead))
+        vectors = embeddings.outputs(passage)  # waits for the vectors
+        loss = self._dense_loss(batch, vectors)
+        if self._coming is not None:  # their counts are here, the ids themselves may start
+            embeddings.advance(self._coming[1])
+        if share != 1.0:
+            loss = ops.scale(loss, share)
+        loss.backward()
+        terms = loss.detach().to("P", id="loss").part.reshape(LOSS_SHAPE)
+        so_far = self._loss.part.grad
+        self._loss.part.grad = terms if so_far is None else so_far + terms
+        embeddings.push(passage)  # the row gradients start
+        return passage
+
+    def _begin(self, batch: Batch) -> Passage:
+        return self._embeddings.begin(batch.ids, batch.num_rows, training=True)
+
+    def _passage_of(self, batch: Batch) -> Passage:
+        """Begun during the batch before, or now."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return self._begin(batch)
+        announced, passage = coming
+        if announced is not batch:
+            raise RuntimeError("step: the batch is not the one that was announced as ahead")
+        return passage
+
+    def _dense_loss(self, batch: Batch, vectors: Mapping[str, Tensor]) -> GlobalTensor:
+        logits = self._dense_logits(batch, vectors, training=True)
+        labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
+        return ops.bce_with_logits(logits, labels)
+
+    def _set_learning_rates(self, factor: float) -> None:
+        self._embeddings.set_lr(self._embeddings.plan.optimizer.lr * factor)
+        if self._optimizer is not None:
+            for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base * factor
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
         """Logits [local batch] of this rank's rows."""
-        logits = self._logits(batch, training=False)
+        vectors = self._embeddings.forward(batch.ids, batch.num_rows, training=False)
+        logits = self._dense_logits(batch, vectors, training=False)
         return logits.to(self._home_layout(batch.num_rows), id="predict").part.squeeze(1)
 
-    def _logits(self, batch: Batch, *, training: bool) -> GlobalTensor:
+    def _dense_logits(
+        self, batch: Batch, vectors: Mapping[str, Tensor], *, training: bool
+    ) -> GlobalTensor:
         num_rows = batch.num_rows
-        vectors = self._embeddings.forward(batch.ids, num_rows, training=training)
         return self._model.logits(
             {name: self._home(part, num_rows) for name, part in vectors.items()},
             self._home(batch.dense, num_rows),

@@ -11,7 +11,13 @@ from sbpflow.dist import World
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.tables import Exchange, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.tables import (
+    Exchange,
+    FeatureConfig,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import NdSbp, Split, balanced_sizes, parse_nd_sbp
@@ -58,7 +64,7 @@ class Case:
             OutputConfig(
                 name=output,
                 tables=tuple(
-                    TableConfig(name=name, feature=name, num_rows=rows, dim=dim)
+                    TableConfig(name=name, features=(name,), num_rows=rows, dim=dim)
                     for name, rows, dim in tables
                 ),
                 combine="sum" if output in self.sums else "concat",
@@ -73,11 +79,12 @@ class Case:
         return plan_embeddings(
             self.outputs(),
             {name: spec.layout(world_size) for name, spec in self.specs.items()},
-            features=self.features(),
+            features=[FeatureConfig(name=name) for name in self.features()],
             optimizer=self.optimizer,
             dtype=self.dtype,
             world=Placement.line("cpu", world_size),
             backend=backend,
+            batch_size=self.batch_sizes[0],
         )
 
     def batches(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:

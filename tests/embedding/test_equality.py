@@ -46,7 +46,7 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], ReferenceWdl]:
         for table in out.tables:
             weights = torch.empty(table.shape, dtype=torch.float64)
             fill_uniform(weights, seed=SEED, name=table.name, bound=0.05, num_columns=table.dim)
-            tables[table.name] = (case.features().index(table.feature), weights)
+            tables[table.name] = (case.features().index(table.features[0]), weights)
     rule = SparseRule(case.optimizer.name, case.optimizer.lr)
     model = ReferenceWdl({}, tables, [], rule)
     outputs = []

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from sbpflow.embedding.access import Access
 from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.storage import Access, FbgemmStorage, TorchStorage
+from sbpflow.embedding.storage import FbgemmStorage, TorchStorage
 
 pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed")
 CPU = torch.device("cpu")
@@ -24,17 +25,21 @@ def test_fbgemm_and_torch_agree(rule):
     for storage in (plain, fused):
         storage.weights.copy_(start)
         assert all(bool((s == rule.initial_accumulator).all()) for s in storage.state.values())
-    for step in range(6):
-        addresses = torch.randint(0, 40, (30,))
+    for step in range(9):
+        addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
         offsets = torch.tensor([0, 0, 7, 8, 30, 30]) if step % 2 else None
-        one, two = Access(addresses, offsets), Access(addresses, offsets)
-        torch.testing.assert_close(plain.lookup(one), fused.lookup(two), rtol=0, atol=1e-5)
+        weights = torch.rand(30) if step % 3 == 0 else None
+        one, two = Access(addresses, offsets, weights), Access(addresses, offsets, weights)
+        lr = 0.1 * 0.9**step
+        found = plain.lookup(one)
+        torch.testing.assert_close(found, fused.lookup(two, lr), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, fused.lookup(two), rtol=0, atol=1e-5)
         grads = torch.randn(one.num_bags, 8)
         if step == 4:  # an update without its lookup, as of rows that other ranks looked up
-            two = Access(addresses, offsets)
-        plain.update(one, grads)
-        fused.update(two, grads)
-    # six float32 updates of rows up to 4: rounding of a few 1e-7 each
+            two = Access(addresses, offsets, weights)
+        plain.update(one, grads, lr)
+        fused.update(two, grads, lr)
+    # nine float32 updates of rows up to 4: rounding of a few 1e-7 each
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()
     for name, value in plain.state.items():

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.embedding.access import Access
 from sbpflow.embedding.addresses import LocalAddresses, OwnerAddresses
-from sbpflow.embedding.group_plan import Stack
+from sbpflow.embedding.ids import BatchIds
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.kernels import choose_kernel, choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.storage import Access
+from sbpflow.embedding.stack import Stack
 from sbpflow.embedding.tables import Shard, TableConfig, check_cover, shards_of
 from sbpflow.errors import ConfigError
 from sbpflow.layout import Layout
@@ -67,7 +68,7 @@ def test_one_exchange_each_way_however_many_tables():
 def test_tables_of_a_world_of_one_stay_where_they_are():
     plan = make_case(**{name: Spec("S(0)", "unique") for name in "abcd"}).plan(1)
     assert [group.exchange for group in plan.groups] == ["local"]
-    assert plan.forward_steps(30) == plan.backward_steps(30) == ()
+    assert plan.ahead_steps(30) == plan.forward_steps(30) == plan.push_steps(30) == ()
 
 
 @pytest.mark.parametrize("sizes", [None, (0, 41, 0), (1, 0, 40)])
@@ -84,7 +85,7 @@ def test_an_owner_address_leads_to_its_row_and_no_other(sizes):
                 where[piece.table.name, row] = local
     longest = max(rows for _, rows, _ in TABLES)
     ids = torch.stack([torch.arange(longest) % rows for _, rows, _ in TABLES], 1).int()
-    found = addresses.of(ids).view(longest, 4)
+    found = addresses.access(BatchIds(ids, None)).addresses.view(longest, 4)
     for row in range(longest):
         for column, (name, rows, _) in enumerate(TABLES):
             assert found[row, column] == where[name, row % rows]
@@ -97,7 +98,7 @@ def test_local_addresses_leave_out_what_is_elsewhere():
     held = 0
     for rank in range(3):
         bases = {piece.table.name: piece for piece in stack.pieces(rank)}
-        access = LocalAddresses(stack, rank, CPU).access(ids, pooled=False)
+        access = LocalAddresses(stack, rank, CPU).access(BatchIds(ids, None), pooled=False)
         assert access.num_bags == 8
         for bag in range(8):
             rows = access.addresses[access.offsets[bag] : access.offsets[bag + 1]]
@@ -144,7 +145,7 @@ def test_starting_values_are_uniform_and_uncorrelated():
 
 
 def test_cover_refuses_holes_overlaps_and_partial():
-    table = TableConfig(name="t", feature="t", num_rows=10, dim=4)
+    table = TableConfig(name="t", features=("t",), num_rows=10, dim=4)
     layout = Layout(Placement.line("cpu", 2), (Split(0),))
     shards = shards_of(table, layout)
     check_cover(table, layout, shards)

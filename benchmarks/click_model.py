@@ -1,0 +1,121 @@
+"""The click model that training benchmarks share: its shape, its batches, and rank processes.
+
+Tables of one width with Zipf ids, dense fields, one hidden layer. Batches are made once and used in
+turn by every system compared, so that all see the same rows.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a run computes; ``rows_per_rank`` samples on each of ``world_size`` ranks."""
+
+    num_tables: int = 26
+    table_rows: int = 200_000
+    dim: int = 16
+    num_dense: int = 13
+    hidden: int = 64
+    rows_per_rank: int = 4096
+    zipf: float = 1.2
+    lr: float = 0.05
+    dense_lr: float = 0.1
+    num_batches: int = 24
+
+    @property
+    def names(self) -> list[str]:
+        return [f"deep.C{index + 1}" for index in range(self.num_tables)]
+
+    @property
+    def width(self) -> int:
+        return self.num_tables * self.dim + self.num_dense
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """This rank's rows of a batch of ``num_rows``."""
+
+    labels: Tensor  # [b] float32
+    dense: Tensor  # [b, num_dense] float32
+    ids: Tensor  # [b, num_tables] int32
+    num_rows: int
+
+
+def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:
+    """[count, num_tables] int32: ranks drawn with weight rank^-zipf, spread over the table by a
+    fixed permutation, as prepared ids are.
+    """
+    weights = np.arange(1, shape.table_rows + 1, dtype=np.float64) ** -shape.zipf
+    edges = np.cumsum(weights)
+    drawn = np.searchsorted(edges, generator.random((count, shape.num_tables)) * edges[-1])
+    place = np.random.default_rng(3).permutation(shape.table_rows).astype(np.int32)
+    return place[np.minimum(drawn, shape.table_rows - 1)]
+
+
+def make_batches(shape: Shape, rank: int, world_size: int) -> list[Rows]:
+    """This rank's part of ``num_batches`` batches; labels lean on a few ids so that loss falls."""
+    batches: list[Rows] = []
+    for number in range(shape.num_batches):
+        generator = np.random.default_rng((17, number, rank))
+        ids = zipf_ids(shape, shape.rows_per_rank, generator)
+        dense = generator.standard_normal((shape.rows_per_rank, shape.num_dense), dtype=np.float32)
+        score = (ids[:, :4] % 7 - 3).sum(1) * 0.4 + dense[:, 0] - 1.0
+        labels = generator.random(shape.rows_per_rank) < 1.0 / (1.0 + np.exp(-score))
+        batches.append(
+            Rows(
+                torch.from_numpy(labels.astype(np.float32)),
+                torch.from_numpy(dense),
+                torch.from_numpy(ids),
+                shape.rows_per_rank * world_size,
+            )
+        )
+    return batches
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def start_ranks(
+    module: str,
+    world_size: int,
+    words: Sequence[str],
+    *,
+    address: str = "127.0.0.1",
+    prefixes: Sequence[Sequence[str]] | None = None,
+    environment: dict[str, str] | None = None,
+) -> int:
+    """Run ``python -m module --worker WORDS`` on every rank; the first exit status that is not 0.
+
+    ``prefixes`` puts a command before each rank's, such as one that enters a network namespace.
+    """
+    shared = os.environ | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+    }
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(world_size):
+        before = list(prefixes[rank]) if prefixes else []
+        ranks.append(
+            subprocess.Popen(
+                [*before, sys.executable, "-m", module, "--worker", *words],
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+        )
+    return next((code for code in [process.wait() for process in ranks] if code), 0)

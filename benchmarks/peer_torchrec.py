@@ -1,0 +1,187 @@
+"""The same click model in TorchRec, trained by its plain and by its pipelined loop.
+
+TorchRec plans by itself (EmbeddingShardingPlanner); ids travel as int64, as its batches carry them.
+Install as a peer: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.click_model import Rows, Shape
+from sbpflow.embedding.initial import fill_uniform
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+
+def dense_weights(shape: Shape, seed: int) -> list[Tensor]:
+    """Weights and biases of the two linears, equal in both systems."""
+    sizes = [(shape.hidden, shape.width), (1, shape.hidden)]
+    weights: list[Tensor] = []
+    for index, (outputs, inputs) in enumerate(sizes):
+        weight = torch.empty(outputs, inputs)
+        bound = (6.0 / (outputs + inputs)) ** 0.5
+        fill_uniform(weight, seed=seed, name=f"mlp.{index}.weight", bound=bound, num_columns=inputs)
+        weights += [weight, torch.zeros(outputs)]
+    return weights
+
+
+class TorchRecPeer:
+    """Trains on the batches of this rank; ``plain`` and ``pipelined`` are its two loops."""
+
+    def __init__(
+        self, shape: Shape, batches: list[Rows], *, seed: int, bound: float, wire: torch.dtype
+    ) -> None:
+        from torchrec.distributed import DistributedModelParallel
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.fbgemm_qcomm_codec import (
+            CommType,
+            QCommsConfig,
+            get_qcomm_codecs_registry,
+        )
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+        model = _make_model(shape, seed, bound)
+        registry = None
+        if wire != torch.float32:
+            kind = CommType.BF16 if wire == torch.bfloat16 else CommType.FP16
+            registry = get_qcomm_codecs_registry(
+                QCommsConfig(forward_precision=kind, backward_precision=kind)
+            )
+        sharders: Any = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+        topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+        world: Any = dist.group.WORLD
+        plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, world)
+        device = torch.device("cpu")
+        self._model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+        dense = [p for name, p in self._model.named_parameters() if "mlp" in name]
+        self._optimizer = torch.optim.SGD(dense, lr=shape.dense_lr)
+        self._batches = [_as_torchrec(rows, shape) for rows in batches]
+        self._place = 0
+        self._order_columns(shape)
+        self._pipeline: Any = TrainPipelineSparseDist(self._model, self._optimizer, device)
+        self._attached = True
+
+    def plain(self, steps: int) -> list[float]:
+        """Losses of this rank's rows, step by step."""
+        if self._attached:
+            self._pipeline.detach()
+            self._attached = False
+        losses: list[Tensor] = []
+        for batch in self._take(steps):
+            self._optimizer.zero_grad()
+            loss, _ = self._model(batch)
+            loss.backward()
+            self._optimizer.step()
+            losses.append(loss.detach())
+        return [float(loss) for loss in losses]
+
+    def pipelined(self, steps: int) -> list[float]:
+        """As ``plain``, with the ids of the next batch exchanged during the step."""
+        if not self._attached:
+            self._pipeline.attach()
+            self._attached = True
+        batches, losses = self._take(steps), []
+        while True:
+            try:
+                losses.append(self._pipeline.progress(batches)[0])
+            except StopIteration:
+                return [float(loss) for loss in losses]
+
+    def _order_columns(self, shape: Shape) -> None:
+        """Its vectors come in the order of its plan; the first layer's columns follow them."""
+        tables, first = self._model.module.tables, self._model.module.mlp
+        first = getattr(first, "module", first)[0]  # its MLP may be in DistributedDataParallel
+        with torch.no_grad():
+            keys = tables(self._batches[0].ids).wait().keys()
+            places = [shape.names.index(key) * shape.dim for key in keys]
+            columns = [place + column for place in places for column in range(shape.dim)]
+            columns += range(len(columns), shape.width)
+            first.weight.copy_(first.weight[:, columns].clone())
+
+    def _take(self, steps: int) -> Iterator[Any]:
+        for _ in range(steps):
+            yield self._batches[self._place % len(self._batches)]
+            self._place += 1
+
+
+def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    def fill(name: str, table: Tensor) -> Tensor:
+        rows = table.data.view(-1, shape.dim)
+        fill_uniform(rows, seed=seed, name=name, bound=bound, num_columns=shape.dim)
+        return table
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = EmbeddingBagCollection(
+                tables=[
+                    EmbeddingBagConfig(
+                        name=name.replace(".", "_"),
+                        embedding_dim=shape.dim,
+                        num_embeddings=shape.table_rows,
+                        feature_names=[name],
+                        init_fn=partial(fill, name),
+                    )
+                    for name in shape.names
+                ],
+                device=torch.device("meta"),
+            )
+            layers = [
+                nn.Linear(shape.width, shape.hidden),
+                nn.ReLU(),
+                nn.Linear(shape.hidden, 1),
+            ]
+            self.mlp = nn.Sequential(*layers)
+            with torch.no_grad():
+                for mine, value in zip(
+                    self.mlp.parameters(), dense_weights(shape, seed), strict=True
+                ):
+                    mine.copy_(value)
+
+        def forward(self, batch: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - TorchRec's batch
+            vectors = self.tables(batch.ids).values()
+            logits = self.mlp(torch.cat([vectors, batch.dense], 1)).squeeze(1)
+            return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
+
+    model = Model()
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, model.tables.parameters(), {"lr": shape.lr, "eps": 1e-8}
+    )
+    return model
+
+
+def _as_torchrec(rows: Rows, shape: Shape) -> Any:  # noqa: ANN401 - a class made late
+    from torchrec import KeyedJaggedTensor
+    from torchrec.streamable import Pipelineable
+
+    class Batch(Pipelineable):
+        def __init__(self) -> None:
+            ids = rows.ids.t().contiguous().view(-1).long()
+            ones = torch.ones(ids.numel(), dtype=torch.int32)
+            self.ids = KeyedJaggedTensor(keys=shape.names, values=ids, lengths=ones)
+            self.dense, self.labels = rows.dense, rows.labels
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+            return self
+
+        def record_stream(self, stream: Any) -> None:  # noqa: ANN401 - none on CPU
+            pass
+
+        def pin_memory(self) -> "Batch":
+            return self
+
+    return Batch()

@@ -1,0 +1,147 @@
+"""Training against TorchRec on the same work: same ids, weights, optimizers, precision, ranks.
+
+    python -m benchmarks.vs_torchrec [--ranks 2] [--link 1gbit] [--wire float32 bfloat16]
+
+Losses are compared first; then runs of both take turns and medians are reported. TorchRec plans by
+itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
+network namespace of its own behind a link of that rate (2 ranks, needs root).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.click_model import Shape, make_batches, start_ranks
+from benchmarks.network import ADDRESSES, INTERFACE, two_hosts
+from benchmarks.record import Results
+
+SEED = 11
+LOSS_STEPS = 10
+LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: both systems in one process, compared and then timed in turns."""
+    from benchmarks.click_trainer import ClickTrainer
+    from benchmarks.peer_torchrec import TorchRecPeer
+    from sbpflow.dist import World
+    from sbpflow.embedding.collection import INITIAL_BOUND
+
+    torch.set_num_threads(1)
+    shape = Shape()
+    with World.start("cpu") as world, torch.random.fork_rng():
+        batches = make_batches(shape, world.rank, world.size)
+        wire = getattr(torch, args.wire)
+        peer = TorchRecPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND, wire=wire)
+        ours = ClickTrainer(shape, batches, world, seed=SEED, wire=args.wire, layout=args.layout)
+        mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
+        mine = ours.pipelined(LOSS_STEPS)
+        apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))
+        if apart > LOSS_TOLERANCE[args.wire]:
+            raise SystemExit(f"losses differ by {apart}: TorchRec {mean}, sbpflow {mine}")
+        loops: dict[str, Callable[[int], list[float]]] = {
+            "torchrec plain": peer.plain,
+            "torchrec pipelined": peer.pipelined,
+            "sbpflow": ours.pipelined,
+            "sbpflow, no overlap": ours.plain,
+        }
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for repeat in range(args.repeats + 1):
+            for name, loop in loops.items():
+                world.barrier()
+                start = time.perf_counter()
+                loop(args.steps)
+                world.barrier()
+                if repeat:  # the first warms up
+                    times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
+        if world.rank == 0:
+            Path(args.output).write_text(json.dumps({"apart": apart, "times": times}))
+
+
+def _mean_over_ranks(losses: list[float]) -> list[float]:
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
+    """Start the ranks for one precision and report."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "times.json"
+        words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
+        words += ["--layout", args.layout, "--output", str(output)]
+        if args.link:
+            with two_hosts(args.link) as prefixes:
+                code = start_ranks(
+                    "benchmarks.vs_torchrec",
+                    2,
+                    words,
+                    address=ADDRESSES[0],
+                    prefixes=prefixes,
+                    environment={"GLOO_SOCKET_IFNAME": INTERFACE},
+                )
+        else:
+            code = start_ranks("benchmarks.vs_torchrec", args.ranks, words)
+        if code:
+            sys.exit(f"a rank ended with status {code}")
+        found = json.loads(output.read_text())
+    ranks, rows = (2 if args.link else args.ranks), Shape().rows_per_rank
+    medians = {name: statistics.median(values) for name, values in found["times"].items()}
+    peers = {name: value for name, value in medians.items() if name.startswith("torchrec")}
+    faster = min(peers, key=peers.__getitem__)
+    pairs = sorted(
+        theirs / mine
+        for theirs, mine in zip(found["times"][faster], found["times"]["sbpflow"], strict=True)
+    )
+    for name, value in medians.items():
+        results.add(
+            benchmark="vs_torchrec",
+            system=name,
+            ranks=ranks,
+            link=args.link or "loopback",
+            wire=wire,
+            step_ms=round(value, 2),
+            samples_per_s=round(1e3 * ranks * rows / value),
+        )
+    results.add(
+        benchmark="vs_torchrec_ratio",
+        link=args.link or "loopback",
+        wire=wire,
+        layout=args.layout,
+        against=faster,
+        times_faster=round(statistics.median(pairs), 2),
+        spread=[round(pairs[0], 2), round(pairs[-1], 2)],
+        losses_apart=found["apart"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--link")
+    parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--layout", default="unique")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    if args.worker:
+        args.wire = args.wire[0]
+        work(args)
+        return
+    results = Results("vs_torchrec")
+    for wire in args.wire:
+        compare(args, wire, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""One batch's use of a storage: which rows, in which bags, and what is derived from that."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Access:
+    """Addresses, the bags they form, and a weight each; sorted and deduplicated once, on demand.
+
+    ``addresses`` [n] int32 or int64; ``offsets`` [bags + 1] int64, or ``None`` for one address per
+    bag; ``weights`` [n], or ``None`` for ones.
+    """
+
+    def __init__(
+        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> None:
+        self.addresses = addresses
+        self.offsets = offsets
+        self.weights = weights
+        self.graph: Tensor | None = None  # TBE output whose backward is the fused update
+        self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    @staticmethod
+    def merge(accesses: Sequence["Access"]) -> "Access":
+        """Several batches' as one, bags in turn."""
+        if len(accesses) == 1:
+            return accesses[0]
+        addresses = torch.cat([access.addresses for access in accesses])
+        weights = None
+        if any(access.weights is not None for access in accesses):
+            like = next(a.weights for a in accesses if a.weights is not None)
+            weights = torch.cat(
+                [
+                    like.new_ones(access.addresses.numel())
+                    if access.weights is None
+                    else access.weights
+                    for access in accesses
+                ]
+            )
+        if all(access.offsets is None for access in accesses):
+            return Access(addresses, None, weights)
+        parts: list[Tensor] = []
+        start = 0
+        for access in accesses:
+            parts.append(access.explicit_offsets()[:-1] + start)
+            start += access.addresses.numel()
+        return Access(addresses, torch.cat([*parts, parts[0].new_full((1,), start)]), weights)
+
+    @property
+    def num_bags(self) -> int:
+        if self.offsets is None:
+            return self.addresses.numel()
+        return self.offsets.numel() - 1
+
+    def explicit_offsets(self) -> Tensor:
+        """[bags + 1] int64."""
+        if self.offsets is not None:
+            return self.offsets
+        return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
+
+    def unique(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(unique rows ascending, order of addresses by row, start of each row's run in it)."""
+        rows, order, starts, _ = self._dedup()
+        return rows, order, starts
+
+    def inverse(self) -> Tensor:
+        """[n] int64: which unique row each address is."""
+        _, order, _, run = self._dedup()
+        return torch.empty_like(order).scatter_(0, order, run)
+
+    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
+        rows, order, starts = self.unique()
+        if rows.numel() == 0:
+            return rows, grads.new_zeros(0, grads.shape[1])
+        weights = None if self.weights is None else self.weights.index_select(0, order)
+        if self.offsets is not None:
+            total = self.addresses.numel()
+            bag = torch.arange(self.num_bags, device=order.device)
+            bag = bag.repeat_interleave(self.offsets.diff(), output_size=total)
+            order = bag.index_select(0, order)
+        # A segment sum; 5 to 10 times faster than index_add_ on CPU, bitwise equal to it.
+        return rows, F.embedding_bag(order, grads, starts, mode="sum", per_sample_weights=weights)
+
+    def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self._sorted is None:
+            ordered, order = torch.sort(self.addresses, stable=True)
+            rows, run, counts = torch.unique_consecutive(
+                ordered, return_inverse=True, return_counts=True
+            )
+            starts = torch.zeros_like(counts)
+            torch.cumsum(counts[:-1], 0, out=starts[1:])
+            self._sorted = (rows, order, starts, run)
+        return self._sorted
+
+
+def sum_bags(rows: Tensor, access: Access, positions: Tensor | None = None) -> Tensor:
+    """[bags, width]: each bag's weighted sum of ``rows`` [m, width], in the dtype of ``rows``.
+
+    ``positions`` [n] are the rows that the addresses stand for; by default the addresses.
+    """
+    at = access.addresses if positions is None else positions
+    if access.offsets is None:
+        found = rows.index_select(0, at)
+        return found if access.weights is None else found * access.weights.unsqueeze(1)
+    if at.numel() == 0:
+        return rows.new_zeros(access.num_bags, rows.shape[1])
+    return F.embedding_bag(
+        at.to(torch.int64),
+        rows,
+        access.offsets,
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=access.weights,
+    )

@@ -1,0 +1,122 @@
+"""The moves of a group with a batch, in order, and the base of the classes that make them.
+
+    begin      ids are at hand: addresses, deduplication, first transfer of its own
+    advance    sizes are known: the transfer that needed them
+    look_up    rows out of the storage, vectors on their way
+    vectors    they are home
+    push       gradients on their way
+    collect    they are where the rows are
+    update     one optimizer step
+
+Between two moves the caller computes, or makes another group's move: that is all there is to
+overlap. ``begin`` and ``advance`` depend on ids alone, so they may run one batch ahead.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing import Boxing, Pending
+from sbpflow.boxing_plan import BoxingStep
+from sbpflow.dist import World
+from sbpflow.embedding.access import Access
+from sbpflow.embedding.group_plan import GroupPlan
+from sbpflow.embedding.ids import BatchIds
+from sbpflow.embedding.optimizers import SumOverColumns
+from sbpflow.embedding.stack import Stack
+from sbpflow.embedding.storage import Storage
+from sbpflow.errors import SbpError
+
+VECTORS = "vectors"
+GRADIENTS = "gradients"
+# (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
+StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
+
+
+@dataclass(slots=True)
+class Visit:
+    """One batch's way through one group; what a move leaves for a later one."""
+
+    num_rows: int  # of the whole batch
+    local: BatchIds
+    training: bool
+    everywhere: BatchIds | None = None
+    accesses: list[Access] = field(default_factory=list[Access])
+    pending: Pending | None = None
+    more: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Group(ABC):
+    """One group on one rank. Every rank makes the same moves in the same order."""
+
+    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing) -> None:
+        self.plan, self.world, self.boxing = plan, world, boxing
+        self.lr = 0.0  # of the next lookup and its update
+        self._collected: list[tuple[Visit, list[Access], list[Tensor]]] = []
+
+    @abstractmethod
+    def storages(self) -> list[tuple[Stack, Storage]]:
+        """What this rank stores."""
+
+    def begin(self, visit: Visit) -> None:  # noqa: B027 - most groups have nothing to do
+        """See the module."""
+
+    def advance(self, visit: Visit) -> None:  # noqa: B027 - most groups have nothing to do
+        """See the module."""
+
+    @abstractmethod
+    def look_up(self, visit: Visit) -> None:
+        """See the module. ``visit.everywhere`` is set by now, where this rank needs it."""
+
+    @abstractmethod
+    def vectors(self, visit: Visit) -> Tensor:
+        """[local batch, plan.width]."""
+
+    @abstractmethod
+    def push(self, visit: Visit, grad: Tensor) -> None:
+        """Takes [local batch, plan.width]."""
+
+    @abstractmethod
+    def collect(self, visit: Visit) -> None:
+        """Keeps the gradients for ``update``; several batches' may come together."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """One step on all that was collected."""
+
+    def keep(self, visit: Visit, accesses: list[Access], grads: list[Tensor]) -> None:
+        """Put aside for ``update`` what a batch gives this rank's storages."""
+        self._collected.append((visit, accesses, grads))
+
+    def take_collected(self) -> tuple[int, list[tuple[Access, Tensor]]]:
+        """(rows of the batches kept, one merged (access, gradients) per storage)."""
+        kept, self._collected = self._collected, []
+        if not kept:
+            raise RuntimeError(f"{self.plan.name}: an update without collected gradients")
+        merged: list[tuple[Access, Tensor]] = []
+        for index in range(len(kept[0][1])):
+            access = Access.merge([accesses[index] for _, accesses, _ in kept])
+            grads = [batch[index] for _, _, batch in kept]
+            merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
+        return sum(visit.num_rows for visit, _, _ in kept), merged
+
+    def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
+        """Begin a conversion; vectors travel as ``plan.wire``."""
+        if part is not None and part.dtype != self.plan.wire:
+            part = part.to(self.plan.wire)
+        return self.boxing.start(steps, part, channel)
+
+    def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
+        """What this rank receives, as ``plan.dtype``; SbpError if that is not its part."""
+        out = pending.wait()
+        expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
+        if out is None or (expected is not None and out.shape != expected):
+            given = "no part" if out is None else f"a part of shape {list(out.shape)}"
+            raise SbpError(
+                f"{self.plan.name}: rank {self.world.rank} received {given}, not {expected}"
+            )
+        return out.to(self.plan.dtype)
