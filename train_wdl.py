@@ -24,7 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sbpflow.config import config_hash, data_path, load_config, run_dir
     from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.explain import format_plan
-    from sbpflow.training.health import LossWatch, check_replicas, check_same, gather_text
+    from sbpflow.training.health import (
+        LossWatch,
+        check_replicas,
+        check_same,
+        gather_text,
+        out_of_range_note,
+    )
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.report import Report, setup_logging
 
@@ -68,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
+            notes={
+                "overlap": result.overlap,
+                "ids out of range": out_of_range_note(job.embeddings, boxing),
+            },
         )
     for loader in loaders.values():
         loader.close()

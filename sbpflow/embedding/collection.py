@@ -180,11 +180,10 @@ class EmbeddingCollection:
         self.collect(passage)
         self.update()
 
-    def out_of_range(self) -> dict[str, int]:
-        """Ids per feature that the policy clamp or hash replaced on this rank; those above 0."""
-        counts = self._reader.out_of_range.tolist()
-        names = [feature.name for feature in self.plan.features]
-        return {name: count for name, count in zip(names, counts, strict=True) if count}
+    @property
+    def out_of_range(self) -> Tensor:
+        """[features] int64: ids that the policy clamp or hash replaced on this rank so far."""
+        return self._reader.out_of_range
 
     def stored(self) -> Iterator[StoredPiece]:
         """Every shard this rank holds, as writable views."""

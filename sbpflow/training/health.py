@@ -29,34 +29,35 @@ class LossWatch:
     def __init__(self, boxing: Boxing, dense_names: Sequence[str]) -> None:
         self._boxing = boxing
         self._names = tuple(dense_names)
-        self._waiting: tuple[int, Tensor, torch.cuda.Event, Batch] | None = None
+        self._waiting: tuple[int, Tensor, torch.cuda.Event, Sequence[Batch]] | None = None
         self.last = float("nan")
 
-    def push(self, step: int, loss: Tensor, batch: Batch) -> None:
-        """Take the loss of ``step`` and the batch it came from."""
+    def push(self, step: int, loss: Tensor, batches: Sequence[Batch]) -> None:
+        """Take the loss of ``step`` and the batches it came from."""
         if not loss.is_cuda:
-            self._check(step, float(loss), batch)
+            self._check(step, float(loss), batches)
             return
         self.flush()
         host = torch.empty((), dtype=loss.dtype, pin_memory=True)
         host.copy_(loss, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._waiting = (step, host, event, batch)
+        self._waiting = (step, host, event, batches)
 
     def flush(self) -> None:
         """Check what is still under way."""
         if self._waiting is not None:
-            (step, host, event, batch), self._waiting = self._waiting, None
+            (step, host, event, batches), self._waiting = self._waiting, None
             event.synchronize()
-            self._check(step, float(host), batch)
+            self._check(step, float(host), batches)
 
-    def _check(self, step: int, loss: float, batch: Batch) -> None:
+    def _check(self, step: int, loss: float, batches: Sequence[Batch]) -> None:
         self.last = loss
         if loss - loss == 0.0:  # neither NaN nor infinite
             return
         # The loss is the same on every rank, so every rank comes here and takes part.
-        bad = (~torch.isfinite(batch.dense)).sum(0).to(torch.int64)
+        dense = torch.cat([batch.dense for batch in batches])
+        bad = (~torch.isfinite(dense)).sum(0).to(torch.int64)
         counts = _on_all(self._boxing, bad, Partial(), "health/fields").tolist()
         named = ", ".join(
             f"{name} ({count} rows)"
@@ -84,6 +85,22 @@ def check_same(boxing: Boxing, what: str, digest: str) -> None:
             f"{what}: ranks {others} differ from rank 0; start every rank with the same files and "
             "arguments"
         )
+
+
+def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
+    """Ids that no table had a row for, per field over all ranks; every rank calls it."""
+    policy = embeddings.plan.out_of_range
+    if policy == "error":
+        return "none (each would have ended the run)"
+    counts = embeddings.out_of_range
+    if boxing.world.size > 1:
+        counts = _on_all(boxing, counts, Partial(), "health/out_of_range")
+    named = [
+        f"{feature.name}: {count:,}"
+        for feature, count in zip(embeddings.plan.features, counts.tolist(), strict=True)
+        if count
+    ]
+    return f"{policy}: " + ("\n".join(named) or "none")
 
 
 def gather_text(boxing: Boxing, text: str) -> list[str]:

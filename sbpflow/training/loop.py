@@ -1,7 +1,7 @@
 """The loop: epochs, evaluations, and what is reported when. It decides nothing about tensors."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,8 @@ from sbpflow.config import TrainConfig
 from sbpflow.training.evaluate import score_split
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
-from sbpflow.training.trainer import Loader, Trainer
+from sbpflow.training.overlap import OverlapWatch
+from sbpflow.training.trainer import Batch, Loader, Trainer
 
 
 class Reporter(Protocol):
@@ -40,6 +41,7 @@ class Result:
     loss: float
     val: Evaluation | None
     test: Evaluation | None
+    overlap: str
 
 
 class Pace:
@@ -85,8 +87,8 @@ class Pace:
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Steps that a run will take."""
-    total = train.epochs * steps_per_epoch
+    """Steps that a run will take; the last of an epoch may be of fewer batches than the others."""
+    total = train.epochs * -(-steps_per_epoch // train.accumulate)
     return total if train.max_steps is None else min(total, train.max_steps)
 
 
@@ -105,15 +107,17 @@ def fit(
     """
     last = num_train_steps(train, loaders["train"].num_steps)
     pace, step = Pace(), 0
+    overlap = OverlapWatch(trainer, boxing.world.size, last)
     for epoch in range(train.epochs):
-        for batch in loaders["train"].epoch(epoch):
+        for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()
             step += 1
-            loss = trainer.step(batch)
-            watch.push(step, loss, batch)
+            with overlap.step(step):
+                loss = trainer.step(batches, ahead if step < last else None)
+            watch.push(step, loss, batches)
             if step % train.log_every == 0 or step == last:
                 watch.flush()
-            pace.stepped(batch.num_rows)
+            pace.stepped(sum(batch.num_rows for batch in batches))
             reporter.advance(step, watch.last)
             if step % train.log_every == 0 or step == last:
                 rate, split = pace.interval()
@@ -132,7 +136,22 @@ def fit(
         loss=watch.last,
         val=_score("val", step, trainer, loaders, boxing, reporter),
         test=_score("test", step, trainer, loaders, boxing, reporter),
+        overlap=overlap.summary(),
     )
+
+
+def with_next(
+    batches: Iterable[Batch], accumulate: int
+) -> Iterator[tuple[list[Batch], Batch | None]]:
+    """The batches of each step, and the first one of the next step; ``None`` after the last."""
+    held: list[Batch] = []
+    for batch in batches:
+        if len(held) == accumulate:
+            yield held, batch
+            held = []
+        held.append(batch)
+    if held:
+        yield held, None
 
 
 def _score(

@@ -177,8 +177,9 @@ class Report:
         samples_per_s: float,
         val: Evaluation | None,
         test: Evaluation | None,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
-        """The run is over: its ``final`` event and the end summary."""
+        """The run is over: its ``final`` event and the end summary, with ``notes`` by title."""
         values: dict[str, Value] = {
             "val_auc": val.auc if val else None,
             "auc": test.auc if test else None,
@@ -192,7 +193,7 @@ class Report:
         self._metrics.write("final", values)
         files = [self._folder / METRICS_FILE, self._folder / "tensorboard"]
         written = [str(path) for path in files if path.exists()]
-        logger.info("%s", end_summary(values, written))
+        logger.info("%s", end_summary(values, written, notes or {}))
 
 
 def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
@@ -206,11 +207,12 @@ def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str,
     return "start\n" + "\n".join(_block(title, body) for title, body in blocks.items())
 
 
-def end_summary(values: Mapping[str, Value], files: Sequence[str]) -> str:
-    """The figures of the ``final`` event, and where the files of the run are."""
+def end_summary(values: Mapping[str, Value], files: Sequence[str], notes: Mapping[str, str]) -> str:
+    """The figures of the ``final`` event, further notes, and where the files of the run are."""
     width = max(len(name) for name in values)
     figures = "\n".join(f"{name:<{width}}  {_show(value)}" for name, value in values.items())
-    return "end\n" + "\n".join([_block("result", figures), _block("files", "\n".join(files))])
+    blocks = {"result": figures, **notes, "files": "\n".join(files)}
+    return "end\n" + "\n".join(_block(title, body) for title, body in blocks.items())
 
 
 def _block(title: str, body: str) -> str:

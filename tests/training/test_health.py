@@ -33,8 +33,8 @@ def train_on_nan(world: World) -> str:
             part.dense[4, 1] = float("inf")
         loss = job.trainer.step(part)
         if step == 3:
-            return message_of(TrainingError, watch.push, step, loss, part)
-        watch.push(step, loss, part)
+            return message_of(TrainingError, watch.push, step, loss, [part])
+        watch.push(step, loss, [part])
     return "no third step"
 
 
@@ -48,7 +48,7 @@ def test_a_nan_loss_names_step_and_fields_on_every_rank(ranks):
 def push_a_loss(world: World) -> str:
     watch = LossWatch(Boxing(world), COLUMNS.dense)
     batch = make_batches(1, 4)[0]
-    return message_of(TrainingError, watch.push, 9, torch.tensor(float("inf")), batch)
+    return message_of(TrainingError, watch.push, 9, torch.tensor(float("inf")), [batch])
 
 
 def test_an_infinite_loss_of_finite_fields_says_so(ranks):

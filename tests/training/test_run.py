@@ -123,7 +123,11 @@ class Recorder:
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
+        self.overlap = False
+        self.world = self
+        self.size = 1
         self.calls: list[tuple[Any, ...]] = []
+        self.batches: list[tuple[Any, ...]] = []
         self.last = 0.0
 
     def epoch(self, epoch: int) -> Any:
@@ -140,7 +144,8 @@ class Recorder:
         assert loss == step
 
     def step(self, *args: Any) -> Any:
-        if len(args) == 1:  # as a trainer
+        if isinstance(args[0], list):  # as a trainer
+            self.batches.append(tuple(args))
             return torch.zeros(())
         self.calls.append(("log", args[0], args[1]))
         return None
@@ -265,3 +270,20 @@ def test_explained_bounds_are_what_a_batch_can_reach(synth_set, capsys):
     assert vectors["bytes_per_rank"] == [768 * 26 * 16 * 4] * 4
     assert steps["deep/unique/bwd/vectors"]["bytes_per_rank"] == [256 * 26 * 16 * 4] * 4
     assert steps["deep/unique/fwd/ids"]["total_bytes"] == 1024 * 26 * 4
+
+
+def test_a_step_gets_its_batches_and_the_first_of_the_next():
+    steps = list(loop.with_next(iter("abcde"), 2))
+    assert steps == [(["a", "b"], "c"), (["c", "d"], "e"), (["e"], None)]
+    assert list(loop.with_next(iter(""), 2)) == []
+    assert loop.num_train_steps(TrainConfig(epochs=3, accumulate=2), 5) == 9
+
+
+def test_the_last_step_announces_nothing(monkeypatch):
+    monkeypatch.setattr(loop, "score_split", lambda *args: None)
+    it: Any = Recorder(4)
+    train = TrainConfig(max_steps=3, eval_every=0)
+    loop.fit(it, {"train": it}, train, boxing=it, watch=it, reporter=it)
+    assert [ahead is None for _, ahead in it.batches] == [False, False, True]
+    for (_, ahead), (batches, _) in zip(it.batches, it.batches[1:], strict=False):
+        assert ahead is batches[0]

@@ -1,0 +1,186 @@
+"""Random mixes of features, tables, layouts and rules, and what ranks make of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sbpflow.boxing import Boxing
+from sbpflow.dist import World
+from sbpflow.embedding.collection import INITIAL_BOUND, EmbeddingCollection
+from sbpflow.embedding.ids import Bags
+from sbpflow.embedding.initial import fill_uniform
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import plan_embeddings
+from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.placement import Placement
+from sbpflow.sbp import balanced_sizes
+from tests.embedding.cases import Spec
+from tests.embedding.reference import Bag, ReferenceTable
+
+SEED = 5
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A collection and its batches; everything follows from the fields."""
+
+    features: tuple[FeatureConfig, ...]
+    outputs: tuple[OutputConfig, ...]
+    specs: dict[str, Spec]
+    optimizer: SparseOptimizer
+    world_size: int
+    batch_sizes: tuple[int, ...] = (13, 8, 0, 17)
+    seed: int = 0
+    accumulate: int = 1
+    overlap: bool = True
+    dtype: torch.dtype = torch.float64
+    ids_dtype: torch.dtype = torch.int32
+    wire: torch.dtype | None = None
+    row_dtype: torch.dtype | None = None
+    kernel: str = "auto"
+    lrs: tuple[float, ...] = field(default=(0.1, 0.05, 0.1, 0.02))
+
+    def tables(self) -> list[TableConfig]:
+        return [table for output in self.outputs for table in output.tables]
+
+    def bags(self, step: int) -> dict[str, list[Bag]]:
+        """feature -> one bag per sample of the whole batch; small ids are frequent."""
+        random = np.random.default_rng((self.seed, step))
+        made: dict[str, list[Bag]] = {}
+        for feature in self.features:
+            rows = min([t.num_rows for t in self.tables() if feature.name in t.features] or [9])
+            bags: list[Bag] = []
+            for _ in range(self.batch_sizes[step]):
+                most = feature.hotness
+                count = random.integers(0, most + 1) if feature.ragged else most
+                ids = (random.random(count) ** 2 * rows).astype(int).tolist()
+                weights = random.normal(size=count).tolist() if feature.weighted else [1.0] * count
+                bags.append((ids, weights))
+            made[feature.name] = bags
+        return made
+
+    def coefficients(self, step: int, output: OutputConfig) -> np.ndarray:
+        random = np.random.default_rng((self.seed, step, len(output.name)))
+        return random.normal(size=(self.batch_sizes[step], output.width))
+
+
+def as_input(mix: Mix, bags: dict[str, list[Bag]], mine: slice) -> dict[str, Any]:
+    """This rank's samples as the collection takes them."""
+    ids: dict[str, Any] = {}
+    for feature in mix.features:
+        part = bags[feature.name][mine]
+        flat = [row for rows, _ in part for row in rows]
+        values = torch.tensor(flat, dtype=mix.ids_dtype)
+        if feature.ragged or feature.weighted:
+            lengths = torch.tensor([0, *(len(rows) for rows, _ in part)])
+            weights = torch.tensor([w for _, ws in part for w in ws], dtype=mix.dtype)
+            given = weights if feature.weighted else None
+            ids[feature.name] = Bags(values, lengths.cumsum(0), given)
+        else:
+            ids[feature.name] = values.view(len(part), feature.hotness)
+    return ids
+
+
+def make_collection(world: World, mix: Mix) -> EmbeddingCollection:
+    layouts = {name: spec.layout(world.size) for name, spec in mix.specs.items()}
+    if mix.wire is not None:
+        layouts = {
+            name: type(layout)(layout=layout.layout, exchange=layout.exchange, wire=mix.wire)
+            for name, layout in layouts.items()
+        }
+    plan = plan_embeddings(
+        mix.outputs,
+        layouts,
+        features=mix.features,
+        optimizer=mix.optimizer,
+        dtype=mix.dtype,
+        world=Placement.line("cpu", world.size),
+        backend="gloo",
+        batch_size=max(mix.batch_sizes),
+        row_dtype=mix.row_dtype,
+    )
+    return EmbeddingCollection(plan, world, Boxing(world), seed=SEED, kernel=mix.kernel)
+
+
+def train(world: World, mix: Mix) -> dict[str, Any]:
+    """Outputs per step and this rank's pieces at the end."""
+    collection = make_collection(world, mix)
+    outputs: list[dict[str, np.ndarray]] = []
+
+    def begin(step: int):
+        sizes = balanced_sizes(mix.batch_sizes[step], world.size)
+        mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
+        ids = as_input(mix, mix.bags(step), mine)
+        return collection.begin(ids, mix.batch_sizes[step], training=True), mine
+
+    coming = begin(0)
+    for step in range(len(mix.batch_sizes)):
+        passage, mine = coming if coming is not None else begin(step)
+        coming = None
+        collection.set_lr(mix.lrs[step])
+        collection.look_up(passage)
+        if mix.overlap and step + 1 < len(mix.batch_sizes):
+            coming = begin(step + 1)
+        vectors = collection.outputs(passage)
+        if coming is not None:
+            collection.advance(coming[0])
+        for output in mix.outputs:
+            factors = torch.tensor(mix.coefficients(step, output)[mine], dtype=mix.dtype)
+            (vectors[output.name].tanh() * factors).sum().backward()
+        collection.push(passage)
+        collection.collect(passage)
+        if (step + 1) % mix.accumulate == 0:
+            collection.update()
+        outputs.append({name: v.detach().double().numpy() for name, v in vectors.items()})
+    pieces = [
+        (
+            s.piece.table.name,
+            (s.piece.row_start, s.piece.row_stop, s.piece.col_start, s.piece.col_stop),
+            s.weights.double().numpy().copy(),
+            {key: value.double().numpy().copy() for key, value in s.state.items()},
+        )
+        for s in collection.stored()
+    ]
+    return {"outputs": outputs, "pieces": pieces}
+
+
+def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, ReferenceTable]]:
+    """Outputs per step, and the tables at the end, of the reference."""
+    tables: dict[str, ReferenceTable] = {}
+    for table in mix.tables():
+        weights = torch.empty(table.shape, dtype=mix.row_dtype or torch.float64)
+        fill_uniform(
+            weights, seed=SEED, name=table.name, bound=INITIAL_BOUND, num_columns=table.dim
+        )
+        tables[table.name] = ReferenceTable(weights.double().numpy(), table.pooling)
+    outputs: list[dict[str, np.ndarray]] = []
+    sums: dict[str, dict[int, np.ndarray]] = {name: {} for name in tables}
+    num_steps = 0
+    for step, size in enumerate(mix.batch_sizes):
+        bags = mix.bags(step)
+        made: dict[str, np.ndarray] = {}
+        for output in mix.outputs:
+            uses = [(t, feature) for t in output.tables for feature in t.features]
+            vectors = [
+                np.array([tables[t.name].vector(bag) for bag in bags[f]]).reshape(size, t.dim)
+                for t, f in uses
+            ]
+            is_sum = output.combine == "sum"
+            made[output.name] = sum(vectors) if is_sum else np.concatenate(vectors, 1)
+            grad = mix.coefficients(step, output) * (1 - np.tanh(made[output.name]) ** 2)
+            column = 0
+            for table, feature in uses:
+                mine = grad if is_sum else grad[:, column : column + table.dim]
+                column += table.dim
+                found = tables[table.name].gradients(bags[feature], mine)
+                for row, value in found.items():
+                    sums[table.name][row] = sums[table.name].get(row, 0.0) + value
+        if (step + 1) % mix.accumulate == 0:
+            num_steps += 1
+            for name, rows in sums.items():
+                tables[name].update(mix.optimizer, rows, num_steps, mix.lrs[step])
+            sums = {name: {} for name in tables}
+        outputs.append(made)
+    return outputs, tables

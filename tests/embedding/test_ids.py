@@ -1,0 +1,174 @@
+"""Ids as callers pass them: what is refused and how, and what becomes of those out of range."""
+
+import pytest
+import torch
+
+from sbpflow.embedding.ids import Bags, IdReader
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Split
+
+FEATURES = (
+    FeatureConfig(name="a"),
+    FeatureConfig(name="b", hotness=2),
+    FeatureConfig(name="c", hotness=3, ragged=True),
+    FeatureConfig(name="d", hotness=2, weighted=True),
+)
+ROWS = {"a": 10, "b": 20, "c": 30, "d": 40}
+
+
+def make_plan(policy: str = "error", features: tuple[FeatureConfig, ...] = FEATURES):
+    tables = tuple(
+        TableConfig(name=f"t.{f.name}", features=(f.name,), num_rows=ROWS[f.name], dim=4)
+        for f in features
+    )
+    world = Placement.line("cpu", 2)
+    layout = TableLayout(layout=Layout(world, (Split(0),)), exchange="unique")
+    return plan_embeddings(
+        [OutputConfig(name="deep", tables=tables)],
+        {table.name: layout for table in tables},
+        features=features,
+        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+        dtype=torch.float32,
+        world=world,
+        backend="gloo",
+        batch_size=8,
+        out_of_range=policy,
+    )
+
+
+def reader(plan: EmbeddingPlan) -> IdReader:
+    return IdReader(plan, 1, torch.device("cpu"))
+
+
+def good() -> dict:
+    return {
+        "a": torch.tensor([1, 2]),
+        "b": torch.tensor([[3, 4], [5, 6]], dtype=torch.int32),
+        "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 3])),
+        "d": Bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), torch.tensor([0.5, 1.0, 2.0])),
+    }
+
+
+def test_a_matrix_and_lists_come_out_sample_by_sample():
+    batch = reader(make_plan()).read(good())
+    assert batch.matrix.tolist() == [[1, 3, 4], [2, 5, 6]]
+    assert batch.matrix.dtype == torch.int32
+    assert batch.lists.lengths.tolist() == [[0, 1], [3, 2]]
+    assert batch.lists.values.tolist() == [1, 7, 8, 9, 2, 3]
+    assert batch.lists.weights.tolist() == [0.5, 1.0, 1.0, 1.0, 1.0, 2.0]
+
+
+CHANGES = {
+    "feature c is missing": {"c": None},
+    "feature x is not known": {"x": torch.tensor([1, 2])},
+    "different numbers of samples": {"a": torch.tensor([1, 2, 3])},
+    "feature a: takes 1 ids per sample, not Bags": {
+        "a": Bags(torch.ones(2).int(), torch.arange(3))
+    },
+    "feature c: ragged or weighted ids come as Bags": {"c": torch.tensor([1, 2])},
+    r"feature b: ids are torch.int64\[2\]; use": {"b": torch.tensor([1, 2])},
+    r"feature a: ids are torch.float32\[2\]; use": {"a": torch.tensor([1.0, 2.0])},
+    "feature c: values are torch.float32": {"c": Bags(torch.ones(3), torch.tensor([0, 0, 3]))},
+    "feature c: offsets run from 0 to 2; use 0 to 3": {
+        "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 2]))
+    },
+    r"feature c: sample 1 has 4 ids; use 0\.\.3": {
+        "c": Bags(torch.tensor([7, 8, 9, 1]), torch.tensor([0, 0, 4]))
+    },
+    "feature c: sample 0 has -1 ids": {"c": Bags(torch.tensor([7]), torch.tensor([0, -1, 1]))},
+    "feature d: weights are none; use one for each of 3 ids": {
+        "d": Bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))
+    },
+    "feature c: weights were given": {
+        "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 3]), torch.ones(3))
+    },
+    r"field a: id 10 in row 1 of rank 1's part of the batch; use 0\.\.9": {
+        "a": torch.tensor([0, 10])
+    },
+    r"field b: id -1 in row 0 of rank 1's part of the batch; use 0\.\.19": {
+        "b": torch.tensor([[0, -1], [5, 6]])
+    },
+    r"field c: id 30 in row 1 of rank 1's part of the batch; use 0\.\.29": {
+        "c": Bags(torch.tensor([7, 8, 30]), torch.tensor([0, 0, 3]))
+    },
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_what_does_not_fit_is_refused_by_name(message):
+    ids = good() | CHANGES[message]
+    if None in ids.values():
+        ids = {name: value for name, value in ids.items() if value is not None}
+    with pytest.raises(DataError, match=message):
+        reader(make_plan()).read(ids)
+
+
+def test_a_matrix_alone_serves_one_hot_and_multi_hot_features_only():
+    with pytest.raises(DataError, match=r"no lists; pass a dictionary with Bags for \['c', 'd'\]"):
+        reader(make_plan()).read(torch.zeros(2, 3, dtype=torch.int32))
+    with pytest.raises(DataError, match=r"use int32 or int64 \[samples, 3\]"):
+        reader(make_plan(features=FEATURES[:2])).read(torch.zeros(2, 2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("policy", ["clamp", "hash"])
+def test_ids_out_of_range_get_a_row_and_are_counted(policy, dtype):
+    plan = make_plan(policy)
+    ids = good() | {
+        "a": torch.tensor([-5, 99], dtype=dtype),
+        "c": Bags(torch.tensor([7, 1000, -1], dtype=dtype), torch.tensor([0, 1, 3])),
+    }
+    one, two = reader(plan), reader(plan)
+    batch = one.read(ids)
+    assert one.out_of_range.tolist() == [2, 0, 2, 0]
+    inside = batch.lists.values[batch.lists.lengths.new_tensor([0, 2, 3]).long()]
+    if policy == "clamp":
+        assert batch.matrix[:, 0].tolist() == [0, 9]
+        assert inside.tolist() == [7, 29, 0]
+    assert 0 <= int(batch.matrix[:, 0].min()) <= int(batch.matrix[:, 0].max()) < 10
+    assert 0 <= int(inside.min()) <= int(inside.max()) < 30
+    assert int(inside[0]) == 7
+    again = two.read(ids)
+    assert torch.equal(batch.matrix, again.matrix)
+    assert torch.equal(batch.lists.values, again.lists.values)
+
+
+def test_hashed_ids_spread_over_the_table():
+    plan = make_plan("hash", features=FEATURES[:1])
+    ids = torch.arange(10, 10_010).unsqueeze(1)
+    counts = torch.bincount(reader(plan).read(ids).matrix[:, 0].long(), minlength=10)
+    # 10,000 over 10 rows: five standard deviations of 30
+    assert (counts - 1000).abs().max() < 150
+
+
+def test_plans_refuse_what_cannot_be():
+    with pytest.raises(ConfigError, match="feature a: hotness 0; use 1 or more"):
+        FeatureConfig(name="a", hotness=0)
+    with pytest.raises(ConfigError, match=r"table t: features \[\]; name one or more"):
+        TableConfig(name="t", features=(), num_rows=1, dim=1)
+    table = TableConfig(name="t", features=("nowhere",), num_rows=1, dim=1)
+    world = Placement.line("cpu", 1)
+    layouts = {"t": TableLayout(layout=Layout(world, (Split(0),)), exchange="unique")}
+
+    def plan(outputs):
+        return plan_embeddings(
+            outputs,
+            layouts,
+            features=FEATURES,
+            optimizer=SparseOptimizer(name="sgd", lr=0.1),
+            dtype=torch.float32,
+            world=world,
+            backend="gloo",
+            batch_size=8,
+        )
+
+    with pytest.raises(ConfigError, match="table t: feature 'nowhere' is not in the data"):
+        plan([OutputConfig(name="o", tables=(table,))])
+    twice = [OutputConfig(name=name, tables=(table,)) for name in "op"]
+    with pytest.raises(ConfigError, match="table t: there are two of that name"):
+        plan(twice)

@@ -1,0 +1,128 @@
+"""Learning rates over a run, and several batches as one step."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.config import ScheduleConfig
+from sbpflow.dist import World
+from sbpflow.errors import ConfigError
+from sbpflow.training.overlap import OverlapWatch
+from sbpflow.training.schedule import constant, make_schedule
+from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
+
+
+def test_warm_up_plateau_and_decay():
+    config = ScheduleConfig(warmup_steps=3, decay_start=5, decay_steps=4, power=2.0, end_factor=0.2)
+    factors = [make_schedule(config)(step) for step in range(1, 12)]
+    rise, plateau = [0.25, 0.5, 0.75], [1.0, 1.0]
+    fall = [0.2 + 0.8 * left**2 for left in (0.75, 0.5, 0.25, 0.0, 0.0, 0.0)]
+    assert factors == pytest.approx(rise + plateau + fall)
+    assert [make_schedule(ScheduleConfig())(step) for step in (1, 10**6)] == [1.0, 1.0]
+    assert constant(7) == 1.0
+
+
+def test_a_decay_inside_the_warm_up_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"decay_start: 2 is before the end of the warm-up; use 5"
+    ):
+        ScheduleConfig(warmup_steps=5, decay_start=2, decay_steps=10)
+
+
+def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
+    """Train on 12 batches of 30 rows, or on the same rows in larger ones; what comes out."""
+    world.checked = False
+    job = make_job(world, config)
+    batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
+    losses = []
+    for start in range(0, 12, together):
+        group = batches[start : start + together]
+        ahead = batches[start + together] if start + together < 12 else None
+        losses.append(float(job.trainer.step(group, ahead if announce else None)))
+    return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
+
+
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+def test_ids_sent_ahead_change_nothing(ranks, scheme):
+    config = make_config(scheme, "rowwise_adagrad", dense="adam")
+    with_it, without = ranks(3, run, config, 1, True), ranks(3, run, config, 1, False)
+    for one, other in zip(with_it, without, strict=True):
+        assert one["losses"] == other["losses"]
+        for name, value in one["dense"].items():
+            np.testing.assert_array_equal(value, other["dense"][name])
+        for (name, place, weights, _), (_, same, others, _) in zip(
+            one["pieces"], other["pieces"], strict=True
+        ):
+            assert place == same
+            np.testing.assert_array_equal(weights, others, err_msg=name)
+
+
+def run_whole(world: World, config: Any) -> dict[str, Any]:
+    """The 12 batches as 4 of three times the rows."""
+    job = make_job(world, config)
+    batches = make_batches(12, 30)
+    losses = []
+    for start in range(0, 12, 3):
+        parts = batches[start : start + 3]
+        whole = replace(
+            parts[0],
+            labels=torch.cat([b.labels for b in parts]),
+            dense=torch.cat([b.dense for b in parts]),
+            ids=torch.cat([b.ids for b in parts]),
+            num_rows=sum(b.num_rows for b in parts),
+        )
+        losses.append(float(job.trainer.step(whole)))
+    return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
+
+
+@pytest.mark.parametrize("sparse", ["sgd", "rowwise_adagrad", "lazy_adam"])
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, sparse):
+    config = make_config(scheme, sparse, dense="adam")
+    (whole,) = ranks(1, run_whole, config)
+    tables = {name: weights for name, _, weights, _ in whole["pieces"]}
+    for result in ranks(2, run, config, 3, True):
+        # float64 sums in another order over four steps
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=0, atol=1e-11)
+        for name, value in result["dense"].items():
+            np.testing.assert_allclose(value, whole["dense"][name], rtol=0, atol=1e-9)
+        for name, (r0, r1, c0, c1), weights, _ in result["pieces"]:
+            want = tables[name][r0:r1, c0:c1]
+            np.testing.assert_allclose(weights, want, rtol=0, atol=1e-9, err_msg=name)
+
+
+class Switch:
+    """A trainer as far as the watch knows it."""
+
+    overlap = True
+
+
+def test_the_watch_takes_turns_and_reports(monkeypatch):
+    trainer, now, seen = Switch(), [0.0], []
+    monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
+    watch = OverlapWatch(trainer, 2, 500)
+    for step in range(1, 61):
+        with watch.step(step):
+            seen.append(trainer.overlap)
+            now[0] += 0.002 if trainer.overlap else 0.005
+    assert seen[:10] == [True] * 10
+    assert seen[10:50] == ([True] * 5 + [False] * 5) * 4
+    assert seen[50:] == [True] * 10
+    assert watch.summary().startswith("hides 3.00 ms of a step of 5.00 ms (medians of 16 steps")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overlap", "steps", "line"),
+    [(1, True, 500, "one rank"), (2, False, 500, "off"), (2, True, 199, "200 steps or more")],
+)
+def test_the_watch_says_why_it_did_not_measure(world_size, overlap, steps, line):
+    trainer = Switch()
+    trainer.overlap = overlap
+    watch = OverlapWatch(trainer, world_size, steps)
+    for step in range(1, 60):
+        with watch.step(step):
+            assert trainer.overlap == overlap
+    assert line in watch.summary()
