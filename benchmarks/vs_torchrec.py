@@ -54,16 +54,18 @@ def work(args: argparse.Namespace) -> None:
             "sbpflow, no overlap": ours.plain,
         }
         times: dict[str, list[float]] = {name: [] for name in loops}
+        cpu: dict[str, list[float]] = {name: [] for name in loops}
         for repeat in range(args.repeats + 1):
             for name, loop in loops.items():
                 world.barrier()
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 loop(args.steps)
                 world.barrier()
                 if repeat:  # the first warms up
                     times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
+                    cpu[name].append(1e3 * (time.process_time() - busy) / args.steps)
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps({"apart": apart, "times": times}))
+            Path(args.output).write_text(json.dumps({"apart": apart, "times": times, "cpu": cpu}))
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
@@ -109,6 +111,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             link=args.link or "loopback",
             wire=wire,
             step_ms=round(value, 2),
+            cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # of rank 0, all its threads
             samples_per_s=round(1e3 * ranks * rows / value),
         )
     results.add(

@@ -92,6 +92,7 @@ class IdReader:
             for name in table.features:
                 rows[by_name[name]] = min(rows[by_name[name]], table.num_rows)
         self._rows = rows
+        self._matrix_is_all = all(first is not None for first in plan.ids.first)
         self._by_name = by_name
         self._matrix = [n for n, first in enumerate(plan.ids.first) if first is not None]
         owner = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
@@ -113,7 +114,7 @@ class IdReader:
         policy "error", out of range.
         """
         if isinstance(ids, Tensor):
-            if any(first is None for first in self._plan.ids.first):
+            if not self._matrix_is_all:
                 names = [self._plan.features[n].name for n in self._plan.ids.lists]
                 raise DataError(
                     f"a matrix of ids has no lists; pass a dictionary with Bags for {names}"

@@ -87,7 +87,7 @@ def apply_step(optimizer: SparseOptimizer, block: RowBlock) -> None:
 
 def row_squares(grads: Tensor) -> Tensor:
     """[touched]: each row's sum of squares over the columns that are here."""
-    return torch.mv(grads.square(), grads.new_full((grads.shape[1],), 1.0))
+    return torch.mv(grads * grads, grads.new_full((grads.shape[1],), 1.0))
 
 
 def _sgd(optimizer: SparseOptimizer, block: RowBlock) -> None:

@@ -5,12 +5,14 @@ number. Reading (``lookup``) and writing (``update``) are apart, so an update ne
 the backward. Two kernels, equal results: plain torch, and FBGEMM's table-batched embedding (TBE).
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from sbpflow.embedding import memory
 from sbpflow.embedding.access import Access, sum_bags
 from sbpflow.embedding.optimizers import (
     RowBlock,
@@ -82,12 +84,12 @@ class TorchStorage:
         sum_over_columns: SumOverColumns | None = None,
         seed: int = 0,
     ) -> None:
-        self.weights = torch.zeros(rows, width, dtype=row_dtype or dtype, device=device)
+        self.weights = memory.zeros((rows, width), row_dtype or dtype, device)
         shape = optimizer.state_shape(rows, width)
-        self.state = {
-            name: torch.full(shape, optimizer.initial_state(name), dtype=dtype, device=device)
-            for name in optimizer.state_names
-        }
+        self.state = {name: memory.zeros(shape, dtype, device) for name in optimizer.state_names}
+        for name, state in self.state.items():
+            if start := optimizer.initial_state(name):
+                state.fill_(start)
         self._dtype = dtype
         self._optimizer = optimizer
         self._dim = dim
@@ -159,7 +161,7 @@ class FbgemmStorage:
         self._tbe = _make_tbe(rows, width, optimizer, device)
         self._lr = optimizer.lr
         self._state_names = optimizer.state_names
-        self._tbe.split_embedding_weights()[0].data.zero_()
+        self.weights.zero_()
         if optimizer.initial_accumulator:
             for tensor in self.state.values():
                 tensor.fill_(optimizer.initial_accumulator)
@@ -237,4 +239,23 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         # a bad id. NONE also leaves the caller's tensors untouched.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,
+        **({} if on_cuda else _host_buffers(make, rows, width, optimizer, device)),
     )
+
+
+def _host_buffers(
+    make: Callable[..., Any],
+    rows: int,
+    width: int,
+    optimizer: SparseOptimizer,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Memory of our own for TBE on CPU, where this release of FBGEMM takes it (1.8 does)."""
+    argument = "preallocated_host_buffers"
+    if argument not in inspect.signature(make).parameters:
+        return {}
+    buffers = {"weights": memory.zeros((rows * width,), torch.float32, device)}
+    if optimizer.state_names:
+        size = torch.Size(optimizer.state_shape(rows, width)).numel()
+        buffers["momentum1"] = memory.zeros((size,), torch.float32, device)
+    return {argument: buffers}

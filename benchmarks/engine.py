@@ -1,0 +1,401 @@
+"""The engine by itself: against its own kernel, plain torch and the floor; growing; many tables.
+
+    python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
+    python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
+    python -m benchmarks.engine tables        510 tables on 4 ranks: start-up and where a step goes
+    python -m benchmarks.engine rows          the torch kernel's step on 100k and on 10M rows
+
+Values are compared before anything is timed. Times are medians; ratios are of runs in turns.
+"""
+
+import argparse
+import cProfile
+import io
+import itertools
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.click_model import Shape, start_ranks, zipf_ids
+from benchmarks.record import Results
+from sbpflow.boxing import Boxing
+from sbpflow.dist import World
+from sbpflow.embedding.access import Access
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import plan_embeddings
+from sbpflow.embedding.storage import TorchStorage
+from sbpflow.embedding.tables import (
+    Exchange,
+    FeatureConfig,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Split
+
+RULE = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
+SEED = 3
+
+
+def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """ms of each job, run in turns; the first three rounds warm up."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for repeat in range(repeats + 3):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if repeat >= 3:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float]:
+    """[low quartile, median, high quartile] of one's time over the other's, round by round."""
+    pairs = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
+    at = [len(pairs) // 4, len(pairs) // 2, 3 * len(pairs) // 4]
+    return [round(pairs[place], 3) for place in at]
+
+
+def collect(
+    world: World,
+    tables: list[TableConfig],
+    features: list[FeatureConfig],
+    layouts: dict[str, TableLayout],
+    batch: int,
+    kernel: str = "auto",
+) -> EmbeddingCollection:
+    plan = plan_embeddings(
+        [OutputConfig(name="deep", tables=tuple(tables))],
+        layouts,
+        features=features,
+        optimizer=RULE,
+        dtype=torch.float32,
+        world=Placement.line("cpu", world.size),
+        backend="gloo",
+        batch_size=batch,
+    )
+    request: Any = kernel
+    return EmbeddingCollection(plan, world, Boxing(world), seed=SEED, kernel=request)
+
+
+def engine_step(collection: EmbeddingCollection, ids: Tensor, num_rows: int, grad: Tensor) -> None:
+    """Lookup, and an update from a gradient that comes from nowhere."""
+    (output,) = collection.forward(ids, num_rows, training=True).values()
+    output.grad = grad
+    collection.apply_gradients()
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that a large copy reads and writes together."""
+    source = torch.ones(1 << 26)
+    target = torch.empty_like(source)
+    best = min(turns({"copy": lambda: target.copy_(source)}, 7)["copy"])
+    return 2 * source.numel() * 4 / (best / 1e3)
+
+
+def kernel(results: Results, repeats: int) -> None:
+    shape = Shape()
+    batch = shape.rows_per_rank
+    tables = [
+        TableConfig(name=n, features=(n,), num_rows=shape.table_rows, dim=shape.dim)
+        for n in shape.names
+    ]
+    ids = torch.from_numpy(zipf_ids(shape, batch, np.random.default_rng(1)))
+    grad = torch.randn(batch, shape.num_tables * shape.dim) * 1e-3
+    with World.start("cpu") as world:
+        line = Placement.line("cpu", 1)
+        layouts = {
+            t.name: TableLayout(layout=Layout(line, (Broadcast(),)), exchange="local")
+            for t in tables
+        }
+        features = [FeatureConfig(name=name) for name in shape.names]
+        ours = collect(world, tables, features, layouts, batch)
+        bare = _bare_fbgemm(shape)
+        bags, optimizer = _plain_torch(shape)
+        for stored, table, bag in zip(
+            ours.stored(), bare.split_embedding_weights(), bags, strict=True
+        ):
+            table.data.copy_(stored.weights)
+            bag.weight.data.copy_(stored.weights)
+        by_feature = ids.t().contiguous().view(-1).long()
+        offsets = torch.arange(by_feature.numel() + 1)
+        columns = [column.long() for column in ids.t().contiguous()]
+
+        def bare_step() -> Tensor:
+            out = bare(by_feature, offsets)
+            out.backward(grad)
+            return out
+
+        def plain_step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            out = torch.cat([bag(c.unsqueeze(1)) for bag, c in zip(bags, columns, strict=True)], 1)
+            out.backward(grad)
+            optimizer.step()
+            return out
+
+        jobs: dict[str, Callable[[], object]] = {
+            "engine": lambda: engine_step(ours, ids, batch, grad),
+            "bare FBGEMM": bare_step,
+            "EmbeddingBag(sparse), SGD": plain_step,
+        }
+        for _ in range(2):
+            jobs["engine"]()
+            bare_step()
+        for stored, table in zip(ours.stored(), bare.split_embedding_weights(), strict=True):
+            torch.testing.assert_close(stored.weights, table.data, rtol=0, atol=1e-6)
+        times = turns(jobs, repeats)
+    lookups, width = ids.numel(), shape.dim * 4
+    unique = sum(len(column.unique()) for column in columns)
+    # Ids; unique rows read, output written; gradient read; rows and their states read and written.
+    floor = lookups * 4 + unique * width + lookups * width
+    floor += lookups * width + lookups * 4 + 2 * unique * width + 2 * unique * 4
+    floor_ms = 1e3 * floor / copy_bandwidth()
+    for name, values in times.items():
+        results.add(
+            benchmark="engine_kernel", system=name, step_ms=round(statistics.median(values), 3)
+        )
+    results.add(
+        benchmark="engine_kernel_ratios",
+        unique_share=round(unique / lookups, 3),
+        engine_over_bare_fbgemm=ratio(times, "engine", "bare FBGEMM"),
+        plain_torch_over_engine=ratio(times, "EmbeddingBag(sparse), SGD", "engine"),
+        floor_bytes=floor,
+        floor_ms=round(floor_ms, 3),
+        engine_over_floor=round(statistics.median(times["engine"]) / floor_ms, 2),
+    )
+
+
+def _bare_fbgemm(shape: Shape) -> Any:  # noqa: ANN401 - FBGEMM has no stubs
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        BoundsCheckMode,
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    make: Any = SplitTableBatchedEmbeddingBagsCodegen
+    spec = (shape.table_rows, shape.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    return make(
+        [spec] * shape.num_tables,
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=RULE.lr,
+        eps=RULE.eps,
+        bounds_check_mode=BoundsCheckMode.NONE,
+    )
+
+
+def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
+    """SGD, the one sparse rule of torch.optim that costs least: no state to read and write."""
+    bags = [
+        nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True) for _ in shape.names
+    ]
+    return bags, torch.optim.SGD([bag.weight for bag in bags], lr=RULE.lr)
+
+
+def vocabulary(results: Results, repeats: int, largest: int) -> None:
+    """One table of 26 features and its wide twin; ids are Zipf 1.2 over the whole table."""
+    batch, names = 4096, [f"C{n + 1}" for n in range(26)]
+    first_ms = None
+    rows = 3_200_000
+    with World.start("cpu") as world:
+        while rows <= largest:
+            deep = TableConfig(name="deep", features=tuple(names), num_rows=rows, dim=16)
+            wide = TableConfig(name="wide", features=tuple(names), num_rows=rows, dim=1)
+            line = Placement.line("cpu", 1)
+            layout = TableLayout(layout=Layout(line, (Broadcast(),)), exchange="local")
+            features = [FeatureConfig(name=name) for name in names]
+            before = _resident()
+            collection = collect(
+                world, [deep, wide], features, {"deep": layout, "wide": layout}, batch
+            )
+            held = _resident() - before
+            batches = [_whole_table_ids(rows, batch, seed) for seed in range(8)]
+            grad = torch.randn(batch, 26 * 17) * 1e-3
+            turn = itertools.cycle(batches)
+
+            def step(
+                collection: EmbeddingCollection = collection,
+                turn: Iterator[Tensor] = turn,
+                grad: Tensor = grad,
+            ) -> None:
+                engine_step(collection, next(turn), batch, grad)
+
+            times = turns({"step": step}, repeats)["step"]
+            ms = statistics.median(times)
+            first_ms = first_ms or ms
+            results.add(
+                benchmark="engine_vocabulary",
+                rows=rows,
+                step_ms=round(ms, 2),
+                spread_ms=[
+                    round(sorted(times)[repeats // 10], 2),
+                    round(sorted(times)[-1 - repeats // 10], 2),
+                ],
+                over_first=round(ms / first_ms, 3),
+                unique_rows=len(torch.cat([b.view(-1) for b in batches[:1]]).unique()),
+                bytes_per_row=round(collection.memory_bytes() / rows, 3),
+                resident_bytes_per_row=round(held / rows, 1),
+                formula_bytes_per_row=4 * (16 + 1) + 4 * 2,
+            )
+            del collection, step
+            rows *= 2
+
+
+def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
+    """Zipf 1.2 by inverting the continuous law, spread by a multiplication that is a permutation
+    of an even number of rows that 5 divides.
+    """
+    random = np.random.default_rng(seed).random((batch, 26))
+    exponent = -0.2
+    top = float(rows + 1) ** exponent
+    rank = ((1.0 - random * (1.0 - top)) ** (1.0 / exponent)).astype(np.int64) - 1
+    ids = (np.minimum(rank, rows - 1) * 2_654_435_761 + 12345) % rows
+    return torch.from_numpy(ids.astype(np.int32))
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def rows(results: Results, repeats: int) -> None:
+    """The torch kernel touches the rows of a batch and no others: the size of a table is nothing
+    to it but cache misses.
+    """
+    jobs: dict[str, Callable[[], object]] = {}
+    generator = torch.Generator().manual_seed(0)
+    for size in (100_000, 10_000_000):
+        storage = TorchStorage(
+            size, 16, dim=16, optimizer=RULE, dtype=torch.float32, device=torch.device("cpu")
+        )
+        addresses = torch.randperm(size, generator=generator)[:16384]
+        grads = torch.randn(16384, 16, generator=generator)
+
+        def step(
+            storage: TorchStorage = storage, addresses: Tensor = addresses, grads: Tensor = grads
+        ) -> None:
+            access = Access(addresses)
+            storage.lookup(access)
+            storage.update(access, grads, 0.05)
+
+        jobs[f"{size:,} rows"] = step
+    times = turns(jobs, repeats)
+    for name, values in times.items():
+        results.add(
+            benchmark="engine_rows", table=name, step_ms=round(statistics.median(values), 3)
+        )
+    results.add(benchmark="engine_rows_ratio", large_over_small=ratio(times, *reversed(list(jobs))))
+
+
+def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]]:
+    """510 tables as EMBark's T510, scaled: dims by 1/8, rows by 1/1000; 5.2 ids per sample."""
+    random = np.random.default_rng(510)
+    dims = random.choice([4, 8, 16, 32], num_tables)
+    sizes = np.exp(random.normal(5.8, 1.8, num_tables)).astype(int) + 2
+    hotness = np.clip(random.geometric(1 / 5.2, num_tables), 1, 40)
+    tables = [
+        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(rows), dim=int(dim))
+        for n, (rows, dim) in enumerate(zip(sizes, dims, strict=True))
+    ]
+    features = [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
+    return tables, features
+
+
+def tables_worker(num_tables: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    batch = 1024
+    with World.start("cpu") as world:
+        tables, features = many_tables(num_tables)
+        whole = Placement.line("cpu", world.size)
+        layouts: dict[str, TableLayout] = {}
+        order = sorted(tables, key=lambda t: -t.num_rows * t.dim)
+        for n, table in enumerate(order):
+            kind: Exchange = "columns"
+            layout = Layout(Placement.of("cpu", (n % world.size,)), (Broadcast(),))
+            if n < num_tables // 10:
+                kind, layout = "reduce", Layout(whole, (Split(0),))
+            elif n > num_tables // 2:
+                kind, layout = "local", Layout(whole, (Broadcast(),))
+            layouts[table.name] = TableLayout(layout=layout, exchange=kind)
+        collection = collect(world, tables, features, layouts, batch)
+        generator = torch.Generator().manual_seed(world.rank)
+        columns = [
+            (
+                torch.rand(batch // world.size, f.hotness, generator=generator) ** 3 * t.num_rows
+            ).int()
+            for t, f in zip(tables, features, strict=True)
+        ]
+        ids = torch.cat(columns, 1)
+        width = collection.plan.outputs[0].width
+        grad = torch.randn(batch // world.size, width, generator=generator) * 1e-3
+        engine_step(collection, ids, batch, grad)
+        world.barrier()
+        start_up = time.perf_counter() - started
+        times: list[float] = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine_step(collection, ids, batch, grad)
+            times.append(1e3 * (time.perf_counter() - start))
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(5):
+            engine_step(collection, ids, batch, grad)
+        profile.disable()
+        if world.rank == 0:
+            text = io.StringIO()
+            stats = pstats.Stats(profile, stream=text)
+            stats.sort_stats("ncalls").print_stats(12)
+            results = Results("engine_tables")
+            calls: Any = getattr(stats, "total_calls")  # noqa: B009 - not in the stubs
+            results.add(
+                benchmark="engine_tables",
+                tables=num_tables,
+                ranks=world.size,
+                groups=len(collection.plan.groups),
+                stacks=sum(len(group.stacks) for group in collection.plan.groups),
+                start_up_s=round(start_up, 2),
+                step_ms=round(statistics.median(times), 2),
+                python_calls_per_step=calls // 5,
+                python_calls_per_table=round(calls / 5 / num_tables, 2),
+            )
+            print(text.getvalue())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["kernel", "vocabulary", "tables", "rows"])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--largest", type=int, default=102_400_000)
+    parser.add_argument("--tables", type=int, default=510)
+    parser.add_argument("--ranks", type=int, default=4)
+    args = parser.parse_args()
+    if args.worker:
+        tables_worker(args.tables, 10)
+        return
+    torch.set_num_threads(1)
+    if args.what == "tables":
+        words = ["tables", "--tables", str(args.tables)]
+        raise SystemExit(start_ranks("benchmarks.engine", args.ranks, words))
+    results = Results(f"engine_{args.what}")
+    if args.what == "kernel":
+        kernel(results, args.repeats)
+    elif args.what == "vocabulary":
+        vocabulary(results, args.repeats, args.largest)
+    else:
+        rows(results, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
