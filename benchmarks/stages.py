@@ -1,0 +1,257 @@
+"""What each stage of the engine costs, and what each of its choices gains, step by step.
+
+    python -m benchmarks.stages [--shape dcnv2|t180|t510] [--link 1gbit]
+
+First EMBark's order: serial with every table S(0) and reduce; with overlap; with a layout per table
+(small ones copied, the others whole); with unique rows for tables of few ids per sample. Then, in
+the last of these, one stage at a time left out: its share of the step. A stage left out brings
+zeros, so its figure is a difference in time, never a result.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.click_model import start_ranks
+from benchmarks.engine import many_tables
+from benchmarks.network import ADDRESSES, INTERFACE, two_hosts
+from benchmarks.record import Results
+from sbpflow.boxing import Boxing, Pending
+from sbpflow.dist import World
+from sbpflow.embedding.collection import EmbeddingCollection, Passage
+from sbpflow.embedding.exchange import Exchange
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import plan_embeddings
+from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Split
+
+Shape = tuple[list[TableConfig], list[FeatureConfig]]
+STAGES = ("serial, S(0) reduce", "+ overlap", "+ layout per table", "+ unique rows")
+SKIPS = ("ids", "vectors", "gradients", "dense", "update")
+BATCH = 2048
+# Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), rows by 1/100.
+DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+DCNV2_ROWS = (
+    400000, 390, 171, 74, 200, 3, 71, 14, 2, 400000, 30677, 4049, 11, 22, 120, 2, 9, 10, 7,
+    400000, 400000, 400000, 5915, 129, 108, 36,
+)  # fmt: skip
+
+
+def make_shape(name: str) -> Shape:
+    """Tables and features, scaled to fit two small cores: dims by 1/8, rows by 1/100 or 1/1000."""
+    if name == "t510":
+        return many_tables(510)
+    if name == "dcnv2":
+        hotness, rows, dims = list(DCNV2_HOTNESS), list(DCNV2_ROWS), [16] * 26
+    else:  # T180: 177 tables of many ids per sample, 81.6 on average; ids by 1/4
+        random = np.random.default_rng(180)
+        rows = (np.exp(random.normal(7.0, 1.5, 177)).astype(int) + 2).tolist()
+        hotness = np.clip(random.geometric(4 / 81.6, 177), 1, 80).tolist()
+        dims = random.choice([4, 8, 16, 32], 177).tolist()
+    tables = [
+        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=int(d))
+        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
+    ]
+    return tables, [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
+
+
+def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
+    tables, features = shape
+    everyone = Placement.line("cpu", size)
+    rows = Layout(everyone, (Split(0),))
+    if stage < 2:
+        return {t.name: TableLayout(layout=rows, exchange="reduce") for t in tables}
+    hotness = {f.name: f.hotness for f in features}
+    layouts: dict[str, TableLayout] = {}
+    load = [0.0] * size
+    for table in sorted(tables, key=lambda t: -t.dim * hotness[t.features[0]]):
+        ids = hotness[table.features[0]]
+        if 2 * table.num_rows <= BATCH * ids // 4:
+            layout = TableLayout(layout=Layout(everyone, (Broadcast(),)), exchange="local")
+        elif stage > 2 and ids <= 2:
+            layout = TableLayout(layout=rows, exchange="unique")
+        else:
+            rank = load.index(min(load))
+            load[rank] += table.dim * ids
+            whole = Layout(Placement.of("cpu", (rank,)), (Broadcast(),))
+            layout = TableLayout(layout=whole, exchange="columns")
+        layouts[table.name] = layout
+    return layouts
+
+
+class Loop:
+    """A click model around the tables, with the schedule of ``sbpflow/training/trainer.py``."""
+
+    def __init__(self, world: World, shape: Shape, stage: int) -> None:
+        tables, features = shape
+        plan = plan_embeddings(
+            [OutputConfig(name="deep", tables=tuple(tables))],
+            make_layouts(shape, stage, world.size),
+            features=features,
+            optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
+            dtype=torch.float32,
+            world=Placement.line("cpu", world.size),
+            backend="gloo",
+            batch_size=BATCH,
+        )
+        self.tables = EmbeddingCollection(plan, world, Boxing(world), seed=1)
+        self.overlap = stage > 0
+        self.skip: set[str] = set()
+        torch.manual_seed(2)
+        width = plan.outputs[0].width
+        self.dense = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.batches = [make_ids(shape, BATCH // world.size, world.rank, n) for n in range(4)]
+        self._step = 0
+        self._coming: Passage | None = None
+
+    def step(self, *, last: bool) -> float:
+        ids, tables = self.batches[self._step % 4], self.tables
+        passage = self._coming or tables.begin(ids, BATCH, training=True)
+        self._coming = None
+        self._step += 1
+        tables.look_up(passage)
+        if self.overlap and not last:
+            self._coming = tables.begin(self.batches[self._step % 4], BATCH, training=True)
+        (vectors,) = tables.outputs(passage).values()
+        loss = torch.zeros(())
+        if "dense" in self.skip:
+            vectors.grad = torch.zeros_like(vectors)
+        else:
+            loss = self.dense(vectors).square().mean()
+        if self._coming is not None:
+            tables.advance(self._coming)
+        if "dense" not in self.skip:
+            loss.backward()
+        tables.push(passage)
+        tables.collect(passage)
+        if "update" in self.skip:
+            for group in tables._groups:
+                group.take_collected()
+        else:
+            tables.update()
+        return float(loss.detach())
+
+    def run(self, steps: int) -> list[float]:
+        return [self.step(last=n + 1 == steps) for n in range(steps)]
+
+
+def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
+    """[samples, columns] with small ids frequent, spread over the table."""
+    tables, features = shape
+    random = np.random.default_rng((rank, number))
+    columns = [
+        (random.random((samples, f.hotness)) ** 6 * t.num_rows).astype(np.int64) * 7919 % t.num_rows
+        for t, f in zip(tables, features, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))
+
+
+def leave_out(loop: Loop) -> None:
+    """Transfers on the channels in ``loop.skip`` bring zeros instead."""
+    real_start, real_rows = Boxing.start, Exchange.start
+
+    def start(self: Boxing, steps: Any, part: Any, channel: str = "main", **kw: Any) -> Pending:  # noqa: ANN401 - stands in for another function
+        if channel not in loop.skip or not steps:
+            return real_start(self, steps, part, channel, **kw)
+        shape = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank)
+        zeros = None if shape is None else torch.zeros(shape, dtype=steps[-1].dtype)
+        return Pending(lambda: zeros)
+
+    def rows(self: Exchange, step: Any, send: Tensor, out: Any, into: Any) -> Pending:  # noqa: ANN401
+        if self._channel not in loop.skip or step.id.endswith("counts"):
+            return real_rows(self, step, send, out, into)
+        zeros = send.new_zeros(sum(into), *send.shape[1:])
+        return Pending(lambda: zeros)
+
+    Boxing.start, Exchange.start = start, rows  # type: ignore[method-assign]
+
+
+def work(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    shape = make_shape(args.shape)
+    with World.start("cpu") as world:
+        loops = {name: Loop(world, shape, n) for n, name in enumerate(STAGES)}
+        losses = {name: loop.run(4) for name, loop in loops.items()}
+        first = losses[STAGES[0]]
+        for name, found in losses.items():  # the same numbers, whatever the stage
+            torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-6, msg=name)
+        last = loops[STAGES[-1]]
+        leave_out(last)
+        jobs = [(name, loop, "") for name, loop in loops.items()]
+        jobs += [(f"without {skip}", last, skip) for skip in SKIPS]
+        times: dict[str, list[float]] = {name: [] for name, _, _ in jobs}
+        for repeat in range(args.repeats + 1):
+            for name, loop, skip in jobs:
+                loop.skip = {skip}
+                world.barrier()
+                start = time.perf_counter()
+                loop.run(args.steps)
+                world.barrier()
+                if repeat:
+                    times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
+        if world.rank == 0:
+            Path(args.output).write_text(json.dumps(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("--shape", default="dcnv2", choices=["dcnv2", "t180", "t510"])
+    parser.add_argument("--link")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "times.json"
+        words = ["--shape", args.shape, "--steps", str(args.steps), "--output", str(output)]
+        words += ["--repeats", str(args.repeats)]
+        if args.link:
+            with two_hosts(args.link) as prefixes:
+                code = start_ranks(
+                    "benchmarks.stages",
+                    2,
+                    words,
+                    address=ADDRESSES[0],
+                    prefixes=prefixes,
+                    environment={"GLOO_SOCKET_IFNAME": INTERFACE},
+                )
+        else:
+            code = start_ranks("benchmarks.stages", 2, words)
+        if code:
+            sys.exit(f"a rank ended with status {code}")
+        times = json.loads(output.read_text())
+    results = Results(f"stages_{args.shape}_{args.link or 'loopback'}")
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, value in medians.items():
+        base = medians[STAGES[0]] if name in STAGES else medians[STAGES[-1]]
+        results.add(
+            benchmark="stages",
+            shape=args.shape,
+            link=args.link or "loopback",
+            stage=name,
+            step_ms=round(value, 2),
+            **{
+                "times_faster" if name in STAGES else "share": round(
+                    base / value if name in STAGES else 1 - value / base, 3
+                )
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
