@@ -272,13 +272,13 @@ def test_generated_ids_follow_the_rule_of_prepared_ones(generator, made):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "1 or more"),
+        (["--rows", "0"], "from 1 to"),
         (["--rows", "10", "--auc", "1.5"], "--auc"),
         (["--rows", "10", "--split", "ratio:0.8,0.1,0.1"], "by time"),
         (["--rows", "10", "--hot", "C99=3"], "C99"),
         (["--rows", "10", "--hot", "C1"], "like C1=3"),
         (["--rows", "10", "--skew", "C1=x"], "like C1=3"),
-        (["--rows", "10", "--vocab-scale", "2"], "at most 1"),
+        (["--rows", "10", "--vocab-scale", "2"], "from 1e-06 to 1"),
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
     ],
 )
