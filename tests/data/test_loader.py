@@ -138,8 +138,9 @@ def test_ids_and_floats_are_where_the_manifest_says(row_set):
     assert batch.ids.dtype == torch.int32
 
 
-def test_importing_data_imports_neither_dali_nor_polars():
-    code = "import sys, data; print([m for m in ('polars', 'nvidia.dali') if m in sys.modules])"
+def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
+    names = ("polars", "nvidia.dali", "torch")
+    code = f"import sys, data; print([name for name in {names} if name in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
