@@ -27,7 +27,6 @@ _SETTINGS = (
     "model.hidden=[64,64]",
     "model.dropout=0.0",
     "train.eval_every=0",
-    "checkpoint.every=0",
 )
 _LARGE_ROWS = 1000
 
