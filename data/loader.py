@@ -155,7 +155,15 @@ class RowLoader:
         self._read += 1
         return self._deliver(epoch, self._read)
 
+    def _check_read(self, number: int) -> None:
+        if number != self._read:
+            raise DataError(
+                "this read was ended by a later epoch(), load_state_dict() or close(); open a "
+                "second loader to read twice at a time"
+            )
+
     def _deliver(self, epoch: int, number: int) -> Iterator[Batch]:
+        self._check_read(number)
         order, steps = self._order(epoch), self._steps(self._cursor)
         filled = [step for step in steps if step.stop > step.start]
         buffers = Buffers(self._rows.num_words)
@@ -175,11 +183,7 @@ class RowLoader:
         blocks = read_ahead(read, len(filled), self._readers)
         feed = FEEDS[self._backend](blocks, self._device)
         for step in steps:
-            if number != self._read:
-                raise DataError(
-                    f"epoch({epoch}): this read was ended by a later epoch(), load_state_dict() or "
-                    "close(); open a second loader to read twice at a time"
-                )
+            self._check_read(number)
             words = next(feed) if step.stop > step.start else self._no_rows()
             self._cursor = step.end
             yield self._batch(words, step)

@@ -36,7 +36,7 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     check.need(_has_keys(splits, set(SPLITS)), "splits", splits, "shards of train, val and test")
     files: list[str] = []
     for split in SPLITS:
-        for i, shard in check.entries(cast("dict[str, Any]", splits), split):
+        for i, shard in check.entries(cast("dict[str, Any]", splits), split, "splits."):
             files.append(check.shard(f"splits.{split}[{i}]", shard))
     twice = [name for name, number in Counter(files).items() if number > 1]
     check.need(not twice, "splits", twice[:1], "free of a file that is there twice")
@@ -56,12 +56,14 @@ class _Check:
                 f"{self._file}: {key} is {shown} and must be {rule}; make the set again"
             )
 
-    def entries(self, parent: Mapping[str, Any], key: str) -> list[tuple[int, dict[str, Any]]]:
+    def entries(
+        self, parent: Mapping[str, Any], key: str, above: str = ""
+    ) -> list[tuple[int, dict[str, Any]]]:
         value = parent.get(key)
         fits = isinstance(value, list) and all(
             isinstance(e, dict) for e in cast("list[Any]", value)
         )
-        self.need(fits, key, value, "a list of mappings")
+        self.need(fits, above + key, value, "a list of mappings")
         return list(enumerate(cast("list[dict[str, Any]]", value)))
 
     def name(self, key: str, entry: Mapping[str, Any]) -> str:

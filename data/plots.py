@@ -28,6 +28,9 @@ def write_png(stats: Sequence[FieldStats], path: Path) -> None:
         (left, shares, labels, "share of the lookups, by lookups of the table row"),
         (right, ratios, [f"{size:,}" for size in sizes], "distinct ids per lookup, by batch size"),
     ):
+        if not ticks:  # a set smaller than the smallest batch
+            axes.set_axis_off()
+            continue
         image = axes.imshow(values, aspect="auto", vmin=0, vmax=1, cmap="viridis")
         axes.set_xticks(range(len(ticks)), ticks, rotation=45, ha="right", fontsize=8)
         axes.set_yticks(range(len(names)), names, fontsize=8)
