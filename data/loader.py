@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.feeds import FEEDS, Backend, Buffers, make_readers, read_ahead
+from data.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from data.manifest import Manifest
 from data.options import MAX_SEED
 from data.order import SHUFFLES, RowOrder, Shuffle
@@ -107,7 +107,7 @@ class RowLoader:
         """Number of the read that may go on; any other iterator has been replaced."""
         self._is_closed = False
         self._fields = 1 + len(manifest.dense)
-        self._readers = make_readers()
+        self._threads = Threads()
 
     @property
     def num_steps(self) -> int:
@@ -180,8 +180,8 @@ class RowLoader:
                 _fill(words, rows, order, step)
             return words
 
-        blocks = read_ahead(read, len(filled), self._readers)
-        feed = FEEDS[self._backend](blocks, self._device)
+        blocks = read_ahead(read, len(filled), self._threads.readers)
+        feed = FEEDS[self._backend](blocks, self._device, self._threads)
         for step in steps:
             self._check_read(number)
             words = next(feed) if step.stop > step.start else self._no_rows()
@@ -267,7 +267,7 @@ class RowLoader:
         """End the reading threads and drop the memory maps; the loader is of no use afterwards."""
         self._is_closed = True
         self._read += 1
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self._rows.close()
 
 
