@@ -1,7 +1,7 @@
 """How words get from a read function into torch tensors: memory map, or DALI external_source.
 
 Blocks of words are read in threads of the loader, a few ahead of the consumer, and DALI runs in one
-more; a feed yields them as int32 tensors on the device. Both feeds yield the same bits.
+of its own; a feed yields them as int32 tensors on the device. Both feeds yield the same bits.
 """
 
 import sys

@@ -180,7 +180,12 @@ class RowLoader:
                 _fill(words, rows, order, step)
             return words
 
-        blocks = read_ahead(read, len(filled), self._threads.readers)
+        # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
+        # gathering rows one by one keeps both readers busy.
+        if self._backend == "dali" and order.shuffle != "rows":
+            blocks = map(read, range(len(filled)))
+        else:
+            blocks = read_ahead(read, len(filled), self._threads.readers)
         feed = FEEDS[self._backend](blocks, self._device, self._threads)
         for step in steps:
             self._check_read(number)
