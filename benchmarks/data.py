@@ -1,15 +1,14 @@
-"""How fast the data plane is: ``python -m benchmarks.data prepare|synth|loader|learn``.
+"""How fast the data plane is: ``python -m benchmarks.data prepare|synth|loader``.
 
-One JSON line per measurement, with the machine, its load and the versions; correctness is asserted
-before anything is timed. ``prepare`` needs some disk in ``--scratch`` and compares with a
-straightforward pandas version of the same job, which needs pandas.
+Writes benchmarks/results/data.jsonl; every line has the load of the machine beside the time, and
+CPU seconds tell more than the clock where it is shared. ``prepare`` needs 6 GB in ``--scratch`` and
+compares with a straightforward pandas version of the same job, which needs pandas; both results
+are compared before the times are written.
 """
 
 import argparse
-import json
 import os
-import platform
-import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
+from benchmarks.record import Results
 from data import Manifest, load_manifest, open_loader
 from data.feeds import FEEDS, Backend
 from data.order import SHUFFLES, Shuffle
 from data.schema import CRITEO
 from data.shards import SplitRows
-from data.signal import CROSS_TERMS
 from data.synth import synth
 from data.synth_options import SynthOptions
 
@@ -41,29 +38,6 @@ rows.select(pl.all().null_count()).collect(engine="streaming")
 """
 
 
-def record(question: str, value: float, unit: str, **facts: object) -> None:
-    """Print one measurement."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    line = {"question": question, "value": round(value, 4), "unit": unit, **facts}
-    line |= {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "cpu": _cpu_name()}
-    line |= {"python": platform.python_version(), "numpy": np.__version__}
-    line |= {
-        "torch": torch.__version__,
-        "commit": commit,
-        "time": time.strftime("%FT%TZ", time.gmtime()),
-    }
-    print(json.dumps(line), flush=True)
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 @dataclass(frozen=True)
 class _Cost:
     """What a command took; CPU seconds tell more on a machine shared with others."""
@@ -74,42 +48,67 @@ class _Cost:
 
 
 def _run(arguments: list[str]) -> _Cost:
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *arguments]
-    subprocess.run(command, check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return _Cost(time.monotonic() - began, cpu_s, after.ru_maxrss * 1024 / 1e9)
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=sys.stderr, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    wall_s = time.monotonic() - began
+    if status:
+        raise subprocess.CalledProcessError(status, command)
+    return _Cost(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9)
 
 
-def prepare(scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
+def _load() -> float:
+    """Processes that want a core, over the last minute."""
+    return round(os.getloadavg()[0], 1)
+
+
+def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
     """MB of TSV per second and peak memory; the same smaller file through pandas."""
     big = scratch / "big.tsv"
+    rows = int(gigabytes * 1e9 / 243)
     if not big.exists():
-        rows = int(gigabytes * 1e9 / 243)
-        began = time.monotonic()
         synth(SynthOptions(rows=rows, output=big, format="tsv"))
-        record("synth tsv", rows / (time.monotonic() - began) / 1e6, "M rows/s", rows=rows)
     size = big.stat().st_size
-    cost = _run(_command(big, scratch / "big-set"))
-    record("prepare", size / cost.wall_s / 1e6, "MB/s", gigabytes=size / 1e9, **asdict(cost))
+    load = _load()
+    cost = _prepare(big, scratch / "big-set")
     parse = _run(["-c", _PARSE, str(big)])
-    record("bare parse by Polars", size / parse.wall_s / 1e6, "MB/s", **asdict(parse))
+    results.add(
+        megabytes=size / 1e6,
+        mb_per_s=size / cost.wall_s / 1e6,
+        mb_per_cpu_s=size / cost.cpu_s / 1e6,
+        **asdict(cost),
+        bare_polars_parse_mb_per_s=size / parse.wall_s / 1e6,
+        load=load,
+    )
     small = scratch / "small.tsv"
     with big.open("rb") as source, small.open("wb") as target:
         target.write(source.read(int(pandas_gigabytes * 1e9)))
         target.write(source.readline())
-    size = small.stat().st_size
-    ours = _run(_command(small, scratch / "small-set"))
+    load = _load()
+    ours = _prepare(small, scratch / "small-set")
     theirs = _run(["-m", "benchmarks.data", "pandas", "--scratch", str(scratch)])
     _assert_same(load_manifest(scratch / "small-set"), np.load(scratch / "pandas.npy"))
-    facts = {"megabytes": size / 1e6, "prepare": asdict(ours), "pandas": asdict(theirs)}
-    record("prepare against pandas", theirs.wall_s / ours.wall_s, "x", **facts)
+    results.add(
+        megabytes=small.stat().st_size / 1e6,
+        times_as_fast_as_pandas=theirs.wall_s / ours.wall_s,
+        times_less_cpu=theirs.cpu_s / ours.cpu_s,
+        prepare=asdict(ours),
+        pandas=asdict(theirs),
+        load=load,
+    )
 
 
-def _command(source: Path, output: Path) -> list[str]:
+def _prepare(source: Path, output: Path) -> _Cost:
+    """Prepare anew, the input in the page cache and no other run's writes waiting for the disk."""
+    if output.exists():
+        _remove(output)
+    with source.open("rb") as file:
+        while file.read(1 << 24):
+            pass
+    os.sync()
     arguments = ["--input", str(source), "--output", str(output), "--max-bad-fraction", "0"]
-    return ["-m", "data", "prepare", *arguments, *(["--overwrite"] if output.exists() else [])]
+    return _run(["-m", "data", "prepare", *arguments])
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
@@ -147,18 +146,35 @@ def with_pandas(scratch: Path) -> None:
     np.save(scratch / "pandas.npy", words)
 
 
-def synthetic(scratch: Path, rows: int) -> None:
-    """Generated rows per second, written as a prepared set."""
-    output = scratch / f"synth-{rows}-{os.getpid()}"
-    arguments = ["-m", "data", "synth", "--vocab-scale", "0.05", "--output", str(output)]
-    start = _run([*arguments, "--rows", "1000"])
-    subprocess.run(["rm", "-r", str(output)], check=True)
-    cost = _run([*arguments, "--rows", str(rows)])
-    facts = {"rows": rows, "start_s": start.wall_s, "start_cpu_s": start.cpu_s, **asdict(cost)}
-    record("synth prepared", rows / (cost.wall_s - start.wall_s) / 1e6, "M rows/s", **facts)
+def synthetic(results: Results, scratch: Path, rows: int) -> None:
+    """Generated rows per second, at Criteo's own vocabularies, as a prepared set and as text."""
+    for form in ("prepared", "tsv"):
+        output = scratch / f"synth-{os.getpid()}"
+        arguments = ["-m", "data", "synth", "--format", form, "--output", str(output)]
+        start = _run([*arguments, "--rows", "1000"])
+        _remove(output)
+        load = _load()
+        cost = _run([*arguments, "--rows", str(rows)])
+        _remove(output)
+        results.add(
+            format=form,
+            rows=rows,
+            m_rows_per_s=rows / (cost.wall_s - start.wall_s) / 1e6,
+            m_rows_per_s_with_start=rows / cost.wall_s / 1e6,
+            start_s=start.wall_s,
+            **asdict(cost),
+            load=load,
+        )
 
 
-def loader(scratch: Path, rows: int) -> None:
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def loader(results: Results, scratch: Path, rows: int) -> None:
     """Rows per second into torch tensors, page cache warm, and the share of the ideal at 8 ms."""
     folder = scratch / f"loader-{rows}"
     if not folder.exists():
@@ -167,7 +183,7 @@ def loader(scratch: Path, rows: int) -> None:
     copy = _copy_rate(manifest)
     for backend in FEEDS:
         for shuffle in SHUFFLES:
-            _one_loader(manifest, backend, shuffle, copy)
+            _one_loader(results, manifest, backend, shuffle, copy)
 
 
 def _copy_rate(manifest: Manifest) -> float:
@@ -183,7 +199,9 @@ def _copy_rate(manifest: Manifest) -> float:
     return BATCH_SIZE / float(np.median(times)) / 1e6
 
 
-def _one_loader(manifest: Manifest, backend: Backend, shuffle: Shuffle, copy: float) -> None:
+def _one_loader(
+    results: Results, manifest: Manifest, backend: Backend, shuffle: Shuffle, copy: float
+) -> None:
     reader = open_loader(
         manifest, batch_size=BATCH_SIZE, backend=backend, shuffle=shuffle, tail="drop"
     )
@@ -200,89 +218,23 @@ def _one_loader(manifest: Manifest, backend: Backend, shuffle: Shuffle, copy: fl
     for _ in reader.epoch(6):
         time.sleep(STEP_MS / 1e3)
     share = reader.num_steps * STEP_MS / 1e3 / (time.perf_counter() - began)
-    record(
-        "loader",
-        float(np.median(rates[1:])),
-        "M rows/s",
-        best=round(max(rates), 2),
+    results.add(
         backend=backend,
         shuffle=shuffle,
-        cpu_us_per_batch=round(cpu * 1e6),
+        m_rows_per_s=float(np.median(rates[1:])),
+        best_m_rows_per_s=max(rates),
+        share_of_ideal_at_8ms=share,
+        cpu_us_per_batch=cpu * 1e6,
         row_bytes=4 * manifest.num_words,
-        share_of_ideal_at_8ms=round(share, 4),
-        plain_copy_m_rows_per_s=round(copy, 1),
-    )
-
-
-class _WideAndDeep(nn.Module):
-    """Plain Wide & Deep on one process, to see whether the planted signal can be learned."""
-
-    def __init__(self, manifest: Manifest, dim: int = 16, width: int = 256) -> None:
-        super().__init__()
-        self.wide = nn.ModuleList(nn.Embedding(f.rows, 1, sparse=True) for f in manifest.crosses)
-        self.deep = nn.ModuleList(nn.Embedding(f.rows, dim, sparse=True) for f in manifest.sparse)
-        for table in (*self.wide, *self.deep):
-            nn.init.normal_(table.weight, std=0.01)
-        size = len(manifest.dense) + dim * len(manifest.sparse)
-        self.top = nn.Sequential(
-            nn.Linear(size, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, 1),
-        )
-
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.long()
-        rows = [table(ids[:, k]) for k, table in enumerate(self.deep)]
-        out = self.top(torch.cat([dense, *rows], dim=1))[:, 0]
-        for k, table in enumerate(self.wide, start=len(self.deep)):
-            out = out + table(ids[:, k])[:, 0]
-        return out
-
-
-def learn(scratch: Path, rows: int) -> None:
-    """Test AUC of one epoch of Wide & Deep on generated rows, against the best possible."""
-    folder = scratch / f"learn-{rows}"
-    if not folder.exists():
-        synth(SynthOptions(rows=rows, output=folder, vocab_scale=0.01))
-    manifest = load_manifest(folder)
-    torch.manual_seed(0)
-    model = _WideAndDeep(manifest)
-    tables = [t.weight for t in (*model.wide, *model.deep)]
-    optimizers = [torch.optim.SparseAdam(tables), torch.optim.Adam(model.top.parameters())]
-    reader = open_loader(manifest, batch_size=1024, shuffle="rows", backend="memmap")
-    for batch in reader.epoch(0):
-        logits = model(batch.dense, batch.ids)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert manifest.bayes is not None
-    auc = _test_auc(model, manifest)
-    facts = {"best_possible": manifest.bayes.auc, "crosses": str(CROSS_TERMS), "rows": rows}
-    record("wide & deep on generated rows, test AUC", auc, "AUC", **facts)
-
-
-@torch.no_grad()
-def _test_auc(model: nn.Module, manifest: Manifest) -> float:
-    reader = open_loader(manifest, split="test", batch_size=8192, shuffle="none", backend="memmap")
-    batches = [(b.labels.clone(), model(b.dense, b.ids)) for b in reader.epoch(0)]
-    labels, scores = (torch.cat(part).numpy() for part in zip(*batches, strict=True))
-    ranks = np.empty(len(scores))
-    ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
-    clicks = labels.sum()
-    return float(
-        (ranks[labels == 1].sum() - clicks * (clicks + 1) / 2) / clicks / (len(labels) - clicks)
+        plain_copy_m_rows_per_s=copy,
+        load=_load(),
     )
 
 
 def main() -> None:
     """Run one question."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=("prepare", "synth", "loader", "learn", "pandas"))
+    parser.add_argument("question", choices=("prepare", "synth", "loader", "pandas"))
     parser.add_argument("--scratch", type=Path, default=None, help="kept between runs when given")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--pandas-gigabytes", type=float, default=0.25)
@@ -291,13 +243,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         scratch.mkdir(parents=True, exist_ok=True)
-        if args.question == "prepare":
-            prepare(scratch, args.gigabytes, args.pandas_gigabytes)
-        elif args.question == "pandas":
+        if args.question == "pandas":
             with_pandas(scratch)
+            return
+        results = Results("data", args.question)
+        if args.question == "prepare":
+            prepare(results, scratch, args.gigabytes, args.pandas_gigabytes)
         else:
-            run = {"synth": synthetic, "loader": loader, "learn": learn}[args.question]
-            run(scratch, args.rows)
+            {"synth": synthetic, "loader": loader}[args.question](results, scratch, args.rows)
 
 
 if __name__ == "__main__":

@@ -38,17 +38,24 @@ def provenance() -> dict[str, Any]:
 
 
 class Results:
-    """Prints each line and appends it to a file."""
+    """Prints each line and appends it to a file.
 
-    def __init__(self, name: str) -> None:
+    The file is written anew; with ``benchmark``, only the lines of that one are, so that the
+    questions of a module can be asked one at a time.
+    """
+
+    def __init__(self, name: str, benchmark: str | None = None) -> None:
         RESULTS.mkdir(exist_ok=True)
         self.path = RESULTS / f"{name}.jsonl"
-        self.path.write_text("")
+        self._benchmark = {} if benchmark is None else {"benchmark": benchmark}
+        kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []
+        kept = [line for line in kept if json.loads(line)["benchmark"] != benchmark]
+        self.path.write_text("".join(line + "\n" for line in kept))
         self._provenance = provenance()
 
     def add(self, **values: object) -> None:
         """One measurement: value names end in their unit (``_ms``, ``_bytes``)."""
-        self._write(values)
+        self._write({**self._benchmark, **values})
 
     def _write(self, values: Mapping[str, object]) -> None:
         sys.stdout.write(json.dumps(dict(values)) + "\n")

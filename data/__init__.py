@@ -1,11 +1,16 @@
 """The data plane: prepare or generate a set, and feed its rows to ranks.
 
-Importing this package imports neither DALI nor Polars; the parts that need them say so when used.
+Importing this package imports neither DALI, Polars nor torch; the parts that need them do, when
+used. So a command that reads no batch does not wait for torch.
 """
 
-from data.loader import Batch, Loader, RowLoader, open_loader
+from typing import TYPE_CHECKING
+
 from data.manifest import Bayes, Manifest, load_manifest
 from data.schema import Field
+
+if TYPE_CHECKING:
+    from data.loader import Batch, Loader, RowLoader, open_loader
 
 __all__ = [
     "Batch",
@@ -17,3 +22,11 @@ __all__ = [
     "load_manifest",
     "open_loader",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from data import loader
+
+    return getattr(loader, name)

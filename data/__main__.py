@@ -142,8 +142,9 @@ def _summary(manifest: Manifest) -> str:
     tables = f"{len(manifest.fields)} tables with {sum(f.rows for f in manifest.fields):,} rows"
     text = f"{manifest.path}: rows {rows}; {tables}; fingerprint {manifest.fingerprint[:16]}"
     if manifest.bayes:
-        text += f"\nbest possible on test: AUC {manifest.bayes.auc:.4f}, "
-        text += f"logloss {manifest.bayes.logloss:.4f}"
+        bayes = manifest.bayes
+        text += f"\nbest possible on {bayes.split}: AUC {bayes.auc:.4f}, "
+        text += f"logloss {bayes.logloss:.4f}"
     return text
 
 
@@ -157,10 +158,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is None:
-            raise
-        reason = (error.strerror or "cannot be used").lower()
-        print(f"error: {error.filename}: {reason}", file=sys.stderr)
+        # A full disk is an error of a write and has no file name.
+        where = getattr(args, "output", None) if error.filename is None else error.filename
+        reason = (error.strerror or str(error) or "cannot be used").lower()
+        print(f"error: {where or args.command}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -1,7 +1,5 @@
 """Staged pieces to shards: dense values transformed, keys looked up, rows dealt to their splits."""
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,10 +14,11 @@ from numpy.typing import NDArray
 from data.ids import Ids
 from data.manifest import SPLITS
 from data.options import PrepareOptions
-from data.schema import MISSING_ID
+from data.schema import MISSING_ID, SPLIT_COLUMN
 from data.shards import Words, write_shard
-from data.stage import SPLIT_COLUMN, Staged
+from data.stage import ENCODED_KEYS, Staged, encoded_record
 from data.transforms import TRANSFORMS
+from data.workspace import read_record, write_record
 
 Record = dict[str, Any]
 
@@ -35,20 +34,18 @@ def encode_all(
 
     A piece is done when its record is there; its staged file is then removed.
     """
-    for name in ("set", "encoded"):
-        (work / name).mkdir(exist_ok=True)
+    (work / "set").mkdir(exist_ok=True)
     starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
 
     def job(index: int) -> Record:
-        record = work / "encoded" / f"{index:06d}.json"
-        if not record.exists():
+        path = encoded_record(work, index)
+        done = read_record(path, ENCODED_KEYS)
+        if done is None:
             rows = (starts[index], starts[-1])
             done = _encode_piece(staged[index].path, index, rows, tables, options, work / "set")
-            partial = record.with_suffix(".partial")
-            partial.write_text(json.dumps(done), encoding="ascii")
-            os.replace(partial, record)
+            write_record(path, done)
         staged[index].path.unlink(missing_ok=True)
-        return json.loads(record.read_text(encoding="ascii"))
+        return done
 
     records: list[Record] = []
     with ThreadPoolExecutor(options.workers) as pool:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.feeds import FEEDS, Backend, Buffers, make_readers, read_ahead
+from data.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from data.manifest import Manifest
+from data.options import MAX_SEED
 from data.order import SHUFFLES, RowOrder, Shuffle
 from data.shards import SplitRows, Words
 from sbpflow.errors import ConfigError, DataError
@@ -53,7 +54,7 @@ class Loader(Protocol):
         """Deliver the epoch, or what a restored state has left of it."""
         ...
 
-    def peek(self, num_batches: int) -> list[Tensor]:
+    def peek(self, num_batches: int, epoch: int | None = None) -> list[Tensor]:
         """The ids of the next batches; the cursor does not move."""
         ...
 
@@ -102,8 +103,11 @@ class RowLoader:
         self._seed, self._device = seed, device
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
+        self._read = 0
+        """Number of the read that may go on; any other iterator has been replaced."""
+        self._is_closed = False
         self._fields = 1 + len(manifest.dense)
-        self._readers = make_readers()
+        self._threads = Threads()
 
     @property
     def num_steps(self) -> int:
@@ -139,8 +143,27 @@ class RowLoader:
         return np.empty((num_rows, self._rows.num_words), dtype=np.int32)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored."""
+        """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored.
+
+        A loader has one cursor, so one read at a time: this call ends any earlier one, whose
+        iterator raises DataError if it is used again.
+        """
+        _check_integer("epoch", epoch, 0, MAX_SEED)
+        if self._is_closed:
+            raise DataError(f"epoch({epoch}): this loader was closed; open another")
         self._begin(epoch)
+        self._read += 1
+        return self._deliver(epoch, self._read)
+
+    def _check_read(self, number: int) -> None:
+        if number != self._read:
+            raise DataError(
+                "this read was ended by a later epoch(), load_state_dict() or close(); open a "
+                "second loader to read twice at a time"
+            )
+
+    def _deliver(self, epoch: int, number: int) -> Iterator[Batch]:
+        self._check_read(number)
         order, steps = self._order(epoch), self._steps(self._cursor)
         filled = [step for step in steps if step.stop > step.start]
         buffers = Buffers(self._rows.num_words)
@@ -157,9 +180,15 @@ class RowLoader:
                 _fill(words, rows, order, step)
             return words
 
-        blocks = read_ahead(read, len(filled), self._readers)
-        feed = FEEDS[self._backend](blocks, self._device)
+        # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
+        # gathering rows one by one keeps both readers busy.
+        if self._backend == "dali" and order.shuffle != "rows":
+            blocks = map(read, range(len(filled)))
+        else:
+            blocks = read_ahead(read, len(filled), self._threads.readers)
+        feed = FEEDS[self._backend](blocks, self._device, self._threads)
         for step in steps:
+            self._check_read(number)
             words = next(feed) if step.stop > step.start else self._no_rows()
             self._cursor = step.end
             yield self._batch(words, step)
@@ -190,10 +219,17 @@ class RowLoader:
             step=step.number,
         )
 
-    def peek(self, num_batches: int) -> list[Tensor]:
-        """Ids [b, fields] int32 (CPU) of the next batches of the epoch; fewer at its end."""
-        order = self._order(self._epoch)
-        steps = self._steps(self._cursor)[:num_batches]
+    def peek(self, num_batches: int, epoch: int | None = None) -> list[Tensor]:
+        """Ids [b, fields] int32 (CPU) of this rank's next batches; fewer where the epoch ends.
+
+        Of the epoch that is being read or was restored (epoch 0 on a new loader), from the cursor
+        on: none when it is over. Another ``epoch`` is shown from its start.
+        """
+        _check_integer("num_batches", num_batches, 0, MAX_SEED)
+        epoch = self._epoch if epoch is None else epoch
+        _check_integer("epoch", epoch, 0, MAX_SEED)
+        order = self._order(epoch)
+        steps = self._steps(self._cursor if epoch == self._epoch else 0)[:num_batches]
         ids: list[Tensor] = []
         for step in steps:
             words = self._new(step.stop - step.start)
@@ -221,13 +257,28 @@ class RowLoader:
                     f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, this one "
                     f"has {value!r}; a read can only go on over the same rows in the same order"
                 )
+        for key, most in (("epoch", MAX_SEED), ("cursor", self._rows.num_rows)):
+            value = state.get(key)
+            if type(value) is not int or not 0 <= value <= most:
+                raise DataError(
+                    f"{self._manifest.path}: the saved read has {key} {value!r}; it must be a "
+                    f"whole number from 0 to {most}"
+                )
         self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
         self._restored = True
+        self._read += 1
 
     def close(self) -> None:
         """End the reading threads and drop the memory maps; the loader is of no use afterwards."""
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._is_closed = True
+        self._read += 1
+        self._threads.close()
         self._rows.close()
+
+
+def _check_integer(key: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:  # True is an int, too
+        raise ConfigError(f"{key}: {value!r} must be a whole number from {least} to {most}")
 
 
 def _fill(out: Words, rows: SplitRows, order: RowOrder, step: _Step) -> None:
@@ -258,8 +309,12 @@ def open_loader(
 
     ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
     rank may get none), ``drop`` leaves it out and counts it. The order is the same for both
-    back-ends.
+    back-ends. Raises ConfigError for an argument out of range, DataError for a damaged set.
     """
+    _check_integer("world_size", world_size, 1, MAX_SEED)
+    _check_integer("rank", rank, 0, world_size - 1)
+    _check_integer("seed", seed, 0, MAX_SEED)
+    _check_integer("data.batch_size", batch_size, 1, 2**31 - 1)
     if batch_size < world_size:
         raise ConfigError(
             f"data.batch_size: {batch_size} rows cannot be split over {world_size} ranks; "

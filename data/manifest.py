@@ -13,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from data.manifest_check import SPLITS, check_content
 from data.schema import Field
 from sbpflow.errors import DataError
 
 FORMAT = "sbpflow-prepared"
 VERSION = 1
-SPLITS = ("train", "val", "test")
 MANIFEST = "manifest.json"
 HOW_TO_MAKE = (
     "make a set with `python -m data prepare --input train.tsv --output DIR` "
@@ -37,8 +37,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss of a generated set: on the test split, and by split."""
+    """The best possible AUC and logloss of a generated set, by split.
 
+    ``auc`` and ``logloss`` are of ``split``: test, or val or train where the ones before are empty.
+    """
+
+    split: str
     auc: float
     logloss: float
     by_split: Mapping[str, tuple[float, float]]
@@ -96,8 +100,8 @@ class Manifest:
         if raw is None:
             return None
         by_split = {name: (value["auc"], value["logloss"]) for name, value in raw.items()}
-        auc, logloss = by_split["test" if "test" in by_split else "train"]
-        return Bayes(auc, logloss, by_split)
+        split = next(name for name in reversed(SPLITS) if name in by_split)
+        return Bayes(split, *by_split[split], by_split)
 
     def shards(self, split: str) -> tuple[Shard, ...]:
         """The files of one split, in row order."""
@@ -165,4 +169,5 @@ def _checked(file: Path, raw: object) -> Mapping[str, Any]:
             f"{file}: the fingerprint does not fit, the file was edited or damaged; "
             "prepare the set again"
         )
+    check_content(file, content)
     return content

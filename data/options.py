@@ -1,12 +1,18 @@
 """What ``prepare`` was asked to do, as one value; two equal values give byte-identical sets."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from data.schema import CRITEO, NUM_RESERVED_IDS, Schema
 from data.split import SplitRule
 from data.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
+
+MAX_SEED = 2**63 - 1
+MAX_WORKERS = 256
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +44,49 @@ class PrepareOptions:
         if self.transform not in TRANSFORMS:
             known = ", ".join(TRANSFORMS)
             raise ConfigError(f"--dense: {self.transform!r} is not known; choose from {known}")
+        names = (self.schema.label, *self.schema.dense, *self.fields)
+        if twice := [name for name in self.fields if names.count(name) > 1]:
+            raise ConfigError(
+                f"--crosses: {twice[0]!r} is the name of another column, too; rename that column"
+            )
         for name, size in self.hash_sizes:
             if name not in self.fields:
                 raise ConfigError(f"--hash-size: {name!r} is no field; there are {self.fields}")
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
-        for key, value, least in (
-            ("--min-count", self.min_count, 1),
-            ("--seed", self.seed, 0),
-            ("--max-bad-fraction", self.max_bad_fraction, 0),
-            ("--workers", self.workers, 1),
-        ):
-            if not value >= least:  # so that NaN fails, too
-                raise ConfigError(f"{key}: {value} must be {least} or more")
-        if self.max_bad_fraction > 1:
-            raise ConfigError(f"--max-bad-fraction: {self.max_bad_fraction} must be 1 or less")
+        check_ranges(
+            ("--min-count", self.min_count, 1, 2**31),
+            ("--seed", self.seed, 0, MAX_SEED),
+            ("--max-bad-fraction", self.max_bad_fraction, 0, 1),
+            ("--workers", self.workers, 1, MAX_WORKERS),
+        )
+
+
+def check_ranges(*checks: tuple[str, float, float, float]) -> None:
+    """Raise ConfigError for the first (key, value, least, most) out of range; NaN always is."""
+    for key, value, least, most in checks:
+        if not least <= value <= most:
+            raise ConfigError(f"{key}: {value} must be from {least} to {most}")
+
+
+def by_column(
+    key: str, text: str, number: Callable[[str], Number], example: str
+) -> tuple[tuple[str, Number], ...]:
+    """Read ``C1=3,C20=12``; ConfigError for other forms and for a column named twice."""
+    try:
+        pairs = [item.split("=") for item in text.split(",")]
+        values = tuple((name.strip(), number(value)) for name, value in pairs)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {text!r} must be {example}") from error
+    names = [name for name, _ in values]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{key}: {text!r} names {twice[0]} twice; give each column one value")
+    return values
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """Read ``1000000`` (every field) or ``C3=1000000,C12=500000``."""
-    try:
-        if "=" not in text:
-            return tuple((name, int(text)) for name in fields)
-        pairs = (item.split("=") for item in text.split(","))
-        return tuple((name.strip(), int(size)) for name, size in pairs)
-    except ValueError as error:
-        raise ConfigError(
-            f"--hash-size: {text!r} must be a number of table rows or like C3=1000000,C12=500000"
-        ) from error
+    if "=" not in text:
+        text = ",".join(f"{name}={text}" for name in fields)
+    example = "a number of table rows or like C3=1000000,C12=500000"
+    return by_column("--hash-size", text, int, example)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
-from data.parse import BadLines, Piece, key_expression
+from data.parse import LABELS, BadLines, Piece, key_expression
 from data.schema import Kind, Schema
 from sbpflow.errors import DataError
 
@@ -72,9 +72,9 @@ def _typed_piece(frame: pl.DataFrame, schema: Schema) -> Piece:
             if frame[name].dtype == pl.String
         ),
     )
-    label = pl.col(schema.label).cast(pl.Float64, strict=False)
+    label = _label(frame[schema.label])
     typed = frame.select(
-        label.cast(pl.UInt8, strict=False),
+        label,
         *(_integer(name) for name in schema.dense),
         *(_key(frame[n], k) for n, k in zip(schema.sparse, schema.kinds, strict=True)),
     )
@@ -85,6 +85,16 @@ def _typed_piece(frame: pl.DataFrame, schema: Schema) -> Piece:
         reason = next(name for name in faults.columns if faults[name][number])
         bad.add(number, reason, str(frame.row(number)).encode("ascii", "backslashreplace"))
     return Piece(typed.filter(~is_bad) if bad.total else typed, len(frame), bad)
+
+
+def _label(cells: pl.Series) -> pl.Series:
+    """uint8, null where the cell is not 0 or 1 (text: to the letter, as in text files)."""
+    if cells.dtype == pl.String:
+        fits = cells.is_in(LABELS)
+    else:
+        cells = cells.cast(pl.Float64)
+        fits = cells.is_in([0.0, 1.0])
+    return cells.set(~fits.fill_null(False), None).cast(pl.UInt8)
 
 
 def _integer(name: str) -> pl.Expr:
@@ -124,13 +134,9 @@ def _faults(frame: pl.DataFrame, typed: pl.DataFrame, schema: Schema) -> pl.Data
         flags = [frame[name].is_not_null() & typed[name].is_null() for name in names]
         return pl.DataFrame(flags).select(pl.any_horizontal(pl.all())).to_series()
 
-    label = typed[schema.label]
-    numeric = frame[schema.label].cast(pl.Float64, strict=False)
     return pl.DataFrame(
         {
-            "label is not 0 or 1": ~(numeric.is_in([0.0, 1.0]) & label.is_not_null()).fill_null(
-                False
-            ),
+            "label is not 0 or 1": typed[schema.label].is_null(),
             "dense value is not a 32-bit integer": lost(schema.dense),
             "category does not fit its kind": lost(schema.sparse),
         }

@@ -17,6 +17,8 @@ from sbpflow.errors import DataError
 
 _PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
 _EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
+LABELS = ("0", "1")
+"""A label is one of these to the letter: " 1", "01" and "1.0" are bad lines."""
 _BLOCK_LINES = 1000
 _SHOWN_CHARS = 80
 _SHOWN_LINES = 5
@@ -57,7 +59,7 @@ def parse_piece(text: bytes, schema: Schema) -> Piece:
         text += b"\n"
     if b"\r" in text:
         text = text.replace(b"\r\n", b"\n")
-    num_lines = text.count(b"\n")
+    num_lines = _count(text, "\n")
     frame = _parse_clean(text, num_lines, schema)
     if frame is not None:
         return Piece(frame, num_lines, BadLines())
@@ -88,7 +90,7 @@ def _parse_clean(
         return None
     if len(frame) != num_lines or frame[schema.label].null_count():
         return None
-    if not frame[schema.label].is_in([0, 1]).all():
+    if not frame[schema.label].is_in(LABELS).all():
         return None
     typed = _typed(frame, schema)
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
@@ -110,12 +112,12 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
     return text.isascii() or _is_utf8(text)
 
 
-def _count(text: bytes, separator: str) -> int:
+def _count(text: bytes, byte: str) -> int:
     """Times a byte occurs; in pieces that stay in the cache, ten times as fast as bytes.count."""
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17
     starts = range(0, len(raw), step)
-    return sum(int(np.count_nonzero(raw[i : i + step] == ord(separator))) for i in starts)
+    return sum(int(np.count_nonzero(raw[i : i + step] == ord(byte))) for i in starts)
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -128,10 +130,7 @@ def _is_utf8(text: bytes) -> bool:
 
 def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
     dense = dict.fromkeys(schema.dense, pl.Int32)
-    return {
-        name: pl.Int32 if name == schema.label else dense.get(name, pl.String)
-        for name in schema.columns
-    }
+    return {name: dense.get(name, pl.String) for name in schema.columns}
 
 
 def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
@@ -190,7 +189,7 @@ def _fault(line: bytes, schema: Schema) -> str | None:
     if len(cells) != len(schema.columns):
         return f"{len(cells)} fields instead of {len(schema.columns)}"
     row = dict(zip(schema.columns, cells, strict=True))
-    if row[schema.label] not in ("0", "1"):
+    if row[schema.label] not in LABELS:
         return "label is not 0 or 1"
     for name in schema.dense:
         if row[name] and not _is_int32(row[name]):

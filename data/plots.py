@@ -21,16 +21,19 @@ def write_png(stats: Sequence[FieldStats], path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = [f"{s.name} ({s.rows:,})" for s in stats]
     shares = np.array([np.array(s.bins_lookups) / max(s.lookups, 1) for s in stats])
-    sizes = [size for size in BATCH_SIZES if str(size) in stats[0].unique_ratio]
+    sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]
     ratios = np.array([[s.unique_ratio[str(size)] for size in sizes] for s in stats])
     labels = ["0", "1", *(f"{2**k}+" for k in range(1, NUM_BINS - 1))]
     for axes, values, ticks, title in (
         (left, shares, labels, "share of the lookups, by lookups of the table row"),
         (right, ratios, [f"{size:,}" for size in sizes], "distinct ids per lookup, by batch size"),
     ):
+        if not ticks:  # a set smaller than the smallest batch
+            axes.set_axis_off()
+            continue
         image = axes.imshow(values, aspect="auto", vmin=0, vmax=1, cmap="viridis")
         axes.set_xticks(range(len(ticks)), ticks, rotation=45, ha="right", fontsize=8)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_title(title, fontsize=10)
         figure.colorbar(image, ax=axes)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

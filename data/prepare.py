@@ -26,9 +26,9 @@ from data.source import Input, find_inputs
 from data.stage import Staged, bad_counts, describe_bad, stage_inputs
 from data.stats import compute_stats, stats_json
 from data.vocabulary import Vocabulary, build_vocabularies
-from data.workspace import MARK, discard, open_work, work_folder
+from data.workspace import MARK, DamagedWork, discard, open_work, work_folder
 from sbpflow import __version__
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
 _PUBLISHING = "publishing"
@@ -40,6 +40,7 @@ def prepare(options: PrepareOptions) -> Manifest:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest."""
     options.check()
     inputs = find_inputs(options.inputs)
+    options.split.check_files([source.path.name for source in inputs])
     plan = _plan(options, inputs)
     if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
@@ -47,10 +48,24 @@ def prepare(options: PrepareOptions) -> Manifest:
     work, goes_on = open_work(options.output, plan)
     if goes_on:
         _LOG.info("going on with the unfinished run in %s", work)
+    try:
+        _build(options, inputs, work)
+    except DamagedWork as error:
+        if not goes_on:
+            raise
+        _LOG.warning("starting anew: %s", error)
+        discard(work)
+        work, _ = open_work(options.output, plan)
+        _build(options, inputs, work)
+    return _publish(work, options)
+
+
+def _build(options: PrepareOptions, inputs: Sequence[Input], work: Path) -> None:
+    """Make the finished set as ``work/set``, from whatever parts of it are there."""
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
-            inputs, options, work / "stage", lambda size: _advance(bar, _SHARE["parse"] * size)
+            inputs, options, work, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
         bar.set_description("count")
         vocabularies = build_vocabularies(staged, _counted(options), options, work / "vocabulary")
@@ -68,7 +83,6 @@ def prepare(options: PrepareOptions) -> Manifest:
     if bad := describe_bad(staged):
         _LOG.warning("bad lines were left out:%s", bad)
     _finish(work / "set", _content(options, inputs, staged, vocabularies, records), vocabularies)
-    return _publish(work, options)
 
 
 def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
@@ -158,10 +172,12 @@ def _finish(folder: Path, content: dict[str, Any], vocabularies: Sequence[Vocabu
     """Write the manifest, add the statistics of the finished shards, and verify every checksum."""
     write_manifest(folder, content)
     manifest = load_manifest(folder)
-    verify_shards(manifest)
+    try:
+        verify_shards(manifest)
+    except DataError as error:
+        raise DamagedWork(str(error)) from error
     known = {vocabulary.name: vocabulary.lookups() for vocabulary in vocabularies}
-    stats = stats_json(compute_stats(manifest, known)) if manifest.splits["train"] else []
-    write_manifest(folder, {**content, "stats": stats})
+    write_manifest(folder, {**content, "stats": stats_json(compute_stats(manifest, known))})
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:

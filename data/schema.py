@@ -4,6 +4,7 @@ Values only; reads no rows. ``CRITEO`` is the layout of both Criteo releases (Ka
 label, I1..I13 integers, C1..C26 eight hex digits, tab separated, empty = missing, no header.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +19,11 @@ MISSING_ID = 0
 RARE_ID = 1
 NUM_RESERVED_IDS = 2
 
+SPLIT_COLUMN = "__split"
+SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
+"""Characters that no number has; \\x01 is Hive's."""
+
+_FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = ("hex", "string", "integer")
 _KEYS = ("label", "columns", "dense", "sparse", "separator")
 
@@ -53,18 +59,28 @@ class Schema:
         return self.kinds[self.sparse.index(name)]
 
     def check(self, key: str) -> None:
-        """Raise ConfigError unless names are unique, listed in ``columns`` and free of 'x'."""
+        """Raise ConfigError unless names are unique, listed in ``columns`` and usable."""
         used = (self.label, *self.dense, *self.sparse)
         if repeated := sorted({name for name in used if used.count(name) > 1}):
             raise ConfigError(f"{key}: column {repeated[0]!r} is used twice; name each column once")
+        if twice := [name for name in self.columns if self.columns.count(name) > 1]:
+            raise ConfigError(f"{key}: columns names {twice[0]!r} twice; name each column once")
         if unknown := [name for name in used if name not in self.columns]:
             raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
         if crossed := [name for name in self.sparse if "x" in name]:
             raise ConfigError(f"{key}: {crossed[0]!r} has an 'x', which names crosses; rename it")
+        if odd := [name for name in self.sparse if not _FIELD_NAME.fullmatch(name)]:
+            raise ConfigError(
+                f"{key}: sparse column {odd[0]!r} must be letters, digits, '_', '-' and '.', a "
+                "letter or digit first: files and options are named after it"
+            )
+        if SPLIT_COLUMN in used:
+            raise ConfigError(f"{key}: {SPLIT_COLUMN!r} is a name of prepare's own; rename it")
         if not self.sparse:
             raise ConfigError(f"{key}: sparse names no column; an embedding needs one")
-        if len(self.separator) != 1 or not self.separator.isascii():
-            raise ConfigError(f"{key}: separator {self.separator!r} must be one ASCII character")
+        if self.separator not in SEPARATORS:
+            known = " ".join(repr(separator) for separator in SEPARATORS)
+            raise ConfigError(f"{key}: separator {self.separator!r} must be one of {known}")
 
 
 _DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -104,6 +120,9 @@ def _schema_from(path: Path, raw: dict[str, Any]) -> Schema:
     sparse = raw.get("sparse", {})
     if not isinstance(sparse, dict | list):
         raise ConfigError(f"--schema {path}: sparse is {sparse!r}; write names or name: kind")
+    for key in ("dense", "columns", "sparse"):
+        if nested := [entry for entry in raw.get(key, ()) if not isinstance(entry, str | int)]:
+            raise ConfigError(f"--schema {path}: {key} has {nested[0]!r}, which is no name")
     kinds = dict.fromkeys(sparse, "hex") if isinstance(sparse, list) else sparse
     if bad := [f"{name}: {kind}" for name, kind in kinds.items() if kind not in _KINDS]:
         raise ConfigError(f"--schema {path}: sparse {bad[0]} must be one of {', '.join(_KINDS)}")
@@ -135,6 +154,6 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
             raise ConfigError(
                 f"--crosses: {absent[0]!r} is not a sparse column; there are {', '.join(sparse)}"
             )
-    if len(set(pairs)) < len(pairs):
-        raise ConfigError(f"--crosses: {text!r} names a cross twice")
+    if len({frozenset(pair) for pair in pairs}) < len(pairs):
+        raise ConfigError(f"--crosses: {text!r} names a cross twice; AxB and BxA are the same")
     return tuple((pair[0], pair[1]) for pair in pairs)

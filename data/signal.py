@@ -11,7 +11,6 @@ import numpy as np
 from data.bayes import BayesTally
 from data.columns import Columns, Rows
 from data.tails import Floats, Ranks, uniform
-from sbpflow.errors import ConfigError
 
 ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
@@ -32,8 +31,6 @@ class Signal:
     def __init__(
         self, columns: Columns, seed: int, *, ctr: float, auc: float, min_mass: float
     ) -> None:
-        if not (0.5 < auc < 0.99 and 0 < ctr < 1):
-            raise ConfigError(f"--auc {auc} must be above 0.5 and below 0.99, --ctr {ctr} in 0..1")
         blocks = [columns.block(i, _STREAM) for i in range(_CALIBRATION_BLOCKS)]
         self._bits = np.random.PCG64(np.random.SeedSequence([seed, 2]))
         self._tables = {name: self._id_table(name, blocks, min_mass) for name in ID_TERMS}

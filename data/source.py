@@ -8,6 +8,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,21 @@ from sbpflow.errors import ConfigError, DataError
 
 MAX_LINE_BYTES = 1 << 24
 SUFFIXES = (".tsv", ".txt", ".csv", ".gz", ".parquet")
+_PARTS = re.compile(r"(day|part)[-_]\d+")
+"""Names without a suffix that are data in a folder: the 1TB logs unpack to day_0 ... day_23."""
+
+_FORMATS = {
+    b"PAR1": "is Parquet; name it .parquet",
+    b"\x1f\x8b": "is a gzip file; name it .gz",
+    b"PK\x03\x04": "is a zip archive; unpack it first",
+    b"BZh": "is a bzip2 file; unpack it first, or pack it with gzip",
+    b"\x28\xb5\x2f\xfd": "is a zstd file; unpack it first, or pack it with gzip",
+    b"\xfd7zXZ": "is an xz file; unpack it first, or pack it with gzip",
+    b"\xff\xfe": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"\xfe\xff": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"\xef\xbb\xbf": "starts with a byte order mark; remove it with `tail -c +4`",
+}
+"""First bytes of files that are no plain text table, and what to do about each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +45,66 @@ class Input:
     @property
     def is_gzip(self) -> bool:
         """Whether the name says gzip."""
-        return self.path.suffix == ".gz"
+        return self.path.suffix.lower() == ".gz"
 
     @property
     def is_parquet(self) -> bool:
         """Whether the name says Parquet."""
-        return self.path.suffix == ".parquet"
+        return self.path.suffix.lower() == ".parquet"
 
 
 def find_inputs(paths: Sequence[Path]) -> tuple[Input, ...]:
-    """Files as given, folders as their data files in natural order; ConfigError if none."""
+    """Files as given, folders as their data files in natural order.
+
+    Raises ConfigError if there is none, one is given twice, or one starts like another format.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
             inside = sorted((p for p in path.iterdir() if _is_data(p)), key=_natural)
             if not inside:
                 raise ConfigError(
-                    f"--input {path}: no .tsv, .txt, .csv, .gz or .parquet file in it"
+                    f"--input {path}: no .tsv, .txt, .csv, .gz or .parquet file in it, and none "
+                    "called like day_0; name the files themselves if they are called otherwise"
                 )
             files += inside
         elif path.is_file():
             files.append(path)
         else:
             raise ConfigError(f"--input {path}: no such file or folder")
-    return tuple(Input(i, path, path.stat().st_size) for i, path in enumerate(files))
+    inputs = tuple(Input(i, path, path.stat().st_size) for i, path in enumerate(files))
+    known: dict[tuple[int, int], Path] = {}
+    for source in inputs:
+        stat = source.path.stat()
+        other = known.setdefault((stat.st_dev, stat.st_ino), source.path)
+        if other is not source.path:
+            raise ConfigError(
+                f"--input {source.path}: is {other} again, its rows would count twice; name each "
+                "file once"
+            )
+        _check_start(source)
+    return inputs
 
 
 def _is_data(path: Path) -> bool:
-    return path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(".")
+    named = path.suffix.lower() in SUFFIXES or _PARTS.fullmatch(path.name) is not None
+    return named and path.is_file() and not path.name.startswith(".")
+
+
+def _check_start(source: Input) -> None:
+    """Refuse a file whose first bytes (unpacked, if it is gzip) say that it is no text table."""
+    if source.is_parquet:
+        return
+    with source.path.open("rb") as raw:
+        if source.is_gzip:
+            with _gzip_errors(source.path), gzip.GzipFile(fileobj=raw) as file:
+                start = file.read(6)
+        else:
+            start = raw.read(6)
+    for magic, advice in _FORMATS.items():
+        if start.startswith(magic):
+            first = "unpack it with gunzip; what is in it " if source.is_gzip else ""
+            raise ConfigError(f"--input {source.path}: {first}{advice}")
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -91,15 +139,20 @@ def _no_line_end(path: Path) -> DataError:
 
 def gzip_pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
     """The pieces of a gzip file in order, each with the compressed bytes it took."""
+    with _gzip_errors(path), path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+        taken = 0
+        while head := file.read(size):
+            tail = b"" if head.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
+            if len(tail) == MAX_LINE_BYTES:
+                raise _no_line_end(path)
+            yield head + tail, raw.tell() - taken
+            taken = raw.tell()
+
+
+@contextmanager
+def _gzip_errors(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
-            taken = 0
-            while head := file.read(size):
-                tail = b"" if head.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
-                if len(tail) == MAX_LINE_BYTES:
-                    raise _no_line_end(path)
-                yield head + tail, raw.tell() - taken
-                taken = raw.tell()
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path}: the gzip file is cut short or damaged ({error}); rows are lost, "

@@ -1,5 +1,6 @@
 """Which rows are train, val and test: by time (row order), by ratio (seeded), or by file name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
@@ -26,6 +27,28 @@ class SplitRule:
         train, val, _ = self.fractions
         return round(num_rows * train), round(num_rows * (train + val))
 
+    def check_files(self, names: Sequence[str]) -> None:
+        """Raise ConfigError if a pattern matches no file, or none is left for train."""
+        found = {self._pattern_of(name) for name in names}
+        if idle := [f"{split}={pattern}" for split, pattern in self.patterns
+                    if (split, pattern) not in found]:  # fmt: skip
+            raise ConfigError(
+                f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (the first "
+                f"pattern that fits a name counts); write {_EXAMPLES}"
+            )
+        if self.patterns and None not in found:
+            raise ConfigError(
+                f"--split: val and test take every file and leave none for train; write {_EXAMPLES}"
+            )
+
+    def check_train(self, num_rows: int, num_train: int | None = None) -> None:
+        """Raise ConfigError if train gets none of ``num_rows`` rows (by time, unless given)."""
+        if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
+            raise ConfigError(
+                f"--split: train gets none of the {num_rows} rows, and ids and vocabularies are "
+                "made from it; for example time:1,0,0"
+            )
+
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
         """0 train, 1 val, 2 test for the rows of a piece; ``time`` decides later and gives 0."""
         if self.kind == "ratio":
@@ -33,10 +56,13 @@ class SplitRule:
             return np.searchsorted(np.cumsum(self.fractions)[:2], draws, side="right").astype(
                 np.uint8
             )
-        for split, pattern in self.patterns:
-            if fnmatch(file_name, pattern):
-                return np.full(num_rows, SPLITS.index(split), dtype=np.uint8)
-        return np.zeros(num_rows, dtype=np.uint8)
+        place = self._pattern_of(file_name)
+        return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
+
+    def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
+        """The split and pattern that take a file; None leaves it to train."""
+        fits = (place for place in self.patterns if fnmatch(file_name, place[1]))
+        return next(fits, None)
 
 
 def parse_split(text: str) -> SplitRule:

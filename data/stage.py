@@ -4,12 +4,11 @@ Columns: label uint8, dense int32, one key per sparse column and cross (null = m
 uint8. A piece is done when its ``.json`` is there; it is written last.
 """
 
-import json
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,16 @@ import polars as pl
 from data.options import PrepareOptions
 from data.parquet import PIECE_ROWS, count_rows, parquet_piece
 from data.parse import BadLines, Piece, parse_piece
-from data.schema import Schema
+from data.schema import SPLIT_COLUMN, Schema
+from data.shards import file_crc32
 from data.source import Input, gzip_pieces, read_piece
+from data.workspace import read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
-SPLIT_COLUMN = "__split"
+ENCODED_KEYS = ("shards", "clamped")
+_STAGED_KEYS = ("rows", "train", "lines", "crc32", "counts", "examples")
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
@@ -39,15 +41,18 @@ class Staged:
     path: Path
     file: Path
     num_rows: int
+    num_train: int
+    """Rows for train by ratio or by file; all of them where the split is by time."""
     num_lines: int
     bad: BadLines
 
 
 def stage_inputs(
-    inputs: Sequence[Input], options: PrepareOptions, folder: Path, advance: Advance
+    inputs: Sequence[Input], options: PrepareOptions, work: Path, advance: Advance
 ) -> tuple[Staged, ...]:
-    """Stage all pieces, ``options.workers`` at a time, and check the limit on bad rows."""
-    folder.mkdir(exist_ok=True)
+    """Stage all pieces, ``options.workers`` at a time; check the bad rows and the train part."""
+    for name in ("stage", "encoded"):
+        (work / name).mkdir(exist_ok=True)
     staged: list[Staged] = []
     waiting: deque[tuple[int, Future[Staged]]] = deque()
 
@@ -59,14 +64,21 @@ def stage_inputs(
             check_bad(staged, max(_EARLY_BAD, options.max_bad_fraction))
 
     with ThreadPoolExecutor(options.workers) as pool:
-        for job in _jobs(inputs, options, folder):
+        for job in _jobs(inputs, options, work):
             waiting.append((job.num_bytes, pool.submit(_stage_piece, job, options)))
             if len(waiting) > options.workers:
                 finish()
         while waiting:
             finish()
     check_bad(staged, options.max_bad_fraction)
+    num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
+    options.split.check_train(sum(piece.num_rows for piece in staged), num_train)
     return tuple(staged)
+
+
+def encoded_record(work: Path, number: int) -> Path:
+    """Where it says that piece ``number`` is encoded; its staged file is then of no more use."""
+    return work / "encoded" / f"{number:06d}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +86,37 @@ class _Job:
     """One piece to stage; ``text`` only where the file must be read in order."""
 
     target: Path
+    encoded: Path
     source: Input
     index: int
     num_bytes: int
     text: bytes | None = None
 
 
-def _jobs(inputs: Sequence[Input], options: PrepareOptions, folder: Path) -> Iterator[_Job]:
+def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Iterator[_Job]:
     size = options.piece_bytes
+    numbers = count()
+
+    def job(source: Input, index: int, num_bytes: int, text: bytes | None = None) -> _Job:
+        target = work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
+        return _Job(target, encoded_record(work, next(numbers)), source, index, num_bytes, text)
+
     for source in inputs:
         if source.is_gzip:
             for index, (text, num_bytes) in enumerate(gzip_pieces(source.path, size)):
-                yield _Job(_target(folder, source, index), source, index, num_bytes, text)
+                yield job(source, index, num_bytes, text)
             continue
-        count = -(-source.num_bytes // size)
+        num_pieces = -(-source.num_bytes // size)
         if source.is_parquet:
-            count = -(-count_rows(source.path, options.schema) // PIECE_ROWS)
-        for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(count, 1))):
-            yield _Job(_target(folder, source, index), source, index, num_bytes)
-
-
-def _target(folder: Path, source: Input, index: int) -> Path:
-    return folder / f"{source.order:05d}-{index:06d}.arrow"
+            num_pieces = -(-count_rows(source.path, options.schema) // PIECE_ROWS)
+        for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(num_pieces, 1))):
+            yield job(source, index, num_bytes)
 
 
 def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
-    record = job.target.with_suffix(".json")
-    if not _is_whole(job.target, record):
+    path = job.target.with_suffix(".json")
+    record = read_record(path, _STAGED_KEYS)
+    if record is None or not _is_whole(job, record):
         piece = _read(job, options)
         key = (options.seed, job.source.order, job.index)
         split = options.split.of_piece(job.source.path.name, key, len(piece.frame))
@@ -109,8 +125,19 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
             pl.Series(SPLIT_COLUMN, split),
         )
         frame.write_ipc(job.target, compression="uncompressed")
-        _write_record(record, piece, job.target.stat().st_size)
-    return _read_record(job.target, job.source)
+        record = {
+            "rows": len(frame),
+            "train": int((split == 0).sum()),
+            "lines": piece.num_lines,
+            "crc32": file_crc32(job.target),
+            "counts": piece.bad.counts,
+            "examples": piece.bad.examples,
+        }
+        write_record(path, record)
+    bad = BadLines(record["counts"], [tuple(example) for example in record["examples"]])
+    return Staged(
+        job.target, job.source.path, record["rows"], record["train"], record["lines"], bad
+    )
 
 
 def _read(job: _Job, options: PrepareOptions) -> Piece:
@@ -122,27 +149,11 @@ def _read(job: _Job, options: PrepareOptions) -> Piece:
     return parse_piece(text, options.schema)
 
 
-def _is_whole(target: Path, record: Path) -> bool:
-    """Whether a piece was staged: its record is there, and the file has the size it says."""
-    try:
-        size = json.loads(record.read_text(encoding="ascii"))["bytes"]
-        return target.stat().st_size == size
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _write_record(record: Path, piece: Piece, num_bytes: int) -> None:
-    bad = {"counts": piece.bad.counts, "examples": piece.bad.examples}
-    content = {"rows": len(piece.frame), "lines": piece.num_lines, "bytes": num_bytes, **bad}
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="ascii")
-    os.replace(partial, record)
-
-
-def _read_record(target: Path, source: Input) -> Staged:
-    raw: dict[str, Any] = json.loads(target.with_suffix(".json").read_text(encoding="ascii"))
-    bad = BadLines(raw["counts"], [tuple(example) for example in raw["examples"]])
-    return Staged(target, source.path, raw["rows"], raw["lines"], bad)
+def _is_whole(job: _Job, record: Mapping[str, Any]) -> bool:
+    """Whether the staged file is what an earlier run wrote, or not needed any more."""
+    if read_record(job.encoded, ENCODED_KEYS) is not None:
+        return True
+    return job.target.is_file() and file_crc32(job.target) == record["crc32"]
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
@@ -174,8 +185,8 @@ def bad_counts(staged: Sequence[Staged]) -> dict[str, int]:
     """Bad lines by reason over all pieces."""
     counts: dict[str, int] = {}
     for piece in staged:
-        for reason, count in piece.bad.counts.items():
-            counts[reason] = counts.get(reason, 0) + count
+        for reason, number in piece.bad.counts.items():
+            counts[reason] = counts.get(reason, 0) + number
     return dict(sorted(counts.items()))
 
 

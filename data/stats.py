@@ -127,8 +127,19 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
         for field, ids in zip(manifest.fields, field_ids(manifest, words), strict=True):
             if field.name in counts:
                 found, times = np.unique(ids, return_counts=True)
+                if found[0] < 0 or found[-1] >= field.rows:
+                    raise _out_of_range(manifest, field, start, ids)
                 counts[field.name][found] += times
     return counts
+
+
+def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> DataError:
+    row, column = np.argwhere((ids < 0) | (ids >= field.rows))[0]
+    return DataError(
+        f"{manifest.path}: row {start + int(row)} of train has {field.name} id {ids[row, column]}, "
+        f"its table has rows 0..{field.rows - 1}; the set is damaged, `python -m data verify` "
+        "tells which file"
+    )
 
 
 def compute_stats(
@@ -145,10 +156,35 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """The measures recorded when the set was made."""
-    if not manifest.content.get("stats"):
+    """The measures recorded when the set was made; DataError if there are none, or not of it."""
+    raw = manifest.content.get("stats")
+    if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")
-    return [FieldStats(**entry) for entry in manifest.content["stats"]]
+    try:
+        stats = [FieldStats(**entry) for entry in raw]
+        for entry, field in zip(stats, manifest.fields, strict=True):
+            _check_stats(entry, field)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{manifest.path}: the statistics in the manifest are not of these tables ({error}); "
+            "use --recount"
+        ) from error
+    return stats
+
+
+def _check_stats(entry: FieldStats, field: Field) -> None:
+    """Raise one of the errors that ``load_stats`` turns into a message if a reader would."""
+    if (entry.name, entry.rows, entry.hot) != (field.name, field.rows, field.hot):
+        raise ValueError(f"{entry.name!r} stands for {field.name!r}")
+    numbers = [entry.lookups, entry.missing, entry.rare, entry.distinct, entry.tail_exponent or 0]
+    numbers += [entry.top_mass[str(k)] for k in TOP]
+    numbers += [*entry.unique_ratio.values(), *entry.bins_rows, *entry.bins_lookups]
+    if any(type(number) not in (int, float) for number in numbers):
+        raise TypeError(f"{field.name} has a value that is no number")
+    if len(entry.bins_rows) != NUM_BINS or len(entry.bins_lookups) != NUM_BINS:
+        raise ValueError(f"{field.name} has not {NUM_BINS} bins")
+    if not set(entry.unique_ratio) <= {str(size) for size in BATCH_SIZES}:
+        raise ValueError(f"{field.name} has other batch sizes than {BATCH_SIZES}")
 
 
 def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
@@ -160,7 +196,7 @@ def stats_table(stats: Sequence[FieldStats]) -> str:
     """The measures as text, one line per table."""
     head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
     head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
-    sizes = [size for size in BATCH_SIZES if str(size) in stats[0].unique_ratio]
+    sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]
     head += "".join(f" {'uniq@' + _short(size):>9}" for size in sizes) + f" {'tail':>6}"
     lines = [head]
     for s in stats:

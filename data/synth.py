@@ -148,8 +148,7 @@ def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     content = _content(maps, options, done)
     write_manifest(work, content)
     manifest = load_manifest(work)
-    stats = stats_json(compute_stats(manifest)) if manifest.splits["train"] else []
-    write_manifest(work, {**content, "stats": stats})
+    write_manifest(work, {**content, "stats": stats_json(compute_stats(manifest))})
     (work / MARK).unlink()
     os.replace(work, options.output)
     return load_manifest(options.output)

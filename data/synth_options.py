@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
+from data.options import MAX_SEED, MAX_WORKERS, Number, by_column, check_ranges
 from data.schema import CRITEO
 from data.split import SplitRule
 from sbpflow.errors import ConfigError
@@ -16,8 +17,6 @@ CROSSES = (("C1", "C2"), ("C3", "C4"))
 MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 # fmt: on
 """Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)."""
-
-_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,43 +44,38 @@ class SynthOptions:
             raise ConfigError("--split: generated rows are split by time, like time:0.8,0.1,0.1")
         if self.format == "tsv" and any(hot > 1 for _, hot in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
-        if self.vocab_scale > 1:
-            raise ConfigError(f"--vocab-scale: {self.vocab_scale} must be at most 1 (full Criteo)")
-        for key, value, least in (
-            ("--rows", self.rows, 1),
-            ("--seed", self.seed, 0),
-            ("--drift", self.drift, 0),
-            ("--workers", self.workers, 1),
-            ("--vocab-scale", self.vocab_scale, 1e-6),
-            *(("--hot " + name, hot, 1) for name, hot in self.hot),
-            *(("--skew " + name, skew, 0) for name, skew in self.skew),
-        ):
-            if value < least:
-                raise ConfigError(f"{key}: {value} must be {least} or more")
+        check_ranges(
+            ("--rows", self.rows, 1, 10**11),
+            ("--ctr", self.ctr, 0.001, 0.999),
+            ("--auc", self.auc, 0.51, 0.98),
+            ("--seed", self.seed, 0, MAX_SEED),
+            ("--drift", self.drift, 0, 1000),
+            ("--workers", self.workers, 1, MAX_WORKERS),
+            ("--vocab-scale", self.vocab_scale, 1e-6, 1),
+            *(("--hot " + name, hot, 1, 1000) for name, hot in self.hot),
+            *(("--skew " + name, skew, 0, 10) for name, skew in self.skew),
+        )
+        self.split.check_train(self.rows)
 
 
 def parse_hot(text: str) -> tuple[tuple[str, int], ...]:
     """Read ``mlperf`` or ``C1=3,C20=12``."""
     if text == "mlperf":
         return tuple(zip(CRITEO.sparse, MLPERF_HOT, strict=True))
-    return _by_column("--hot", text, int)
+    return _by_column("--hot", text, int, "mlperf or like C1=3,C20=12")
 
 
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
     """Read ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
     if "=" not in text:
         text = ",".join(f"{name}={text}" for name in CRITEO.sparse)
-    return _by_column("--skew", text, float)
+    return _by_column("--skew", text, float, "a number or like C1=3,C20=0.5")
 
 
 def _by_column(
-    key: str, text: str, number: Callable[[str], _Number]
-) -> tuple[tuple[str, _Number], ...]:
-    try:
-        pairs = [item.split("=") for item in text.split(",")]
-        values = tuple((name.strip(), number(value)) for name, value in pairs)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {text!r} must be like C1=3,C20=12") from error
+    key: str, text: str, number: Callable[[str], Number], example: str
+) -> tuple[tuple[str, Number], ...]:
+    values = by_column(key, text, number, example)
     if unknown := [name for name, _ in values if name not in CRITEO.sparse]:
         raise ConfigError(f"{key}: {unknown[0]!r} is no column; there are C1..C26")
     return values

@@ -1,6 +1,8 @@
 """Vocabularies: counts of the train part, which values are kept, and which id each gets."""
 
 import os
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,9 @@ from numpy.typing import NDArray
 
 from data.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable, assign_ids
 from data.options import PrepareOptions
-from data.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID
-from data.stage import SPLIT_COLUMN, Staged
+from data.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID, SPLIT_COLUMN
+from data.stage import Staged
+from data.workspace import DamagedWork
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,25 @@ def train_rows(staged: Sequence[Staged], options: PrepareOptions) -> list[pl.Laz
 def build_vocabularies(
     staged: Sequence[Staged], names: Sequence[str], options: PrepareOptions, folder: Path
 ) -> list[Vocabulary]:
-    """Count the fields over the train part in one pass and assign ids; kept in ``folder``."""
+    """Count the fields over the train part in one pass and assign ids; kept in ``folder``.
+
+    Raises DamagedWork if what an earlier run kept is damaged and the staged rows are gone.
+    """
     folder.mkdir(exist_ok=True)
-    if any(not (folder / f"{name}.npz").exists() for name in names):
+    paths = [folder / f"{name}.npz" for name in names]
+    kept = [_load(path, name) for path, name in zip(paths, names, strict=True)]
+    if None in kept:
+        if gone := [piece.path for piece in staged if not piece.path.exists()]:
+            raise DamagedWork(f"{folder}: a vocabulary is damaged, and {gone[0]} is encoded")
         rows = pl.concat(train_rows(staged, options))
         queries = [rows.select(name).group_by(name).len() for name in names]
-        for name, counts in zip(names, pl.collect_all(queries, engine="streaming"), strict=True):
-            _save(folder / f"{name}.npz", _vocabulary(name, counts, options))
-    return [_load(folder / f"{name}.npz", name) for name in names]
+        kept = [
+            _vocabulary(name, counts, options)
+            for name, counts in zip(names, pl.collect_all(queries, engine="streaming"), strict=True)
+        ]
+        for path, vocabulary in zip(paths, kept, strict=True):
+            _save(path, vocabulary)
+    return [vocabulary for vocabulary in kept if vocabulary is not None]
 
 
 def _vocabulary(name: str, counts: pl.DataFrame, options: PrepareOptions) -> Vocabulary:
@@ -104,7 +118,11 @@ def _save(path: Path, vocabulary: Vocabulary) -> None:
     os.replace(partial, path)
 
 
-def _load(path: Path, name: str) -> Vocabulary:
-    with np.load(path, allow_pickle=False) as saved:
-        other = [int(value) for value in saved["other"]]
-        return Vocabulary(name, saved["keys"], saved["counts"], saved["ids"], *other)
+def _load(path: Path, name: str) -> Vocabulary | None:
+    """What ``_save`` wrote; None where it is not there or its checksums (zip's) do not fit."""
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            other = [int(value) for value in saved["other"]]
+            return Vocabulary(name, saved["keys"], saved["counts"], saved["ids"], *other)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None

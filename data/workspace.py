@@ -1,15 +1,40 @@
 """The folder of unfinished results beside an output: made, recognised and removed in one place.
 
-Only a folder that carries our mark is ever emptied; anything else of that name is a user's.
+A part is done when its record is there: a JSON file, written last and in one step. Only a folder
+that carries our mark is ever emptied; anything else of that name is a user's.
 """
 
+import json
 import os
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any, cast
 
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 
 MARK = "plan"
+
+
+class DamagedWork(DataError):
+    """A part of an earlier run is not what it wrote, and what it was made from is gone."""
+
+
+def write_record(path: Path, content: Mapping[str, object]) -> None:
+    """Write the record of a part that is done."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="ascii")
+    os.replace(partial, path)
+
+
+def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
+    """The record of a part; None where there is none or it is damaged, so the part is not done."""
+    try:
+        raw: object = json.loads(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    fits = isinstance(raw, dict) and set(cast("dict[str, Any]", raw)) == set(keys)
+    return cast("dict[str, Any]", raw) if fits else None
 
 
 def work_folder(output: Path) -> Path:

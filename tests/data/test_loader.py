@@ -138,8 +138,9 @@ def test_ids_and_floats_are_where_the_manifest_says(row_set):
     assert batch.ids.dtype == torch.int32
 
 
-def test_importing_data_imports_neither_dali_nor_polars():
-    code = "import sys, data; print([m for m in ('polars', 'nvidia.dali') if m in sys.modules])"
+def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
+    names = ("polars", "nvidia.dali", "torch")
+    code = f"import sys, data; print([name for name in {names} if name in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -185,3 +186,101 @@ def test_writing_into_a_batch_changes_no_other(row_set, shuffle):
         batch.dense.fill_(float("nan"))
     again = [batch.ids for batch in loader.epoch(0)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank: 2 must be a whole number from 0 to 1"),
+        ({"rank": -1}, "rank: -1"),
+        ({"world_size": 0}, "world_size: 0"),
+        ({"seed": -1}, "seed: -1"),
+        ({"seed": 0.5}, "seed: 0.5"),
+        ({"batch_size": 0}, "data.batch_size: 0"),
+        ({"batch_size": "16"}, "data.batch_size: '16'"),
+        ({"batch_size": True}, "data.batch_size: True"),
+        ({"backend": "csv"}, "data.loader: 'csv'"),
+        ({"shuffle": "all"}, "data.shuffle: 'all'"),
+        ({"tail": "mask"}, "tail: 'mask'"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(row_set, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        open_loader(row_set(4096), **{"batch_size": 16, **arguments})
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, None])
+def test_an_epoch_is_a_whole_number(row_set, epoch):
+    with pytest.raises(ConfigError, match="epoch: "):
+        open_loader(row_set(4096), batch_size=16).epoch(epoch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cursor": -1}, {"cursor": 9001}, {"cursor": 1.5}, {"cursor": None}, {"cursor": True},
+     {"epoch": -1}, {"epoch": "0"}],
+)  # fmt: skip
+def test_a_state_out_of_range_is_refused(row_set, change):
+    loader = open_loader(row_set(9000), batch_size=700)
+    (key,) = change
+    with pytest.raises(DataError, match=f"has {key} .*; it must be a whole number from 0 to"):
+        loader.load_state_dict({**loader.state_dict(), **change})
+    assert len(next(loader.epoch(0)).labels) == 700
+
+
+def ids_of(loader, epoch):
+    return [batch.ids for batch in loader.epoch(epoch)]
+
+
+def test_peek_on_a_new_loader_at_the_end_and_of_another_epoch(row_set):
+    loader = open_loader(row_set(9000), batch_size=700, backend="memmap", shuffle="rows")
+    want = {epoch: ids_of(loader, epoch) for epoch in (0, 1, 4)}
+    loader = open_loader(row_set(9000), batch_size=700, backend="memmap", shuffle="rows")
+
+    def shows(peeked, batches):
+        return len(peeked) == len(batches) and all(map(torch.equal, peeked, batches))
+
+    assert shows(loader.peek(2), want[0][:2])
+    assert shows(loader.peek(2, epoch=4), want[4][:2])
+    batches = loader.epoch(4)  # peek knows the epoch before the first batch is asked for
+    assert shows(loader.peek(2), want[4][:2])
+    for _ in range(12):
+        next(batches)
+    assert shows(loader.peek(3), want[4][12:])
+    assert shows(loader.peek(2, epoch=1), want[1][:2])
+    assert shows([next(batches).ids], want[4][12:])
+    assert loader.peek(3) == []
+    assert loader.peek(0) == []
+    restored = open_loader(row_set(9000), batch_size=700, backend="memmap", shuffle="rows")
+    next(batches := loader.epoch(1))
+    restored.load_state_dict(loader.state_dict())
+    assert shows(restored.peek(2), want[1][1:3])
+    with pytest.raises(ConfigError, match="num_batches: -1"):
+        loader.peek(-1)
+
+
+@pytest.mark.parametrize("backend", ["memmap", "dali"])
+def test_a_second_read_ends_the_first(row_set, backend):
+    loader = open_loader(row_set(9000), batch_size=700, backend=backend)
+    first = loader.epoch(0)
+    next(first)
+    second = loader.epoch(1)
+    with pytest.raises(DataError, match=r"ended by a later epoch\(\)"):
+        next(first)
+    assert len(list(second)) == 13
+    state = loader.state_dict()
+    third = loader.epoch(2)
+    loader.load_state_dict(state)
+    with pytest.raises(DataError, match="ended by"):
+        next(third)
+
+
+def test_a_closed_loader_says_so(row_set):
+    loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
+    batches = loader.epoch(0)
+    next(batches)
+    loader.close()
+    with pytest.raises(DataError, match="ended by"):
+        next(batches)
+    with pytest.raises(DataError, match="was closed"):
+        loader.epoch(1)

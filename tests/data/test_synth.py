@@ -272,13 +272,13 @@ def test_generated_ids_follow_the_rule_of_prepared_ones(generator, made):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "1 or more"),
+        (["--rows", "0"], "from 1 to"),
         (["--rows", "10", "--auc", "1.5"], "--auc"),
         (["--rows", "10", "--split", "ratio:0.8,0.1,0.1"], "by time"),
         (["--rows", "10", "--hot", "C99=3"], "C99"),
         (["--rows", "10", "--hot", "C1"], "like C1=3"),
         (["--rows", "10", "--skew", "C1=x"], "like C1=3"),
-        (["--rows", "10", "--vocab-scale", "2"], "at most 1"),
+        (["--rows", "10", "--vocab-scale", "2"], "from 1e-06 to 1"),
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
     ],
 )
@@ -287,3 +287,49 @@ def test_a_users_mistake_is_one_readable_message(tmp_path, capsys, arguments, me
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("--skew", "nan"), ("--skew", "inf"), ("--skew", "1e9"), ("--skew", "-1"),
+        ("--skew", "C1=nan"), ("--skew", "C1=1,C1=2"),
+        ("--drift", "nan"), ("--drift", "inf"), ("--drift", "1e30"),
+        ("--vocab-scale", "nan"), ("--vocab-scale", "inf"), ("--vocab-scale", "0"),
+        ("--auc", "nan"), ("--auc", "0.5"), ("--ctr", "nan"), ("--ctr", "0"), ("--ctr", "1"),
+        ("--hot", "C1=3,C1=4"), ("--hot", "C1=0"), ("--hot", "C1=100000"),
+        ("--rows", str(10**18)), ("--workers", "0"), ("--seed", "-1"),
+        ("--split", "time:0.000001,0.5,0.499999"),
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_work_names_key_value_and_rule(tmp_path, capsys, key, value):
+    arguments = {"--rows": "1000", "--vocab-scale": "0.001", key: value}
+    words = [f"{name}={given}" for name, given in arguments.items()]
+    assert main(["synth", "--output", str(tmp_path / "set"), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {key}")
+    assert len(error.splitlines()) == 1
+    assert any(rule in error for rule in ("must be from", "twice", "for example"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"skew": (("C3", 10.0), ("C1", 0.0))},
+        {"drift": 1000.0},
+        {"vocab_scale": 1e-6},
+        {"ctr": 0.001, "auc": 0.98},
+        {"ctr": 0.999, "auc": 0.51},
+    ],
+)
+def test_the_ends_of_the_ranges_work(tmp_path, options):
+    settings = {"vocab_scale": 0.001, "rows": 3000, **options}
+    made = synth(SynthOptions(output=tmp_path / "set", **settings))
+    words = all_words(made, "train")
+    assert np.isfinite(words[:, :14].view(np.float32)).all()
+    rows = np.array([field.rows for field in made.fields])
+    assert (words[:, 14:] >= 0).all()
+    assert (words[:, 14:] < rows).all()
+    assert all(np.isfinite(pair).all() for pair in made.bayes.by_split.values())
+    if "auc" in options:
+        assert abs(made.bayes.by_split["train"][0] - options["auc"]) < 0.02

@@ -1,0 +1,299 @@
+"""What prepare takes and what it refuses: file forms, labels, Parquet, splits, a full disk."""
+
+import gzip
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import polars as pl
+import pytest
+
+from data import load_manifest
+from data.__main__ import main
+from data.parquet import parquet_piece
+from data.parse import parse_piece
+from data.schema import CRITEO
+from tests.data.rows import (
+    ROOT,
+    all_words,
+    folder_bytes,
+    ids,
+    run_prepare,
+    text_rows,
+    write_rows,
+)
+
+ROWS = text_rows(600)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("text") / "rows.tsv", ROWS)
+
+
+def refused(capsys, output, *arguments):
+    """The one line that prepare ends with."""
+    assert main(["prepare", "--output", str(output), *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert "Traceback" not in captured.err + captured.out
+    assert not output.exists()
+    return errors[0]
+
+
+TEXT = b"".join("\t".join(row).encode() + b"\n" for row in ROWS[:50])
+OTHER_FORMATS = {
+    "rows.parquet.gz": (gzip.compress(b"PAR1" + TEXT), "gunzip; what is in it is Parquet"),
+    "rows.tsv": (b"PAR1" + TEXT, "name it .parquet"),
+    "gzipped.tsv": (gzip.compress(TEXT), "name it .gz"),
+    "utf16.tsv": (TEXT.decode().encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+    "marked.tsv": (b"\xef\xbb\xbf" + TEXT, "tail -c +4"),
+    "marked.tsv.gz": (gzip.compress(b"\xef\xbb\xbf" + TEXT), "gunzip; what is in it starts with"),
+    "rows.zip": (b"PK\x03\x04" + TEXT, "zip archive"),
+    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "zstd"),
+    "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
+    "plain.tsv.gz": (TEXT, "cut short or damaged"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_a_file_of_another_format_is_refused_with_what_to_do(tmp_path, capsys, name):
+    content, message = OTHER_FORMATS[name]
+    (tmp_path / name).write_bytes(content)
+    error = refused(capsys, tmp_path / "set", "--input", tmp_path / name)
+    assert message in error
+    assert name in error
+
+
+def test_a_folder_is_read_whatever_the_case_of_suffixes_and_with_day_files(tmp_path, source):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write_rows(folder / "day_2", ROWS[100:300])
+    write_rows(folder / "day_10", ROWS[300:450])
+    write_rows(folder / "day_1.TSV", ROWS[:100])
+    write_rows(folder / "part-00011.gz", ROWS[450:]).rename(folder / "part-00011.GZ")
+    (folder / "README.md").write_text("not data")
+    (folder / ".day_3").write_text("not data")
+    names = [entry["name"] for entry in run_prepare(tmp_path / "a", folder).content["inputs"]]
+    assert names == ["day_1.TSV", "day_2", "day_10", "part-00011.GZ"]
+    plain = run_prepare(tmp_path / "b", source)
+    for split in ("train", "test"):
+        words = all_words(load_manifest(tmp_path / "a"), split)
+        assert np.array_equal(words, all_words(plain, split))
+
+
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_the_same_file_twice_is_refused(tmp_path, capsys, source, link):
+    again = source
+    if link:
+        again = tmp_path / "again.tsv"
+        link(source, again)
+    error = refused(capsys, tmp_path / "set", "--input", source, again)
+    assert "would count twice" in error
+
+
+@pytest.mark.parametrize("label", [" 1", "01", "+1", "1 ", "1.0", "-0", "", "true"])
+def test_a_label_is_0_or_1_to_the_letter_whatever_stands_beside_it(label):
+    lines = ["\t".join(row) for row in ROWS[:20]]
+    lines[7] = "\t".join([label, *ROWS[7][1:]])
+    alone = parse_piece("\n".join(lines).encode(), CRITEO)
+    beside = parse_piece("\n".join([*lines, "broken"]).encode(), CRITEO)
+    assert alone.bad.counts == {"label is not 0 or 1": 1}
+    assert alone.frame.equals(beside.frame)
+    assert len(alone.frame) == 19
+
+
+SMALL_SCHEMA = "dense: [I1]\nsparse: {C1: string, C2: integer}\n"
+
+
+def small_parquet(tmp_path, label, dense, first, second):
+    """A piece of Parquet rows with the given columns."""
+    from data.schema import read_schema
+
+    (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
+    frame = pl.DataFrame({"label": label, "I1": dense, "C1": first, "C2": second})
+    frame.write_parquet(tmp_path / "r.parquet")
+    return parquet_piece(tmp_path / "r.parquet", 0, read_schema(tmp_path / "schema.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("label", "num_bad"),
+    [
+        ([0, 1, 1], 0),
+        ([False, True, True], 0),
+        ([0.0, 1.0, 1.0], 0),
+        (["0", "1", "1"], 0),
+        (["0", " 1", "01"], 2),
+        ([0.5, float("nan"), 1.0], 2),
+        ([2, -1, None], 3),
+        ([None, None, None], 3),
+    ],
+)
+def test_labels_of_parquet(tmp_path, label, num_bad):
+    piece = small_parquet(tmp_path, label, [1, 2, 3], ["a", "b", "c"], [1, 2, 3])
+    assert piece.bad.total == num_bad
+    assert len(piece.frame) == 3 - num_bad
+
+
+def test_parquet_floats_that_are_whole_and_categoricals_are_read(tmp_path):
+    floats = small_parquet(tmp_path, [0, 1], [5.0, float("nan")], ["x", "y"], [7.0, None])
+    integers = small_parquet(
+        tmp_path, [0, 1], [5, None], pl.Series(["x", "y"], dtype=pl.Categorical), [7, None]
+    )
+    assert floats.frame.equals(integers.frame)
+    assert floats.frame["I1"].to_list() == [5, None]
+    broken = small_parquet(tmp_path, [0, 1], [5.5, 1.0], ["x", "y"], [7.0, 7.5])
+    assert broken.bad.counts == {
+        "category does not fit its kind": 1,
+        "dense value is not a 32-bit integer": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "num_bad"), [([True, False], 2), ([2**63 - 1, -(2**63)], 0), ([1e300, 1.0], 1)]
+)
+def test_odd_categories_of_parquet(tmp_path, second, num_bad):
+    piece = small_parquet(tmp_path, [0, 1], [1, 2], ["a", "b"], second)
+    assert piece.bad.total == num_bad
+
+
+def test_parquet_of_other_types_is_one_message(tmp_path, capsys):
+    frame = pl.DataFrame({"label": [0, 1], "I1": [1, 2], "C1": [["a"], ["b"]], "C2": [1, 2]})
+    frame.write_parquet(tmp_path / "r.parquet")
+    (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
+    arguments = ["--input", tmp_path / "r.parquet", "--schema", tmp_path / "schema.yaml"]
+    error = refused(capsys, tmp_path / "set", *arguments, "--crosses", "none")
+    assert "C1 (List(String))" in error
+
+
+def test_damaged_parquet_ends_with_a_message_or_a_count(tmp_path, capsys):
+    columns = {n: [row[i] or None for row in ROWS[:60]] for i, n in enumerate(CRITEO.columns)}
+    frame = pl.DataFrame(columns).with_columns(pl.col(CRITEO.columns[:14]).cast(pl.Int64))
+    frame.write_parquet(tmp_path / "clean.parquet")
+    raw = (tmp_path / "clean.parquet").read_bytes()
+    rng = random.Random(5)
+    path, output, refusals = tmp_path / "r.parquet", tmp_path / "set", 0
+    for _ in range(60):
+        at = rng.randrange(len(raw))
+        path.write_bytes(rng.choice([raw[:at], raw[:at] + rng.randbytes(3) + raw[at + 3 :]]))
+        arguments = ["--input", str(path), "--output", str(output), "--max-bad-fraction", "1"]
+        status = main(["prepare", *arguments, "--overwrite"])
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        if status == 0:
+            content = load_manifest(output).content
+            rows = sum(load_manifest(output).splits.values())
+            assert rows + sum(content["bad_lines"].values()) == content["lines"] == 60
+        else:
+            assert status == 2
+            assert sum(line.startswith("error: ") for line in error.splitlines()) == 1
+            assert str(path) in error or "no usable row" in error or "train" in error
+        refusals += status == 2
+    assert refusals > 30
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("file:val=day_9*", "val=day_9* gets none of the files"),
+        ("file:val=*,test=rows*", "test=rows* gets none of the files"),
+        ("file:val=rows*", "leave none for train"),
+        ("time:0.0001,0.5,0.4999", "train gets none of the 600 rows"),
+        ("ratio:0.00001,0.5,0.49999", "train gets none of the 600 rows"),
+    ],
+)
+def test_a_split_without_train_rows_replaces_nothing(tmp_path, capsys, source, split, message):
+    output = tmp_path / "set"
+    run_prepare(output, source)
+    before = folder_bytes(output)
+    arguments = ["--input", str(source), "--output", str(output), "--overwrite", "--split", split]
+    assert main(["prepare", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert folder_bytes(output) == before
+
+
+def test_files_of_val_alone_are_a_split(tmp_path, source):
+    from data.split import parse_split
+
+    other = write_rows(tmp_path / "day_9.tsv", ROWS[:40])
+    made = run_prepare(tmp_path / "set", source, other, split=parse_split("file:val=day_9*"))
+    assert made.splits == {"train": 600, "val": 40, "test": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--crosses", "C1xC2,C2xC1"], "AxB and BxA are the same"),
+        (["--hash-size", "C3=10,C3=12"], "names C3 twice"),
+        (["--hash-size", "C3"], "C3=1000000"),
+        (["--hash-size", "2"], "must be 3 or more"),
+        (["--max-bad-fraction", "nan"], "from 0 to 1"),
+        (["--workers", "100000"], "from 1 to 256"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_an_option_out_of_range_is_one_message(tmp_path, capsys, source, arguments, message):
+    assert message in refused(capsys, tmp_path / "set", "--input", source, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns names 'C1' twice"),
+        ("sparse: [C1]\nseparator: '5'\n", "separator '5' must be one of"),
+        ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
+        ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
+        ("sparse: [C1]\ndense: [__split]\n", "'__split' is a name of prepare's own"),
+        ("sparse: [a/b]\n", "'a/b' must be letters"),
+        ("sparse: [[C1]]\n", "sparse has ['C1'], which is no name"),
+        ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is the name of another column"),
+    ],
+)
+def test_a_schema_that_cannot_work_is_one_message(tmp_path, capsys, source, schema, message):
+    (tmp_path / "schema.yaml").write_text(schema)
+    arguments = ["--input", source, "--schema", tmp_path / "schema.yaml"]
+    crosses = ["--crosses", "C1xC2"] if "C1xC2" in schema else []
+    assert message in refused(capsys, tmp_path / "set", *arguments, *crosses)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["prepare", "--input", "{source}"],
+        ["synth", "--rows", "3000", "--vocab-scale", "0.001"],
+        ["synth", "--rows", "3000", "--vocab-scale", "0.001", "--format", "tsv"],
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_no_set(tmp_path, source, command):
+    """No file may grow beyond 20 kB here, which fails as a full disk does: without a file name."""
+    code = (
+        "import resource, sys; from data.__main__ import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [word.format(source=source) for word in command]
+    output = tmp_path / "set"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--output", str(output)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"error: {output}: file too large" in done.stderr
+    assert not output.exists()
+
+
+def test_integers_beyond_24_bits_become_the_nearest_float(tmp_path):
+    values = [2**24, 2**24 + 1, 2**31 - 1, -(2**31)]
+    rows = [[row[0], str(value), *row[2:]] for row, value in zip(ROWS, values, strict=False)]
+    made = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), transform="identity")
+    words = np.concatenate([all_words(made, split) for split in ("train", "val", "test")])
+    assert words[:, 1].view(np.float32).tolist() == [2**24, 2**24, 2**31, -(2**31)]
+
+
+def test_ids_of_a_rare_value_and_an_unseen_one_are_the_same(tmp_path):
+    rows = [[*row[:14], f"{number:08x}", *row[15:]] for number, row in enumerate(ROWS[:50])]
+    made = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), min_count=2)
+    assert set(ids(made, "train")["C1"].tolist()) == set(ids(made, "test")["C1"].tolist()) == {1}

@@ -1,0 +1,183 @@
+"""Manifests made by hand, shards with flipped bits, statistics: a message that names the thing."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from data import load_manifest, open_loader
+from data.__main__ import main
+from data.manifest import MANIFEST, Manifest, fingerprint_of
+from data.stats import compute_stats, stats_json
+from sbpflow.errors import DataError
+from tests.data.conftest import make_set
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Manifest:
+    """A set with statistics and a ceiling, as synth makes."""
+    manifest = make_set(tmp_path_factory.mktemp("manifest") / "set", 50, shard_rows=20)
+    bayes = {"train": {"auc": 0.8, "logloss": 0.4, "ctr": 0.2}}
+    forge(manifest.path, bayes=bayes, stats=stats_json(compute_stats(manifest)))
+    return load_manifest(manifest.path)
+
+
+def forge(folder, **changes):
+    """Change top-level keys of a manifest and give it the fingerprint that fits."""
+    content = json.loads((folder / MANIFEST).read_text()) | changes
+    content["fingerprint"] = fingerprint_of(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy of the set to spoil."""
+    shutil.copytree(whole.path, tmp_path / "set")
+    return load_manifest(tmp_path / "set")
+
+
+def shard(**changes):
+    return {"file": "a.npy", "rows": 1, "crc32": 5} | changes
+
+
+def splits(*train):
+    return {"train": list(train), "val": [], "test": []}
+
+
+FORGED = [
+    ("dense", None, "dense is None"),
+    ("dense", ["I1"], "dense is ['I1']"),
+    ("dense", [{"name": 5}], "dense[0].name is 5"),
+    ("dense", [{"name": "C1"}], "a name that is there twice"),
+    ("fields", [], "at least one table"),
+    ("fields", {"C1": 5}, "a list of mappings"),
+    ("fields", [{"name": "C1"}], "fields[0].rows is None"),
+    ("fields", [{"name": "C1", "rows": True}], "fields[0].rows is True"),
+    ("fields", [{"name": "C1", "rows": 2**31}], "from 2 to 2147483647"),
+    ("fields", [{"name": "C1", "rows": 9, "hot": 0}], "fields[0].hot is 0"),
+    ("splits", None, "splits is None"),
+    ("splits", {"train": []}, "shards of train, val and test"),
+    ("splits", splits(5), "splits.train is [5]"),
+    ("splits", splits({"file": "a.npy", "rows": 1}), "file, rows and crc32"),
+    ("splits", splits(shard(extra=1)), "file, rows and crc32"),
+    ("splits", splits(shard(rows=-1)), "splits.train[0].rows is -1"),
+    ("splits", splits(shard(rows="1")), "splits.train[0].rows is '1'"),
+    ("splits", splits(shard(crc32=1.5)), "splits.train[0].crc32 is 1.5"),
+    ("splits", splits(shard(file="../../other/train.npy")), "beside the manifest"),
+    ("splits", splits(shard(file="/etc/passwd")), "beside the manifest"),
+    ("splits", splits(shard(file=["a.npy"])), "beside the manifest"),
+    ("splits", splits(shard(), shard()), "a file that is there twice"),
+    ("bayes", 0.8, "bayes is 0.8"),
+    ("bayes", {}, "auc and logloss by split"),
+    ("bayes", {"all": {"auc": 1, "logloss": 1, "ctr": 1}}, "auc and logloss by split"),
+    ("bayes", {"test": {"auc": 0.8}}, "bayes.test"),
+    ("bayes", {"test": {"auc": "0.8", "logloss": 1, "ctr": 1}}, "bayes.test"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), FORGED)
+def test_a_manifest_made_by_hand_is_refused_by_key_and_rule(copy, key, value, message):
+    forge(copy.path, **{key: value})
+    with pytest.raises(DataError) as error:
+        load_manifest(copy.path)
+    assert message in str(error.value)
+    assert str(copy.path / MANIFEST) in str(error.value)
+
+
+STATS = [
+    [],
+    [5],
+    "all",
+    [{"name": "C1"}],
+    {"C1": 5},
+]
+
+
+@pytest.mark.parametrize("stats", STATS)
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_statistics_made_by_hand_are_refused(copy, capsys, stats, flags):
+    forge(copy.path, stats=stats)
+    assert main(["stats", str(copy.path), *flags]) == 2
+    captured = capsys.readouterr()
+    assert "use --recount" in captured.err
+    assert captured.out == ""
+    assert main(["stats", str(copy.path), "--recount"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("top_mass", {"1": 0.5}),
+        ("lookups", "many"),
+        ("bins_rows", [1, 2]),
+        ("unique_ratio", {"77": 0.5}),
+        ("unique_ratio", []),
+        ("name", "C9"),
+        ("rows", 7),
+        ("unknown", 1),
+    ],
+)
+def test_one_wrong_statistic_is_refused(copy, capsys, key, value):
+    stats = [dict(entry) for entry in copy.content["stats"]]
+    stats[1][key] = value
+    forge(copy.path, stats=stats)
+    assert main(["stats", str(copy.path)]) == 2
+    assert "use --recount" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [-1, 500, -(2**31)])
+def test_an_id_out_of_range_is_named_by_row_and_found_by_verify(copy, capsys, bad):
+    words = np.load(copy.path / "train-20.npy", mmap_mode="r+")
+    words[11, 4] = bad
+    words.flush()
+    assert main(["stats", str(copy.path), "--recount"]) == 2
+    error = capsys.readouterr().err
+    assert f"row 31 of train has C2 id {bad}, its table has rows 0..499" in error
+    assert "data verify" in error
+    assert main(["verify", str(copy.path)]) == 2
+    assert "train-20.npy: checksum differs" in capsys.readouterr().err
+
+
+def test_the_loader_delivers_ids_as_they_are_and_the_embeddings_judge_them(copy):
+    """What is checked when is stated in docs/data.md: a reader does not look at every id."""
+    words = np.load(copy.path / "train-0.npy", mmap_mode="r+")
+    words[0, 3] = 500
+    words.flush()
+    batch = next(open_loader(copy, batch_size=50, shuffle="none").epoch(0))
+    assert batch.ids[0, 0] == 500
+
+
+def test_recounting_a_set_with_a_missing_shard_is_one_line(copy, capsys):
+    (copy.path / "train-20.npy").unlink()
+    assert main(["stats", str(copy.path), "--recount"]) == 2
+    error = capsys.readouterr().err
+    assert "train-20.npy: cannot be read" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("where", ["absent/plot.png", "."])
+def test_a_picture_that_cannot_be_written_is_one_line(copy, capsys, tmp_path, where):
+    pytest.importorskip("matplotlib")
+    assert main(["stats", str(copy.path), "--png", str(tmp_path / where)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {tmp_path}")
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+
+
+def test_a_picture_needs_no_suffix(copy, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["stats", str(copy.path), "--png", str(tmp_path / "plot.xyz")]) == 0
+    assert (tmp_path / "plot.xyz").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("have", [("train",), ("train", "val"), ("train", "val", "test")])
+def test_the_ceiling_says_which_split_it_is_of(copy, capsys, have):
+    pair = {"logloss": 0.4, "ctr": 0.2}
+    forge(copy.path, bayes={name: {"auc": 0.7 + k / 100, **pair} for k, name in enumerate(have)})
+    bayes = load_manifest(copy.path).bayes
+    assert bayes.split == have[-1]
+    assert (bayes.auc, bayes.logloss) == bayes.by_split[have[-1]]
+    assert main(["verify", str(copy.path)]) == 0
+    assert f"best possible on {have[-1]}: AUC {bayes.auc:.4f}" in capsys.readouterr().out

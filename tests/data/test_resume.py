@@ -1,0 +1,151 @@
+"""Going on with an unfinished prepare: only what is left is done, and damage never gets in."""
+
+import random
+import shutil
+
+import pytest
+
+import data.prepare
+import data.stage
+from data.__main__ import main
+from data.encode import encode_all
+from data.stage import stage_inputs
+from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
+
+STEPS = ("stage", "vocabulary", "half", "encoded", "all")
+
+
+class Stopped(Exception):
+    """Stands for the kill."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("text") / "rows.tsv", text_rows(900))
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, source):
+    folder = tmp_path_factory.mktemp("clean") / "set"
+    run_prepare(folder, source)
+    return folder_bytes(folder)
+
+
+def stopped_at(monkeypatch, step, output, source):
+    """The work folder of a run that ended after ``step``."""
+
+    def stop(*_):
+        raise Stopped
+
+    def half(staged, tables, options, work, advance):
+        encode_all(staged, tables, options, work, advance)
+        for record in sorted((work / "encoded").iterdir())[1::2]:
+            record.unlink()  # as if these had not been reached; their staged files are gone
+        raise Stopped
+
+    def all_encoded(*arguments):
+        encode_all(*arguments)
+        raise Stopped
+
+    place = {
+        "stage": ("build_vocabularies", stop),
+        "vocabulary": ("encode_all", stop),
+        "half": ("encode_all", half),
+        "encoded": ("encode_all", all_encoded),
+        "all": ("_publish", stop),
+    }[step]
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, *place)
+        with pytest.raises(Stopped):
+            run_prepare(output, source)
+    return output.with_name("set.work")
+
+
+def counted(monkeypatch):
+    """A list that grows by one with each piece that is read again."""
+    calls = []
+    read = data.stage._read
+    monkeypatch.setattr(data.stage, "_read", lambda *args: calls.append(1) or read(*args))
+    return calls
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_only_what_is_missing_is_done_again(tmp_path, monkeypatch, source, clean, step):
+    work = stopped_at(monkeypatch, step, tmp_path / "set", source)
+    num_pieces = len(list((work / "stage").glob("*.json")))
+    read = counted(monkeypatch)
+    run_prepare(tmp_path / "set", source)
+    assert len(read) == (num_pieces // 2 if step == "half" else 0)
+    assert num_pieces > 4
+    assert folder_bytes(tmp_path / "set") == clean
+    assert not work.exists()
+
+
+def flip(path, rng):
+    raw = bytearray(path.read_bytes())
+    raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    path.write_bytes(raw)
+
+
+def cut(path, rng):
+    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+
+
+def remove(path, _):
+    path.unlink()
+
+
+@pytest.mark.parametrize("how", [flip, cut, remove])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step, how):
+    """One file at a time, each of the kinds there are; json may survive a flip of a digit."""
+    whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
+    rng = random.Random(STEPS.index(step))
+    output = tmp_path / "set"
+    files = [p for p in sorted(whole.rglob("*")) if p.is_file() and p.name != "plan"]
+    kinds = {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
+    if how is flip:  # a JSON record is written in one step, and has no checksum of its own
+        kinds = {kind: path for kind, path in kinds.items() if kind[1] != ".json"}
+    for path in kinds.values():
+        shutil.copytree(whole, tmp_path / "set.work")
+        how(tmp_path / "set.work" / path.relative_to(whole), rng)
+        run_prepare(output, source)
+        assert folder_bytes(output) == clean, path
+        shutil.rmtree(output)
+
+
+def test_a_fault_that_is_not_of_an_earlier_run_is_no_reason_to_start_anew(
+    tmp_path, monkeypatch, capsys, source
+):
+    from data.shards import write_shard
+
+    def faulty(folder, name, words):
+        shard = write_shard(folder, name, words)
+        (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+        return shard
+
+    monkeypatch.setattr("data.encode.write_shard", faulty)
+    arguments = ["--input", str(source), "--output", str(tmp_path / "set")]
+    assert main(["prepare", *arguments, "--max-bad-fraction", "0"]) == 2
+    assert "changed or cut short" in capsys.readouterr().err
+
+
+def test_stage_inputs_keeps_the_examples_of_bad_lines(tmp_path, monkeypatch, source):
+    """A resumed run reports the same bad lines as an uninterrupted one."""
+    bad = tmp_path / "bad.tsv"
+    bad.write_bytes(source.read_bytes() + b"short\tline\n")
+    seen = []
+
+    def spy(*arguments):
+        staged = stage_inputs(*arguments)
+        seen.append([(piece.num_lines, piece.bad.counts, piece.bad.examples) for piece in staged])
+        return staged
+
+    monkeypatch.setattr(data.prepare, "stage_inputs", spy)
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, "encode_all", lambda *_: (_ for _ in ()).throw(Stopped))
+        with pytest.raises(Stopped):
+            run_prepare(tmp_path / "set", bad, max_bad_fraction=0.1)
+    run_prepare(tmp_path / "set", bad, max_bad_fraction=0.1)
+    assert seen[0] == seen[1]
+    assert seen[0][-1][2] == [(seen[0][-1][0] - 1, "2 fields instead of 40", "short\tline")]
