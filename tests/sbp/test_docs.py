@@ -71,7 +71,11 @@ def test_the_table_of_conversions_holds(p):
 
 NAMES = {
     "linear with bias": "linear_bias",
+    "relu, or any `nonlinear` function": "tanh",
     "concat along 1": "concat",
+    "flatten [4, 3]": "flatten",
+    "reshape [5, 4, 3] to [5, 12]": "reshape_merge",
+    "reshape [5, 12] to [5, 4, 3]": "reshape_cut",
     "reduce_sum over 1": "reduce_sum",
     "gather(table, ids)": "gather",
     "bce_with_logits": "bce_none",
