@@ -24,7 +24,6 @@ MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again
 Finish = Callable[[], Tensor | None]
 Issued = tuple[Tensor, dist.Work | None]
 
-CONTIGUOUS = torch.contiguous_format
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -131,9 +130,7 @@ class Boxing:
         if program.stays is not None:
             return _exchange_apart(program, program.stays, part, group, loan)
         if step.collective == "all_reduce":
-            received = part.contiguous() if donate else part.clone(memory_format=CONTIGUOUS)
-            op = _REDUCE_OPS[program.reduction]
-            work = dist.all_reduce(received, op, group=group, async_op=True)
+            received, work = _run_all_reduce(program, part, group, donate)
         else:
             received, work = _COLLECTIVES[step.collective](program, part, group, loan)
         return partial(_finish, work, program, received, loan)
@@ -201,7 +198,7 @@ def _exchange_apart(
     packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
     if stays.run is None:
-        received = loan.take((sum((program.sizes or ([],))[0]),), part)
+        received = _receive_buffer(program, part, loan)
     else:
         received = out.view(-1)[stays.run]
     work = _all_to_all(program, received, packed, group)
@@ -215,6 +212,13 @@ def _exchange_apart(
         return whole
 
     return finish
+
+
+def _run_all_reduce(
+    program: Program, part: Tensor, group: dist.ProcessGroup, donate: bool
+) -> Issued:
+    whole = part.contiguous() if donate else part.clone(memory_format=torch.contiguous_format)
+    return whole, dist.all_reduce(whole, _REDUCE_OPS[program.reduction], group, async_op=True)
 
 
 def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:

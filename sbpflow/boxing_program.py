@@ -160,7 +160,6 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     stride = padded_part(step.src, step.shape, group)
     mine = numel(step.src.part_slices(step.shape, rank) or ())
     dst_box = step.dst.part_slices(step.shape, rank) or ()
-
     boxes = [(n * stride, step.src.part_slices(step.shape, r) or ()) for n, r in enumerate(group)]
     pieces = [Piece(offset, shift(box, dst_box)) for offset, box in boxes if numel(box)]
     packed = replace(base, pack=pad_to(stride) if mine < stride else as_it_is)
@@ -175,11 +174,10 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     dst_box = step.dst.part_slices(step.shape, rank)
     sent, send_sizes = _pieces(leaving, group, step.src.part_slices(step.shape, rank))
     received, receive_sizes = _pieces(coming, group, dst_box)
-    even = _all_equal(step, group)
     exchanged = replace(
         base,
         pack=packer(list(sent.values()), (0,) if base.part_shape is None else base.part_shape),
-        sizes=None if even else (receive_sizes, send_sizes),
+        sizes=None if _all_equal(step, group) else (receive_sizes, send_sizes),
     )
     if dst_box is None:
         return _landed(exchanged, ((sum(receive_sizes),), _nothing))
@@ -238,6 +236,8 @@ def _staying_apart(
     return replace(
         base,
         pack=packer(leaving, part_shape) if send_run is None else run_taker(send_run),
+        receive_shape=(sum(come),),
+        keeps_received=False,
         sizes=(come, leave),
         stays=Stays(
             shape,

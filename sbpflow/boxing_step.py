@@ -5,7 +5,7 @@ Pure values. ``boxing_plan`` makes lists of them, ``boxing`` runs them.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -15,7 +15,6 @@ from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
-COLLECTIVE_NAMES: tuple[Collective, ...] = get_args(Collective)
 Groups = tuple[tuple[int, ...], ...]
 
 # An all-gather needs parts of one size and pads the others; past this much padding an all-to-all,

@@ -134,19 +134,21 @@ def nonlinear(
     id: str | None = None,
 ) -> GlobalTensor:
     """Any elementwise function of one tensor: S(i) -> S(i), B -> B."""
-    dims = letters_for(x.ndim)
-    op_rule = cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims))
-    return apply(op_rule, [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
+    return apply(_elementwise(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
+
+
+def _elementwise(op: str, ndim: int, more: str = "") -> Rule:
+    """S(i) -> S(i), B -> B, and ``more``."""
+    dims = letters_for(ndim)
+    return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
 
 def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
     """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64."""
-    dims = letters_for(x.ndim)
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
-    signatures = "".join(f"{a}->{a};" for a in dims) + ("P->P" if widens else "")
-    op_rule = cached_rule("cast", (dims,), dims, signatures)
+    op_rule = _elementwise("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
 
 
@@ -163,8 +165,6 @@ def dropout(
     check_floating("dropout", x)
     if not training or p == 0.0:
         return x
-    dims = letters_for(x.ndim)
-    op_rule = cached_rule("dropout", (dims,), dims, "".join(f"{a}->{a};" for a in dims))
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         if parts[0].is_meta:  # a dry run has no values to drop
@@ -175,7 +175,7 @@ def dropout(
         keep = torch.empty_like(parts[0]).bernoulli_(1.0 - p, generator=generator)
         return parts[0] * keep.div_(1.0 - p)
 
-    return apply(op_rule, [x], x.shape, kernel, id=id)
+    return apply(_elementwise("dropout", x.ndim), [x], x.shape, kernel, id=id)
 
 
 def add(
@@ -237,9 +237,9 @@ def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTen
     """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype."""
     if isinstance(factor, float):
         check_floating("scale", x)
-    dims = letters_for(x.ndim)
-    op_rule = cached_rule("scale", (dims,), dims, "".join(f"{a}->{a};" for a in dims) + "P->P")
-    return apply(op_rule, [x], x.shape, lambda _, p: p[0] * factor, id=id)
+    return apply(
+        _elementwise("scale", x.ndim, "P->P"), [x], x.shape, lambda _, p: p[0] * factor, id=id
+    )
 
 
 def concat(

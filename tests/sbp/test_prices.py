@@ -4,13 +4,14 @@ import itertools
 import math
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_plan import format_steps, plan_boxing
-from sbpflow.boxing_step import COLLECTIVE_NAMES
+from sbpflow.boxing_step import Collective
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split
@@ -24,7 +25,7 @@ T = 768 * 1536 * 4
 
 def _total(src, dst, backend="gloo", shape=SHAPE, dtype=torch.float32):
     steps = plan_boxing(src, dst, shape, dtype, id="x", backend=backend)
-    assert all(step.collective in COLLECTIVE_NAMES for step in steps)
+    assert all(step.collective in get_args(Collective) for step in steps)
     for step in steps:
         assert step.total_bytes == sum(step.bytes_sent(rank) for rank in range(16))
     return sum(step.total_bytes for step in steps)
