@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbpflow.boxing_program import Program, Stays, compile_step
-from sbpflow.boxing_step import WIRE_DTYPES, BoxingStep
+from sbpflow.boxing_step import BoxingStep
 from sbpflow.comm_log import CommRecord
 from sbpflow.dist import World, all_gather_single, reduce_scatter_single
 from sbpflow.errors import SbpError
@@ -115,18 +115,24 @@ class Boxing:
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, group = ready or self._get_ready(step, channel)
-        part = self._accept(step, program.part_shape, part)
+        if (
+            part is None
+            or part.shape != program.part_shape
+            or part.dtype != step.dtype
+            or program.changes_device
+        ):
+            part = self._accept(step, program.part_shape, part)
         if group is None:
             return lambda: program.unpack(part)
         if world.log.enabled:
             world.log.add(_record(program, channel))
         loan = self._staging.loan()
-        packed = program.pack(part, loan.take)
-        if step.collective == "all_reduce" and not donate:
-            packed = packed.clone()
         if program.stays is not None:
-            return _exchange_apart(program, program.stays, part, packed, group, loan)
-        received, work = _COLLECTIVES[step.collective](program, packed, group, loan)
+            return _exchange_apart(program, program.stays, part, group, loan)
+        if step.collective == "all_reduce":
+            received, work = _run_all_reduce(program, part, group, donate)
+        else:
+            received, work = _COLLECTIVES[step.collective](program, part, group, loan)
         return partial(_finish, work, program, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
@@ -136,13 +142,13 @@ class Boxing:
             self._accept(step, step.src.part_shape(step.shape, self.world.rank), part)
         except SbpError as error:
             fault = error
-        refused = "" if fault is None else f"; refused: {fault}"
         what = f"{step.src} -> {step.dst} {step.dtype}{list(step.shape)}"
         self.world.check(
             step.id,
-            f"{step.collective}, {step.total_bytes} bytes, {what}, channel {channel}{refused}",
+            f"{step.collective}, {step.total_bytes} bytes, {what}, channel {channel}",
+            "" if fault is None else str(fault),
         )
-        if fault is not None:  # all ranks refused alike
+        if fault is not None:  # a world of one, where nobody else is asked
             raise fault
 
     def _accept(
@@ -171,16 +177,8 @@ def _record(program: Program, channel: str) -> CommRecord:
     return CommRecord(step.id, step.collective, channel, program.group or (), program.bytes_sent)
 
 
-def _as_sent(buffer: Tensor) -> Tensor:
-    """The same memory under a dtype the backends know; nothing is added up, so bits are enough."""
-    if buffer.dtype in WIRE_DTYPES or buffer.dtype == torch.bool:
-        return buffer
-    same_size = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
-    if buffer.dtype.itemsize not in same_size:
-        raise SbpError(
-            f"neither gloo nor NCCL moves {buffer.dtype}; convert the tensor to another dtype"
-        )
-    return buffer.view(same_size[buffer.dtype.itemsize])
+def _as_sent(program: Program, buffer: Tensor) -> Tensor:
+    return buffer if program.wire is None else buffer.view(program.wire)
 
 
 def _finish(
@@ -194,21 +192,17 @@ def _finish(
 
 
 def _exchange_apart(
-    program: Program,
-    stays: Stays,
-    part: Tensor,
-    packed: Tensor,
-    group: dist.ProcessGroup,
-    loan: Loan,
+    program: Program, stays: Stays, part: Tensor, group: dist.ProcessGroup, loan: Loan
 ) -> Finish:
     """An all-to-all beside which this rank copies what stays."""
+    packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
     if stays.run is None:
-        received = loan.take(sum(program.receive_sizes), part)
+        received = _receive_buffer(program, part, loan)
     else:
         received = out.view(-1)[stays.run]
     work = _all_to_all(program, received, packed, group)
-    out[stays.dst] = part[stays.src]
+    stays.put(out).copy_(stays.cut(part))
 
     def finish() -> Tensor:
         if work is not None:
@@ -220,60 +214,63 @@ def _exchange_apart(
     return finish
 
 
-def _receive_buffer(program: Program, packed: Tensor, loan: Loan) -> Tensor:
-    total = sum(program.receive_sizes)
-    return packed.new_empty(total) if program.keeps_received else loan.take(total, packed)
-
-
-def _run_all_gather(
-    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
-) -> Issued:
-    gathered = _receive_buffer(program, packed, loan)
-    return gathered, all_gather_single(
-        _as_sent(gathered), _as_sent(packed), group=group, async_op=True
-    )
-
-
 def _run_all_reduce(
-    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
+    program: Program, part: Tensor, group: dist.ProcessGroup, donate: bool
 ) -> Issued:
-    del loan
-    op = _REDUCE_OPS[program.reduction]
-    return packed, dist.all_reduce(packed, op, group=group, async_op=True)
+    whole = part.contiguous() if donate else part.clone(memory_format=torch.contiguous_format)
+    return whole, dist.all_reduce(whole, _REDUCE_OPS[program.reduction], group, async_op=True)
+
+
+def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:
+    shape = program.receive_shape
+    return like.new_empty(shape) if program.keeps_received else loan.take(shape, like)
+
+
+def _run_all_gather(program: Program, part: Tensor, group: dist.ProcessGroup, loan: Loan) -> Issued:
+    packed = program.pack(part, loan)
+    gathered = _receive_buffer(program, part, loan)
+    sent, into = _as_sent(program, packed), _as_sent(program, gathered)
+    if sent.ndim == 0 or sent.shape[1:] != into.shape[1:]:  # gloo gathers along the first dim only
+        sent, into = sent.view(-1), into.view(-1)
+    return gathered, all_gather_single(into, sent, group=group, async_op=True)
 
 
 def _run_reduce_scatter(
-    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
+    program: Program, part: Tensor, group: dist.ProcessGroup, loan: Loan
 ) -> Issued:
-    del loan
-    reduced = packed.new_empty(packed.numel() // len(program.group or ()))
+    packed = program.pack(part, loan)
+    reduced = part.new_empty(program.receive_shape)
     op = _REDUCE_OPS[program.reduction]
     return reduced, reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
 
 
-def _run_all_to_all(
-    program: Program, packed: Tensor, group: dist.ProcessGroup, loan: Loan
-) -> Issued:
-    received = _receive_buffer(program, packed, loan)
+def _run_all_to_all(program: Program, part: Tensor, group: dist.ProcessGroup, loan: Loan) -> Issued:
+    packed = program.pack(part, loan)
+    received = _receive_buffer(program, part, loan)
     return received, _all_to_all(program, received, packed, group)
 
 
 def _all_to_all(
     program: Program, received: Tensor, packed: Tensor, group: dist.ProcessGroup
 ) -> dist.Work | None:
+    received, packed = _as_sent(program, received), _as_sent(program, packed)
+    if program.sizes is None:
+        received, packed = _by_rank(received, group), _by_rank(packed, group)
+        return dist.all_to_all_single(received, packed, group=group, async_op=True)
     return dist.all_to_all_single(
-        _as_sent(received),
-        _as_sent(packed),
-        list(program.receive_sizes),
-        list(program.send_sizes),
-        group=group,
-        async_op=True,
+        received.view(-1), packed.view(-1), *program.sizes, group=group, async_op=True
     )
+
+
+def _by_rank(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A buffer whose first dim the ranks divide, as c10d wants it."""
+    if buffer.ndim and buffer.shape[0] % group.size() == 0:
+        return buffer
+    return buffer.view(-1)
 
 
 _COLLECTIVES = {
     "all_gather": _run_all_gather,
-    "all_reduce": _run_all_reduce,
     "reduce_scatter": _run_reduce_scatter,
     "all_to_all": _run_all_to_all,
 }

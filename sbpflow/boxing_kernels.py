@@ -1,11 +1,14 @@
-"""Local copies around a collective: boxes of a part to stretches of a flat buffer, and back.
+"""Local copies around a collective: boxes of a part to stretches of a buffer, and back.
 
 Each factory looks at the pieces once and returns the cheapest function for them: nothing where they
-already lie in order, one strided copy where they are equal, a loop otherwise.
+already lie in order, one strided copy where they are equal, a loop otherwise. Fewer tensor calls
+matter more than fewer bytes below some 100 KiB: each costs 1 us at best, after a context switch 10.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +18,23 @@ from sbpflow.sbp import Reduction
 
 Shape = tuple[int, ...]
 LocalFn = Callable[[Tensor], Tensor]
-Take = Callable[[int, Tensor], Tensor]  # (numel, like) -> a flat buffer that is lent
-Pack = Callable[[Tensor, Take], Tensor]
+Unpack = Callable[[Tensor], Tensor | None]
+Landing = tuple[Shape, Unpack]  # the shape to receive in, and what to do with it then
+
+
+class Lender(Protocol):
+    """Where buffers come from; ``staging`` has one."""
+
+    def take(self, shape: Shape, like: Tensor) -> Tensor:
+        """A contiguous buffer of ``shape``, of the dtype and device of ``like``."""
+        ...
+
+    def copy(self, view: Tensor) -> Tensor:
+        """A contiguous tensor equal to ``view``: a copy, or itself if it is contiguous."""
+        ...
+
+
+Pack = Callable[[Tensor, Lender], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +62,17 @@ def keep(part: Tensor) -> Tensor:
     return part
 
 
-def flatten(part: Tensor, take: Take) -> Tensor:
-    """One contiguous run; a copy only if it was not (an expanded gradient flattens to stride 0)."""
-    del take
-    return part.reshape(-1).contiguous()
+def as_it_is(part: Tensor, lender: Lender) -> Tensor:
+    """The part itself; a copy only if it is not contiguous, as an expanded gradient."""
+    return lender.copy(part)
 
 
 def pad_to(total: int) -> Pack:
     """The part, flattened, at the start of a buffer of ``total`` elements; the rest is not set."""
 
-    def pad(part: Tensor, take: Take) -> Tensor:
-        padded = take(total, part)
-        padded[: part.numel()] = part.reshape(-1)
+    def pad(part: Tensor, lender: Lender) -> Tensor:
+        padded = lender.take((total,), part)
+        padded.narrow(0, 0, part.numel()).copy_(part.reshape(-1))
         return padded
 
     return pad
@@ -81,46 +98,52 @@ def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
     return info.min if op == "max" else info.max
 
 
-def slicer(inside: Box, shape: Shape) -> LocalFn:
-    """Cut a box out of a part of ``shape``."""
-    if inside == whole(shape):
+def cutter(inside: Box, shape: Shape) -> LocalFn:
+    """A view of a box of a tensor of ``shape``."""
+    dims = [dim for dim, extent in enumerate(inside) if extent != slice(0, shape[dim])]
+    if not dims:
         return keep
-    return lambda part: part[inside].contiguous()
+    if len(dims) > 1:
+        return lambda part: part[inside]
+    (dim,) = dims
+    start, length = inside[dim].start, inside[dim].stop - inside[dim].start
+    return lambda part: part.narrow(dim, start, length)
 
 
-def padder(inside: Box, at: Box, shape: Shape, fill: float | int) -> LocalFn:
-    """Set a box of the part into a part of ``shape`` that is ``fill`` elsewhere."""
+def slicer(inside: Box, shape: Shape) -> LocalFn:
+    """Cut a box out of a part of ``shape``, contiguous."""
+    cut = cutter(inside, shape)
+    return keep if cut is keep else lambda part: cut(part).contiguous()
+
+
+def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
+    """Set a box of a part of ``src_shape`` into a part of ``shape`` that is ``fill`` elsewhere."""
+    take_out, put_in = cutter(inside, src_shape), cutter(at, shape)
 
     def pad(part: Tensor) -> Tensor:
         out = part.new_full(shape, fill)
-        out[at] = part[inside]
+        put_in(out).copy_(take_out(part))
         return out
 
     return pad
 
 
 def packer(pieces: list[Piece], shape: Shape) -> Pack:
-    """Copy boxes of a part of ``shape`` to their stretches of one flat buffer."""
+    """Copy boxes of a part of ``shape`` to their stretches of one buffer, of whatever shape."""
     total = sum(piece.numel for piece in pieces)
     if lie_in_order(pieces, shape, total):
-        return flatten
+        return as_it_is
+    if len(pieces) == 1:
+        cut = cutter(pieces[0].box, shape)
+        return lambda part, lender: lender.copy(cut(part))
     dim = _even_dim(pieces, shape)
     if dim is not None:
-        outer, inner = shape[:dim], shape[dim + 1 :]
-        count, length = len(pieces), shape[dim] // len(pieces)
-        split, joined = (*outer, count, length, *inner), (count, *outer, length, *inner)
-        order = (dim, *range(dim), *range(dim + 1, len(split)))
-
-        def pack_even(part: Tensor, take: Take) -> Tensor:
-            flat = take(total, part)
-            flat.view(joined).copy_(part.reshape(split).permute(order))
-            return flat
-
-        return pack_even
+        turned, strides = _turned(shape, dim, len(pieces))
+        return lambda part, lender: lender.copy(part.contiguous().as_strided(turned, strides))
     sizes = [piece.numel for piece in pieces]
 
-    def pack(part: Tensor, take: Take) -> Tensor:
-        flat = take(total, part)
+    def pack(part: Tensor, lender: Lender) -> Tensor:
+        flat = lender.take((total,), part)
         for piece, stretch in zip(pieces, flat.split(sizes), strict=True):
             stretch.view(piece.shape).copy_(part[piece.box])
         return flat
@@ -128,31 +151,46 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
     return pack
 
 
-def assembler(pieces: list[Piece], shape: Shape, total: int) -> LocalFn:
-    """Put the stretches of a flat buffer of ``total``, which cover the part once, in place.
+def _turned(shape: Shape, dim: int, count: int) -> tuple[Shape, Shape]:
+    """Shape and strides that show ``shape`` cut in ``count`` along ``dim``, piece after piece.
 
-    The result is the buffer itself where the pieces ``lie_in_order``, else a copy.
+    One view instead of a reshape and a permutation.
+    """
+    strides, length = _strides(shape), shape[dim] // count
+    turned = (count, *shape[:dim], length, *shape[dim + 1 :])
+    return turned, (length * strides[dim], *strides)
+
+
+def _strides(shape: Shape) -> Shape:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+
+
+def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
+    """Put the stretches of a buffer of ``total``, which cover the part once, in place.
+
+    What is received is the result itself where the pieces ``lie_in_order``, else it is copied.
     """
     if lie_in_order(pieces, shape, total):
-        return lambda flat: flat.view(shape)
+        return shape, keep
     dim = _joining_dim(pieces, shape)
     if dim is None:
-        return _scatterer(pieces, shape)
+        return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
-        stacked = (len(pieces), *pieces[0].shape)
-        return lambda flat: torch.cat(flat.view(stacked).unbind(), dim)
+        count, (first, *rest) = len(pieces), pieces[0].shape
+        each = (count, first, *rest)
+        return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)
     ordered = sorted(pieces, key=lambda piece: piece.box[dim].start)
-    return lambda flat: torch.cat([piece.of(flat) for piece in ordered], dim)
+    return (total,), lambda flat: torch.cat([piece.of(flat) for piece in ordered], dim)
 
 
-def combiner(pieces: list[Piece], shape: Shape, op: Reduction) -> LocalFn:
+def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> Landing:
     """Add up (or take the max or min of) the stretches, in list order; half types in float32."""
     box = whole(shape)
     if all(piece.box == box for piece in pieces) and len(pieces) > 1:
         # Terms arrive by rank; the order they are combined in is the list's.
         places = [piece.offset // max(1, numel(box)) for piece in pieces]
-        stacked = (len(pieces), *shape)
-        return lambda flat: _combine_whole(flat.view(stacked).unbind(), places, op)
+        return (len(pieces), *shape), lambda stack: _combine_whole(stack.unbind(), places, op)
 
     def combine(flat: Tensor) -> Tensor:
         out = flat.new_full(shape, neutral(op, flat.dtype), dtype=_wide(flat.dtype))
@@ -161,7 +199,7 @@ def combiner(pieces: list[Piece], shape: Shape, op: Reduction) -> LocalFn:
             _COMBINE[op](target, piece.of(flat).to(out.dtype), out=target)
         return out.to(flat.dtype)
 
-    return combine
+    return (total,), combine
 
 
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
@@ -206,7 +244,7 @@ def closed_up(pieces: list[Piece]) -> list[Piece]:
 
 def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
     """The stretch of the flattened part that the pieces, in order, make up; None if none does."""
-    strides = [numel(whole(shape[dim + 1 :])) for dim in range(len(shape))]
+    strides = _strides(shape)
     at: int | None = None
     start = 0
     for piece in pieces:
@@ -220,9 +258,10 @@ def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
 
 def run_taker(run: slice) -> Pack:
     """A stretch of the flattened part; no copy if the part is contiguous."""
+    start, length = run.start, run.stop - run.start
 
-    def take_run(part: Tensor, take: Take) -> Tensor:
-        return flatten(part, take)[run]
+    def take_run(part: Tensor, lender: Lender) -> Tensor:
+        return lender.copy(part).view(-1).narrow(0, start, length)
 
     return take_run
 
@@ -231,7 +270,7 @@ def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
     """Whether the part, flattened, is the buffer: each piece a run of it, in buffer order."""
     if total != numel(whole(shape)):
         return False
-    strides = [numel(whole(shape[dim + 1 :])) for dim in range(len(shape))]
+    strides = _strides(shape)
     for piece in pieces:
         start = sum(e.start * stride for e, stride in zip(piece.box, strides, strict=True))
         if start != piece.offset or not _is_run(piece.box, shape):

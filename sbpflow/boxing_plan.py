@@ -12,7 +12,7 @@ import torch
 
 from sbpflow.boxing_moves import find_moves, is_local
 from sbpflow.boxing_search import cheapest_route
-from sbpflow.boxing_step import BoxingStep, Collective, make_step, one_step_legal
+from sbpflow.boxing_step import BoxingStep, Collective, check_dtype, make_step, one_step_legal
 from sbpflow.errors import SbpError
 from sbpflow.layout import Layout
 
@@ -31,7 +31,8 @@ def plan_boxing(
     """The cheapest steps that turn ``src`` into ``dst``, value kept.
 
     Empty if the layouts are equal. A list of several steps numbers their ids: "<id>.0", "<id>.1".
-    ``backend`` is "gloo" or "nccl". Raises SbpError when a split does not fit ``shape``.
+    ``backend`` is "gloo" or "nccl". Raises SbpError when a split does not fit ``shape``, or
+    P is asked of a dtype that does not add up.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is not known; use gloo or nccl")
@@ -44,6 +45,8 @@ def _plan(
 ) -> tuple[BoxingStep, ...]:
     if src == dst:
         return ()
+    check_dtype(src, dtype)
+    check_dtype(dst, dtype)
     route = (src, dst)
     if not is_direct(src, dst, shape):
         route = cheapest_route(src, dst, shape, dtype, backend)

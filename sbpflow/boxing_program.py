@@ -3,20 +3,23 @@
 Touches local tensors only; ``boxing`` issues the collective between ``pack`` and ``unpack``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sbpflow.boxing_kernels import (
+    Landing,
     LocalFn,
     Pack,
     Piece,
     Shape,
+    Unpack,
+    as_it_is,
     assembler,
     closed_up,
     combiner,
-    flatten,
+    cutter,
     keep,
     lengths,
     lie_in_order,
@@ -30,20 +33,22 @@ from sbpflow.boxing_kernels import (
     whole,
 )
 from sbpflow.boxing_moves import Box, Move, numel, shift
-from sbpflow.boxing_step import BoxingStep, padded_part
+from sbpflow.boxing_step import WIRE_DTYPES, BoxingStep, padded_part
 from sbpflow.sbp import Partial, Reduction
 
 # A piece that stays on its rank skips the buffers from this size on; below it, the copies saved
-# take less time than the calls that save them.
-APART_BYTES = 64 * 1024
+# take less time than the calls that save them (benchmarks.boxing, gloo, 2 ranks).
+APART_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """``pack`` makes the send buffer from the part; ``unpack`` makes the result from what came.
 
-    ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. If
-    ``keeps_received``, the result is a view of the receive buffer, which then must not be lent.
+    ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. Else it
+    takes a buffer of ``receive_shape``; if it ``keeps_received``, that buffer is the result, and
+    must not be lent. ``sizes`` has what an all-to-all receives from and sends to each rank of the
+    group, None where all of it is equal. What is sent goes as ``wire`` dtype, None for its own.
     """
 
     step: BoxingStep
@@ -51,11 +56,13 @@ class Program:
     bytes_sent: int
     part_shape: Shape | None
     reduction: Reduction
-    unpack: Callable[[Tensor], Tensor | None]
-    pack: Pack = flatten
-    send_sizes: tuple[int, ...] = ()
-    receive_sizes: tuple[int, ...] = ()
+    unpack: Unpack
+    changes_device: bool
+    wire: torch.dtype | None
+    pack: Pack = as_it_is
+    receive_shape: Shape = ()
     keeps_received: bool = True
+    sizes: tuple[list[int], list[int]] | None = None
     stays: "Stays | None" = None
 
 
@@ -68,16 +75,16 @@ class Stays:
     """
 
     shape: Shape
-    src: Box
-    dst: Box
+    cut: LocalFn  # its place in the part
+    put: LocalFn  # and in the result
     run: slice | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[LocalFn, Piece], ...]
 
     def place(self, received: Tensor, out: Tensor) -> Tensor:
         """``out`` with what came, once it is there."""
         if self.run is None:
-            for piece in self.pieces:
-                out[piece.box] = piece.of(received)
+            for put, piece in self.pieces:
+                put(out).copy_(piece.of(received))
         return out
 
 
@@ -91,14 +98,31 @@ def compile_step(step: BoxingStep, rank: int) -> Program:
         part_shape=step.src.part_shape(step.shape, rank),
         reduction=reduction_of(step),
         unpack=keep,
+        changes_device=step.src.placement.device_type != step.dst.placement.device_type,
+        wire=_wire(step.dtype),
     )
     if group is None:
         return replace(base, unpack=_local(step, rank))
     if step.collective == "all_gather":
         return _all_gather(base, rank, group)
     if step.collective == "all_reduce":
-        return replace(base, unpack=_as_shape(base.part_shape or ()))
+        return base
     return _exchange(base, rank, group)
+
+
+def _wire(dtype: torch.dtype) -> torch.dtype | None:
+    """A dtype of the same size that the backends know: where nothing is added up, bits are enough.
+
+    None if they know ``dtype`` itself.
+    """
+    if dtype in WIRE_DTYPES or dtype == torch.bool:
+        return None
+    return {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize)
+
+
+def _landed(base: Program, landing: Landing) -> Program:
+    shape, unpack = landing
+    return replace(base, receive_shape=shape, unpack=unpack, keeps_received=unpack is keep)
 
 
 def reduction_of(step: BoxingStep) -> Reduction:
@@ -114,11 +138,7 @@ def _nothing(part: Tensor) -> None:
     del part
 
 
-def _as_shape(shape: Shape) -> LocalFn:
-    return lambda flat: flat.view(shape)
-
-
-def _local(step: BoxingStep, rank: int) -> Callable[[Tensor], Tensor | None]:
+def _local(step: BoxingStep, rank: int) -> Unpack:
     """Slice the part, or set it into a part of neutral elements; no rank hears of it."""
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
@@ -131,7 +151,7 @@ def _local(step: BoxingStep, rank: int) -> Callable[[Tensor], Tensor | None]:
     inside, at = shift(move.box, src_box), shift(move.box, dst_box)
     if at == whole(shape):
         return slicer(inside, lengths(src_box))
-    return padder(inside, at, shape, fill)
+    return padder(inside, at, lengths(src_box), shape, fill)
 
 
 def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
@@ -140,16 +160,10 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     stride = padded_part(step.src, step.shape, group)
     mine = numel(step.src.part_slices(step.shape, rank) or ())
     dst_box = step.dst.part_slices(step.shape, rank) or ()
-
     boxes = [(n * stride, step.src.part_slices(step.shape, r) or ()) for n, r in enumerate(group)]
     pieces = [Piece(offset, shift(box, dst_box)) for offset, box in boxes if numel(box)]
-    return replace(
-        base,
-        pack=pad_to(stride) if mine < stride else flatten,
-        unpack=assembler(pieces, lengths(dst_box), stride * len(group)),
-        receive_sizes=(stride,) * len(group),
-        keeps_received=lie_in_order(pieces, lengths(dst_box), stride * len(group)),
-    )
+    packed = replace(base, pack=pad_to(stride) if mine < stride else as_it_is)
+    return _landed(packed, assembler(pieces, lengths(dst_box), stride * len(group)))
 
 
 def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
@@ -163,24 +177,35 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     exchanged = replace(
         base,
         pack=packer(list(sent.values()), (0,) if base.part_shape is None else base.part_shape),
-        send_sizes=send_sizes,
-        receive_sizes=receive_sizes,
+        sizes=None if _all_equal(step, group) else (receive_sizes, send_sizes),
     )
     if dst_box is None:
-        return replace(exchanged, unpack=_nothing, keeps_received=False)
+        return _landed(exchanged, ((sum(receive_sizes),), _nothing))
     shape, total = lengths(dst_box), sum(receive_sizes)
     if step.collective == "reduce_scatter":
-        return replace(exchanged, unpack=_as_shape(shape))
+        return replace(exchanged, receive_shape=shape)
     if any(isinstance(sbp, Partial) for sbp in (*step.src.nd_sbp, *step.dst.nd_sbp)):
         terms = [received[source] for source in coming]
-        combine = combiner(terms, shape, base.reduction)
-        return replace(exchanged, unpack=combine, keeps_received=False)
-    apart = _staying_apart(exchanged, rank, group, sent, received, shape)
-    if apart is not None:
-        return apart
-    pieces = list(received.values())
-    in_order = lie_in_order(pieces, shape, total)
-    return replace(exchanged, unpack=assembler(pieces, shape, total), keeps_received=in_order)
+        return _landed(exchanged, combiner(terms, shape, total, base.reduction))
+    own = received.get(rank)
+    if own is not None and own.numel * step.dtype.itemsize >= APART_BYTES:
+        apart = _staying_apart(exchanged, rank, group, sent, received, shape)
+        if apart is not None:
+            return apart
+    return _landed(exchanged, assembler(list(received.values()), shape, total))
+
+
+def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
+    """Whether each rank of the group sends the same amount to each, below ``APART_BYTES``.
+
+    Sizes need not be told then; all ranks must find the same, so it is asked of the whole group.
+    """
+    inside = [move.numel for move in step.moves if move.src in group]
+    return (
+        len(inside) == len(group) ** 2
+        and len(set(inside)) == 1
+        and inside[0] * step.dtype.itemsize < APART_BYTES
+    )
 
 
 def _staying_apart(
@@ -196,37 +221,41 @@ def _staying_apart(
     Without it the other pieces must still be sent from one run of the part, or be packed anyway;
     and be received into one run of the result, or be copied anyway.
     """
-    if rank not in sent or rank not in received or len(sent) < 2 or len(received) < 2:
+    if rank not in sent or base.sizes is None or len(sent) < 2 or len(received) < 2:
         return None
-    own_sent, own_received = sent[rank], received[rank]
-    if own_sent.numel * base.step.dtype.itemsize < APART_BYTES:
-        return None
+    part_shape = base.part_shape or ()
     leaving = [piece for peer, piece in sent.items() if peer != rank]
     coming = [piece for peer, piece in received.items() if peer != rank]
-    part_shape = base.part_shape or ()
-    send_run = run_of(leaving, part_shape)
-    if send_run is None and lie_in_order(list(sent.values()), part_shape, numel(whole(part_shape))):
+    send_run, receive_run = run_of(leaving, part_shape), run_of(coming, shape)
+    if send_run is None and _in_order(sent, part_shape):
         return None
-    receive_run = run_of(coming, shape)
-    if receive_run is None and lie_in_order(list(received.values()), shape, numel(whole(shape))):
+    if receive_run is None and _in_order(received, shape):
         return None
     at = group.index(rank)
-    sizes = [
-        tuple(0 if n == at else size for n, size in enumerate(sizes))
-        for sizes in (base.send_sizes, base.receive_sizes)
-    ]
+    come, leave = ([0 if n == at else k for n, k in enumerate(each)] for each in base.sizes)
     return replace(
         base,
         pack=packer(leaving, part_shape) if send_run is None else run_taker(send_run),
-        send_sizes=sizes[0],
-        receive_sizes=sizes[1],
-        stays=Stays(shape, own_sent.box, own_received.box, receive_run, tuple(closed_up(coming))),
+        receive_shape=(sum(come),),
+        keeps_received=False,
+        sizes=(come, leave),
+        stays=Stays(
+            shape,
+            cutter(sent[rank].box, part_shape),
+            cutter(received[rank].box, shape),
+            receive_run,
+            tuple((cutter(piece.box, shape), piece) for piece in closed_up(coming)),
+        ),
     )
+
+
+def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
+    return lie_in_order(list(pieces.values()), shape, numel(whole(shape)))
 
 
 def _pieces(
     moves: dict[int, Move], group: tuple[int, ...], origin: Box | None
-) -> tuple[dict[int, Piece], tuple[int, ...]]:
+) -> tuple[dict[int, Piece], list[int]]:
     """A buffer with one stretch per rank of the group, empty where nothing moves."""
     pieces: dict[int, Piece] = {}
     sizes: list[int] = []
@@ -235,4 +264,4 @@ def _pieces(
         if move is not None and origin is not None:
             pieces[rank] = Piece(sum(sizes), shift(move.box, origin))
         sizes.append(0 if move is None else move.numel)
-    return pieces, tuple(sizes)
+    return pieces, sizes

@@ -4,23 +4,22 @@ Pure values. ``boxing_plan`` makes lists of them, ``boxing`` runs them.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, get_args
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 
 from sbpflow.boxing_moves import Move, find_moves, is_local, numel
+from sbpflow.errors import SbpError
 from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
-COLLECTIVE_NAMES: tuple[Collective, ...] = get_args(Collective)
 Groups = tuple[tuple[int, ...], ...]
 
 # An all-gather needs parts of one size and pads the others; past this much padding an all-to-all,
 # which sends exact sizes, takes its place. Balanced splits, whose parts differ by one, always pad.
 MAX_PADDING = 0.25
-
 
 # What gloo and NCCL know (torch 2.13); terms of others are exchanged and added locally.
 WIRE_DTYPES = frozenset(
@@ -35,6 +34,10 @@ WIRE_DTYPES = frozenset(
         torch.uint8,
     }
 )
+# What torch adds and compares everywhere; a layout with P takes no other dtype.
+TERM_DTYPES = WIRE_DTYPES | {torch.int16}
+# For a dtype without addition, one that holds all its values and has it.
+_WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,17 @@ class BoxingStep:
         return f"{self.id}: {arrow} {dtype}{list(self.shape)}: {traffic}"
 
 
+@lru_cache(maxsize=4096)
+def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
+    """Raise SbpError for a layout with P of a dtype whose terms nothing adds up or compares."""
+    if dtype in TERM_DTYPES or not any(isinstance(sbp, Partial) for sbp in layout.nd_sbp):
+        return
+    raise SbpError(
+        f"{layout} of {dtype}: P takes a dtype that adds up, float16 to float64, bfloat16, int8 to "
+        f"int64 or uint8; convert to {_WIDER.get(dtype, torch.float64)} first, or use S or B"
+    )
+
+
 def one_step_legal(src: Layout, dst: Layout) -> bool:
     """A step combines terms with one operation: P(max) -> P must pass through B or S."""
     ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
@@ -115,6 +129,8 @@ def make_step(
     collective: Collective = "none"
     groups: Groups = ()
     if not is_local(moves):
+        if dtype.itemsize > 8:
+            raise SbpError(f"neither gloo nor NCCL moves {dtype}; convert it, or send its parts")
         groups, changes = _talking_groups(src, dst, moves)
         collective = _choose_collective(src, dst, shape, dtype, backend, groups, changes)
     return BoxingStep(

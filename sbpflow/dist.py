@@ -140,28 +140,41 @@ class World:
             f'{self.device.type}, or start the world with device="{wanted}"'
         )
 
+    def check_ranks(self, layout: Layout) -> None:
+        """Raise SbpError if ``layout`` names ranks that this world does not have."""
+        if max(layout.placement.ranks) >= self.size:
+            raise SbpError(
+                f"{layout} names ranks outside this world of {self.size}; use 0..{self.size - 1}"
+            )
+
     def backend_of(self, layout: Layout) -> str:
         """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
         return "nccl" if layout.placement.device_type == "cuda" else "gloo"
 
-    def check(self, step_id: str, operation: str) -> None:
+    def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In the checked mode, compare what every rank is about to do; else nothing.
 
-        All ranks of the world must call it. Raises SbpError on every rank, naming the steps, if
-        they differ.
+        All ranks of the world must call it; ``refused`` is why this rank cannot go on. Raises
+        SbpError on every rank if they are at different steps, naming them, or if any refused.
         """
         if not self.checked or self.size == 1:
             return
-        mine = _encode(f"{step_id} ({operation})")
         gathered = torch.empty(self.size * HEADER_BYTES, dtype=torch.uint8)
         group = self.group(range(self.size), "check")
-        all_gather_single(gathered, mine, group=group)
-        headers = [_decode(row) for row in gathered.view(self.size, HEADER_BYTES)]
-        if len(set(headers)) > 1:
-            lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(headers))
+        all_gather_single(gathered, _encode(f"{step_id} ({operation})\n{refused}"), group=group)
+        headers = [_decode(row).split("\n", 1) for row in gathered.view(self.size, HEADER_BYTES)]
+        if len({header[0] for header in headers}) > 1:
+            lines = "; ".join(f"rank {rank} is at {h[0]}" for rank, h in enumerate(headers))
             raise SbpError(
                 f"ranks take different steps: {lines}. Every rank must call the same conversions "
                 "in the same order, also those outside a placement"
+            )
+        reasons = [header[1] if len(header) > 1 else "" for header in headers]
+        if any(reasons):
+            raise SbpError(
+                reasons[0]
+                if len(set(reasons)) == 1
+                else "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
             )
 
     def barrier(self) -> None:

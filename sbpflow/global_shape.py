@@ -20,9 +20,9 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
     them under ``layout``.
     """
     world = boxing.world
-    mine = [0] * (MAX_DIMS + 1)
-    if part is not None:
-        mine[: part.ndim + 1] = [part.ndim, *part.shape]
+    world.check_ranks(layout)
+    known = () if part is None else part.shape[:MAX_DIMS]
+    mine = [0 if part is None else part.ndim, *known, *(0,) * (MAX_DIMS - len(known))]
     everyone = Placement.line(world.device.type, world.size)
     rows, table = Layout(everyone, (Split(0),)), Layout(everyone, (Broadcast(),))
     steps = plan_boxing(
@@ -35,6 +35,11 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
     )
     gathered = boxing.run(steps, torch.tensor([mine], device=world.device))
     given = [] if gathered is None else gathered.tolist()
+    if deep := [rank for rank, row in enumerate(given) if row[0] > MAX_DIMS]:
+        raise SbpError(
+            f"infer_shape: the part of rank {deep[0]} has {given[deep[0]][0]} dims; at most "
+            f"{MAX_DIMS} are gathered, so reshape it or give the shape to from_local"
+        )
     parts = {rank: tuple(given[rank][1 : 1 + given[rank][0]]) for rank in layout.placement.ranks}
     return full_shape(parts, layout)
 

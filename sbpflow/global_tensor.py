@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_plan import plan_boxing
+from sbpflow.boxing_step import check_dtype
 from sbpflow.conversion import Steps, Way, convert, run_part
 from sbpflow.errors import SbpError
 from sbpflow.extremum import convert_extremum
@@ -20,8 +21,6 @@ from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
 
 Where = Layout | NdSbp | str
-
-MAX_DIMS = 8  # of a tensor whose shape ``infer_shape`` finds
 
 
 class GlobalTensor:
@@ -42,11 +41,8 @@ class GlobalTensor:
                 f"rank {boxing.world.rank} holds a part of shape {list(part.shape)}, but its part "
                 f"of {list(shape)} under {layout} is {list(expected)}"
             )
-        if max(layout.placement.ranks) >= boxing.world.size:
-            raise SbpError(
-                f"{layout} names ranks outside this world of {boxing.world.size}; use "
-                f"0..{boxing.world.size - 1}"
-            )
+        boxing.world.check_ranks(layout)
+        check_dtype(layout, part.dtype)
         self.part = part
         self.layout = layout
         self.shape = shape

@@ -32,10 +32,9 @@ class Layout:
             if isinstance(sbp, Split) and sbp.sizes is not None:
                 if len(sbp.sizes) != self.placement.shape[axis]:
                     raise SbpError(
-                        f"{sbp} has sizes {sbp.sizes}; axis {axis} of the placement needs "
+                        f"{sbp} has {len(sbp.sizes)} sizes; axis {axis} of the placement needs "
                         f"{self.placement.shape[axis]} of them"
                     )
-
         if len({sbp.op for sbp in self.nd_sbp if isinstance(sbp, Partial)}) > 1:
             raise SbpError(
                 f"{format_nd_sbp(self.nd_sbp)} mixes reductions, whose order would matter; "
@@ -44,12 +43,7 @@ class Layout:
 
     def __str__(self) -> str:
         """``S(0)@[0, 1]``; explicit sizes are shown: ``S(0)[3, 5]@[0, 1]``."""
-        texts = [
-            f"{sbp}{list(sbp.sizes)}" if isinstance(sbp, Split) and sbp.sizes else str(sbp)
-            for sbp in self.nd_sbp
-        ]
-        text = texts[0] if len(texts) == 1 else "(" + ", ".join(texts) + ")"
-        return f"{text}@{self.placement}"
+        return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
 
     def __hash__(self) -> int:
         return self._hash  # kept: layouts are keys of every plan that is looked up
@@ -91,9 +85,10 @@ class Layout:
             if not isinstance(sbp, Split):
                 continue
             if sbp.dim >= len(shape):
+                dims = "S(0)" if len(shape) == 1 else f"S(0)..S({len(shape) - 1})"
                 raise SbpError(
                     f"{self} splits dim {sbp.dim}, but the shape {list(shape)} has only "
-                    f"{len(shape)} dims; use S(0)..S({len(shape) - 1}), B or P"
+                    f"{len(shape)} dim{'s' * (len(shape) > 1)}; use {dims}, B or P"
                     if shape
                     else f"{self} splits a tensor without dims; use B or P"
                 )
@@ -124,7 +119,7 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
     if sbp.sizes is None:
         return balanced_sizes(size, parts)
     if sum(sbp.sizes) != size:
-        raise SbpError(f"{sbp} has sizes {sbp.sizes}, summing to {sum(sbp.sizes)}; dim is {size}")
+        raise SbpError(f"{sbp} has sizes summing to {sum(sbp.sizes)}; the dim has {size}")
     return sbp.sizes
 
 

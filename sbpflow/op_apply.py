@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,10 +24,15 @@ def apply(
     *,
     out: Out = None,
     id: str | None = None,
+    dtype: torch.dtype | None = None,
+    refuses: Callable[[Choice, list[Tensor]], str] | None = None,
 ) -> GlobalTensor:
     """Run ``kernel`` on parts boxed to the chosen signature.
 
-    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` is that of the full output.
+    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` is that of the full output,
+    ``dtype`` its dtype, that of the first operand by default. ``refuses(choice, parts)`` says what
+    is wrong with the values on this rank, "" if nothing; then SbpError is raised: here, and in the
+    checked mode on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
     choice = choose(op_rule, operands, wanted)
@@ -38,7 +44,18 @@ def apply(
     boxing = operands[0].boxing
     parts = [operand.part for operand in boxed]
     inside = boxing.world.rank in choice.output.placement
-    part = kernel(choice, parts) if inside else _absent(parts)
+    if refuses is not None:
+        refused = refuses(choice, parts) if inside else ""
+        boxing.world.check(name, op_rule.op, refused)
+        if refused:
+            raise SbpError(refused)
+    expected = dtype or operands[0].dtype
+    part = kernel(choice, parts) if inside else _absent(parts, expected)
+    if part.dtype != expected:
+        raise SbpError(
+            f"{op_rule.op}: the function turned {expected} into {part.dtype}; an op keeps the "
+            "dtype of its operands, ops.cast changes it"
+        )
     return GlobalTensor(part, choice.output, shape, boxing)
 
 
@@ -49,29 +66,70 @@ def choose(op_rule: Rule, operands: Sequence[GlobalTensor], out: NdSbp | None = 
     return deduce(op_rule, described, backend, out)
 
 
-def _absent(parts: list[Tensor]) -> Tensor:
+def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The empty part of a rank outside the placement, tied to its inputs for the backward."""
     floating = [part for part in parts if part.is_floating_point()] or parts
-    return torch.cat(floating)
+    return torch.cat(floating).to(dtype)
 
 
 @lru_cache(maxsize=1024)
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     """Names for ``count`` dims, none of them in ``taken`` or mistaken for B or P."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
+    free += [f"d{number}" for number in range(len(free), count)]  # a concat of many
     return tuple(free[:count])
 
 
 @lru_cache(maxsize=4096)
 def cached_rule(
-    op: str, inputs: tuple[tuple[str, ...], ...], output: tuple[str, ...], signatures: str
+    op: str,
+    inputs: tuple[tuple[str, ...], ...],
+    output: tuple[str, ...],
+    signatures: str,
+    scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
     """``make_rule``, remembered: deduction is keyed by the rule."""
-    return make_rule(op, inputs, output, signatures)
+    return make_rule(op, inputs, output, signatures, scales)
 
 
 def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
     """``dim`` counted from the front; raises SbpError naming ``op`` if ``x`` has no such dim."""
     if not -x.ndim <= dim < x.ndim:
-        raise SbpError(f"{op}: dim {dim} is out of range for {x!r}; use 0..{x.ndim - 1}")
+        legal = f"use 0..{x.ndim - 1}" if x.ndim > 1 else "use 0" if x.ndim else "it has no dims"
+        raise SbpError(f"{op}: dim {dim} is out of range for {x!r}; {legal}")
     return dim % x.ndim
+
+
+def checked_dims(x: GlobalTensor, dims: Sequence[int] | None, op: str) -> list[int]:
+    """``dims`` from the front and sorted, all if None; SbpError if one is not there or twice."""
+    chosen = sorted(checked_dim(x, dim, op) for dim in (range(x.ndim) if dims is None else dims))
+    if twice := [a for a, b in pairwise(chosen) if a == b]:
+        raise SbpError(f"{op}: dims {list(dims or ())} name dim {twice[0]} twice; name each once")
+    return chosen
+
+
+def check_ndim(op: str, what: str, x: GlobalTensor, wanted: int, at_least: bool = False) -> None:
+    """Raise SbpError unless ``x`` has as many dims as ``op`` takes there."""
+    if x.ndim != wanted and not (at_least and x.ndim > wanted):
+        dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"
+        more = " or more" if at_least else ""
+        raise SbpError(f"{op}: {what} has {dims}, {x!r}; it takes {wanted}{more}: use ops.reshape")
+
+
+def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
+    """Raise SbpError unless all operands have one dtype: nothing is promoted on the side."""
+    first = operands[0].dtype
+    if other := next((x.dtype for x in operands if x.dtype != first), None):
+        given = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
+        raise SbpError(
+            f"{op}: operands are {given}; they must be of one dtype, for it decides what a "
+            f"conversion sends: ops.cast(x, {torch.promote_types(first, other)})"
+        )
+
+
+def check_floating(op: str, x: GlobalTensor) -> None:
+    """Raise SbpError unless ``x`` has a floating dtype."""
+    if not x.dtype.is_floating_point:
+        raise SbpError(
+            f"{op}: {x!r} is not of a floating dtype; ops.cast(x, torch.float32) makes it one"
+        )

@@ -1,14 +1,14 @@
 """Reshape and flatten of global tensors: which splits survive a change of dims."""
 
+import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 from torch import Tensor
 
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
-from sbpflow.op_apply import apply, checked_dim, letters_for
-from sbpflow.signature import Choice, Rule, make_rule
+from sbpflow.op_apply import apply, cached_rule, checked_dim, letters_for
+from sbpflow.signature import Choice
 
 
 def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> GlobalTensor:
@@ -20,7 +20,7 @@ def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> 
     full = _resolve(x.shape, tuple(shape))
     letters, output, scales = _reshape_groups(x.shape, full)
     signatures = "".join(f"{a}->{a};" for a in letters if a and a in output) + "P->P"
-    op_rule = make_reshape_rule(letters, output, signatures, scales)
+    op_rule = cached_rule("reshape", (letters,), output, signatures, scales)
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         return parts[0].reshape(choice.output.part_shape(full, x.boxing.world.rank) or ())
@@ -28,34 +28,19 @@ def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> 
     return apply(op_rule, [x], full, kernel, id=id)
 
 
-@lru_cache(maxsize=4096)
-def make_reshape_rule(
-    letters: tuple[str, ...],
-    output: tuple[str, ...],
-    signatures: str,
-    scales: tuple[tuple[str, int, int], ...],
-) -> Rule:
-    """The rule of one reshape; remembered, because deduction is keyed by it."""
-    return make_rule("reshape", [letters], output, signatures, scales)
-
-
 def flatten(x: GlobalTensor, start: int = 0, *, id: str | None = None) -> GlobalTensor:
     """Merge all dims from ``start`` on."""
-    start = checked_dim(x, start, "flatten")
-    return reshape(x, (*x.shape[:start], -1), id=id)
+    start = checked_dim(x, start, "flatten") if x.ndim else 0
+    return reshape(x, (*x.shape[:start], math.prod(x.shape[start:])), id=id)
 
 
 def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    count = 1
-    for size in old:
-        count *= size
-    known = 1
-    for size in new:
-        known *= size if size != -1 else 1
+    count = math.prod(old)
+    known = math.prod(size for size in new if size != -1)
     holes = new.count(-1)
-    if holes == 1 and known and count % known == 0:
+    if holes == 1 and known > 0 and count % known == 0:
         return tuple(count // known if size == -1 else size for size in new)
-    if holes or known != count:
+    if holes or known != count or min(new, default=0) < 0:
         raise SbpError(f"reshape: {list(old)} has {count} elements and cannot become {list(new)}")
     return new
 

@@ -15,7 +15,19 @@ from sbpflow.boxing_kernels import neutral
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
-from sbpflow.op_apply import Out, apply, cached_rule, checked_dim, choose, letters_for
+from sbpflow.op_apply import (
+    Out,
+    apply,
+    cached_rule,
+    check_floating,
+    check_ndim,
+    check_same_dtype,
+    checked_dim,
+    checked_dims,
+    choose,
+    letters_for,
+)
+from sbpflow.op_gather import gather as gather
 from sbpflow.op_reshape import flatten as flatten
 from sbpflow.op_reshape import reshape as reshape
 from sbpflow.sbp import NdSbp, parse_nd_sbp
@@ -27,7 +39,10 @@ Kernel = Callable[..., Tensor]
 def matmul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a [.., k] @ b [k, n]``."""
+    """``a [.., k] @ b [k, n]``, of one dtype."""
+    check_ndim("matmul", "the first operand", a, 1, at_least=True)
+    check_ndim("matmul", "the second operand", b, 2)
+    check_same_dtype("matmul", [a, b])
     lead = letters_for(a.ndim - 1, "kn")
     signatures = "".join(f"{x},B->{x};" for x in lead) + "B,n->n; k,k->P; P,B->P; B,P->P"
     op_rule = cached_rule("matmul", ((*lead, "k"), ("k", "n")), (*lead, "n"), signatures)
@@ -43,11 +58,14 @@ def linear(
     out: Out = None,
     id: str = "linear",
 ) -> GlobalTensor:
-    """``x [.., k] @ weight [n, k].T + bias [n]``.
+    """``x [.., k] @ weight [n, k].T + bias [n]``, of one dtype.
 
     Without the bias, P comes out of x S(k), weight S(1). A bias never meets P: the product is
     brought to S or B first, or computed there, whichever sends less.
     """
+    check_ndim("linear", "x", x, 1, at_least=True)
+    check_ndim("linear", "weight", weight, 2)
+    check_same_dtype("linear", [x, weight] if bias is None else [x, weight, bias])
     lead = letters_for(x.ndim - 1, "kn")
     splits = "".join(f"{a},B->{a};" for a in lead)
     plain = cached_rule(
@@ -91,6 +109,8 @@ def bias_add(
     x: GlobalTensor, bias: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
     """``x [.., n] + bias [n]``; P is not taken: every term would add the bias once more."""
+    check_ndim("bias_add", "x", x, 1, at_least=True)
+    check_same_dtype("bias_add", [x, bias])
     return apply(_bias_rule(x.ndim), [x, bias], x.shape, lambda _, p: p[0] + p[1], out=out, id=id)
 
 
@@ -114,9 +134,22 @@ def nonlinear(
     id: str | None = None,
 ) -> GlobalTensor:
     """Any elementwise function of one tensor: S(i) -> S(i), B -> B."""
-    dims = letters_for(x.ndim)
-    op_rule = cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims))
-    return apply(op_rule, [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
+    return apply(_elementwise(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
+
+
+def _elementwise(op: str, ndim: int, more: str = "") -> Rule:
+    """S(i) -> S(i), B -> B, and ``more``."""
+    dims = letters_for(ndim)
+    return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
+
+
+def cast(
+    x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
+) -> GlobalTensor:
+    """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64."""
+    widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
+    op_rule = _elementwise("cast", x.ndim, "P->P" if widens else "")
+    return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
 
 
 def dropout(
@@ -129,10 +162,9 @@ def dropout(
     """
     if not 0.0 <= p < 1.0:
         raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
+    check_floating("dropout", x)
     if not training or p == 0.0:
         return x
-    dims = letters_for(x.ndim)
-    op_rule = cached_rule("dropout", (dims,), dims, "".join(f"{a}->{a};" for a in dims))
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         if parts[0].is_meta:  # a dry run has no values to drop
@@ -143,20 +175,20 @@ def dropout(
         keep = torch.empty_like(parts[0]).bernoulli_(1.0 - p, generator=generator)
         return parts[0] * keep.div_(1.0 - p)
 
-    return apply(op_rule, [x], x.shape, kernel, id=id)
+    return apply(_elementwise("dropout", x.ndim), [x], x.shape, kernel, id=id)
 
 
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a + b`` with broadcasting of dims of size 1; linear in both, so P + P -> P."""
+    """``a + b``, of one dtype, dims of size 1 broadcast; linear in both, so P + P -> P."""
     return _binary("add", torch.add, a, b, "P,P->P", out, id)
 
 
 def mul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a * b`` with broadcasting of dims of size 1; linear in each, so P x B -> P."""
+    """``a * b``, of one dtype, dims of size 1 broadcast; linear in each, so P x B -> P."""
     return _binary("mul", torch.mul, a, b, "P,B->P; B,P->P", out, id)
 
 
@@ -169,7 +201,8 @@ def _binary(
     out: Out,
     id: str | None,
 ) -> GlobalTensor:
-    shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    check_same_dtype(op, [a, b])
+    shape = _broadcast(op, a, b)
     letters = letters_for(len(shape))
     dims = [
         tuple(
@@ -188,19 +221,42 @@ def _binary(
     return apply(op_rule, [a, b], shape, lambda _, p: kernel(*p), out=out, id=id)
 
 
+def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
+    ndim = max(a.ndim, b.ndim)
+    pairs = list(zip(*((1,) * (ndim - x.ndim) + x.shape for x in (a, b)), strict=True))
+    for dim, (m, n) in enumerate(pairs):
+        if m != n and 1 not in (m, n):
+            raise SbpError(
+                f"{op}: {list(a.shape)} and {list(b.shape)} do not broadcast: counted from the "
+                f"back, dim {dim - ndim} is {m} and {n}; lengths must be equal, or one of them 1"
+            )
+    return tuple(n if m == 1 else m for m, n in pairs)
+
+
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
-    """``x * factor``; linear, so every layout passes."""
-    dims = letters_for(x.ndim)
-    op_rule = cached_rule("scale", (dims,), dims, "".join(f"{a}->{a};" for a in dims) + "P->P")
-    return apply(op_rule, [x], x.shape, lambda _, p: p[0] * factor, id=id)
+    """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype."""
+    if isinstance(factor, float):
+        check_floating("scale", x)
+    return apply(
+        _elementwise("scale", x.ndim, "P->P"), [x], x.shape, lambda _, p: p[0] * factor, id=id
+    )
 
 
 def concat(
     tensors: Sequence[GlobalTensor], dim: int, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
     """Join along ``dim``, which no operand may be split along; P if all are P."""
+    if not tensors:
+        raise SbpError("concat: no tensors were given; it joins one or more")
     first = tensors[0]
     dim = checked_dim(first, dim, "concat")
+    check_same_dtype("concat", tensors)
+    for n, x in enumerate(tensors):
+        if x.ndim != first.ndim or _without(x.shape, dim) != _without(first.shape, dim):
+            raise SbpError(
+                f"concat: tensor {n} is {list(x.shape)}, tensor 0 {list(first.shape)}; they may "
+                f"differ along dim {dim} only"
+            )
     letters = letters_for(first.ndim)
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
@@ -213,6 +269,10 @@ def concat(
     return apply(op_rule, tensors, shape, lambda _, p: torch.cat(p, dim), out=out, id=id)
 
 
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
 def reduce_sum(
     x: GlobalTensor,
     dims: Sequence[int] | None = None,
@@ -221,12 +281,17 @@ def reduce_sum(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P."""
+    """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P.
+
+    Whole numbers add up in int64, as torch has it.
+    """
+
+    dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64
 
     def kernel(part: Tensor, chosen: list[int]) -> Tensor:
-        return part.sum(chosen, keepdim=keepdim) if chosen else part
+        return part.sum(chosen, keepdim=keepdim, dtype=dtype) if chosen else part.to(dtype)
 
-    return _reduce("reduce_sum", "P", "P->P", kernel, x, dims, keepdim, out, id)
+    return _reduce("reduce_sum", "P", "P->P", kernel, x, dims, keepdim, out, id, dtype)
 
 
 def reduce_max(
@@ -243,11 +308,12 @@ def reduce_max(
     the first takes it.
     """
 
+    if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
+        raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, hence no maximum")
+
     def kernel(part: Tensor, chosen: list[int]) -> Tensor:
         if not chosen:
             return part
-        if any(x.shape[n] == 0 for n in chosen):
-            raise SbpError(f"reduce_max: {x!r} has no elements along {chosen}, hence no maximum")
         if part.numel() or all(part.shape[n] for n in chosen):
             return part.amax(chosen, keepdim=keepdim)
         # An empty piece has nothing to say: the lowest value, tied to it for the backward.
@@ -266,16 +332,19 @@ def _reduce(
     keepdim: bool,
     out: Out,
     id: str | None,
+    dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
     """S(i) -> S(i) for a dim that stays, S(i) -> ``reduced`` for one that goes."""
-    chosen = sorted(checked_dim(x, dim, op) for dim in (range(x.ndim) if dims is None else dims))
+    chosen = checked_dims(x, dims, op)
     letters = letters_for(x.ndim)
     signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))
     left = [n for n in range(x.ndim) if keepdim or n not in chosen]
     output = tuple("" if n in chosen else letters[n] for n in left)
     shape = tuple(1 if n in chosen else x.shape[n] for n in left)
     op_rule = cached_rule(op, (letters,), output, signatures + more)
-    return apply(op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id)
+    return apply(
+        op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id, dtype=dtype
+    )
 
 
 def reduce_mean(
@@ -290,36 +359,10 @@ def reduce_mean(
 
     So uneven parts weigh what they hold; over a split dim it comes out as P.
     """
-    chosen = range(x.ndim) if dims is None else dims
-    count = math.prod(x.shape[checked_dim(x, dim, "reduce_mean")] for dim in chosen)
+    check_floating("reduce_mean", x)
+    count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))
     total = reduce_sum(x, dims, keepdim=keepdim, out=out, id=id or "reduce_mean")
     return scale(total, 1.0 / count if count else math.nan)
-
-
-def gather(
-    table: GlobalTensor, ids: GlobalTensor, *, out: Out = None, id: str | None = None
-) -> GlobalTensor:
-    """Rows ``table [r, d]`` at ``ids [..]``: ``[.., d]``.
-
-    A rank that holds some of the rows gives zeros for the others, so a row split comes out as P.
-    """
-    dims = letters_for(ids.ndim, "rd")
-    signatures = "".join(f"B,{a}->{a};" for a in dims) + "r,B->P; d,B->d; P,B->P"
-    op_rule = cached_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
-
-    def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
-        here = choice.inputs[0].part_slices(table.shape, table.boxing.world.rank)
-        rows, low = parts[0], 0 if here is None else here[0].start
-        if rows.shape[0] == table.shape[0]:
-            return F.embedding(parts[1].long(), rows)
-        local = parts[1].long() - low
-        mine = (local >= 0) & (local < rows.shape[0])
-        if rows.shape[0] == 0:
-            return rows.new_zeros((*local.shape, rows.shape[1])) + rows.sum()
-        found = F.embedding(local.where(mine, 0), rows)
-        return found * mine.unsqueeze(-1).to(found.dtype)
-
-    return apply(op_rule, [table, ids], (*ids.shape, table.shape[1]), kernel, out=out, id=id)
 
 
 def bce_with_logits(
@@ -332,8 +375,11 @@ def bce_with_logits(
     """Binary cross entropy; ``reduction`` "none", "sum" or "mean" over the full tensor.
 
     The mean divides by the global count, so uneven parts are weighted right; it comes out as P if
-    the logits are split.
+    the logits are split. Labels may be of another dtype; they are taken as that of the logits.
     """
+    if reduction not in ("none", "sum", "mean"):
+        raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
+    check_floating("bce_with_logits", logits)
     letters = letters_for(logits.ndim)
     op_rule = cached_rule(
         "bce_with_logits", (letters, letters), letters, "".join(f"{a},{a}->{a};" for a in letters)
@@ -346,8 +392,6 @@ def bce_with_logits(
     loss = apply(op_rule, [logits, labels], logits.shape, kernel, id=id)
     if reduction == "none":
         return loss
-    if reduction not in ("sum", "mean"):
-        raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
     reduce = reduce_sum if reduction == "sum" else reduce_mean
     return reduce(loss, id=f"{id}.{reduction}")
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from sbpflow.errors import SbpError
@@ -60,6 +61,11 @@ class Placement:
     def _index(self) -> dict[int, int]:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
+    @cached_property
+    def _coords(self) -> dict[int, tuple[int, ...]]:
+        grid = product(*(range(size) for size in self.shape))  # row-major, as the ranks are
+        return dict(zip(self.ranks, grid, strict=True))
+
     def __contains__(self, rank: int) -> bool:
         return rank in self._index
 
@@ -69,14 +75,7 @@ class Placement:
 
     def coord(self, rank: int) -> tuple[int, ...] | None:
         """Grid coordinates of a global rank; ``None`` outside the placement."""
-        index = self._index.get(rank)
-        if index is None:
-            return None
-        coord: list[int] = []
-        for size in reversed(self.shape):
-            index, here = divmod(index, size)
-            coord.append(here)
-        return tuple(reversed(coord))
+        return self._coords.get(rank)
 
     def __str__(self) -> str:
         """The ranks as they are written: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""

@@ -31,7 +31,8 @@ class Split:
             raise SbpError(f"S({self.dim}): sizes {self.sizes} must be 0 or more")
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        """``S(0)``, with its sizes if it has any: ``S(0)[3, 5]``."""
+        return f"S({self.dim})" if self.sizes is None else f"S({self.dim}){list(self.sizes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +56,55 @@ class Partial:
 Sbp = Split | Broadcast | Partial
 NdSbp = tuple[Sbp, ...]
 
-_SBP = re.compile(r"S\((?P<dim>\d+)\)|(?P<broadcast>B)|P(?:\((?P<op>sum|max|min)\))?")
+_SBP = re.compile(
+    r"S\((?P<dim>\d+)\)(?P<sizes>\[[\d, ]*\])?|(?P<broadcast>B)|P(?:\((?P<op>sum|max|min)\))?",
+    re.ASCII,
+)
+_FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max) or P(min)"
 
 
 def parse_sbp(text: str) -> Sbp:
-    """Read ``S(0)``, ``B``, ``P`` or ``P(max)``; anything else raises SbpError."""
+    """Read ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``; anything else raises SbpError."""
     match = _SBP.fullmatch(text.strip())
     if match is None:
-        raise SbpError(f"{text!r} is not a layout; write S(0), S(1), B, P, P(max) or P(min)")
+        raise SbpError(f"{text!r} is not a layout; {_hint(text)}{_FORMS}")
     if match["dim"] is not None:
-        return Split(int(match["dim"]))
+        return Split(int(match["dim"]), _parse_sizes(text, match["sizes"]))
     if match["broadcast"] is not None:
         return Broadcast()
     op = match["op"]
     return Partial("max" if op == "max" else "min" if op == "min" else "sum")
 
 
+def _parse_sizes(text: str, listed: str | None) -> tuple[int, ...] | None:
+    if listed is None:
+        return None
+    sizes = listed[1:-1].split(",") if listed[1:-1].strip() else []
+    if not all(size.strip().isdigit() for size in sizes):
+        raise SbpError(f"{text!r}: sizes are whole numbers with commas between; {_FORMS}")
+    return tuple(int(size) for size in sizes)
+
+
+def _hint(text: str) -> str:
+    """What is probably meant, if that is plain."""
+    if re.search(r"S\(\s*-", text):
+        return "dims count from the front, so the last of two is S(1); "
+    return ""
+
+
 def parse_nd_sbp(text: str) -> NdSbp:
-    """Read one sbp, ``S(0)``, or one per placement axis, ``(S(0), B)``."""
+    """Read one sbp, ``S(0)``, or one per placement axis, ``(S(0), B)``; SbpError if it is none."""
     stripped = text.strip()
     if not (stripped.startswith("(") and stripped.endswith(")")):
         return (parse_sbp(stripped),)
-    return tuple(parse_sbp(part) for part in stripped[1:-1].split(",") if part.strip())
+    entries = re.split(r",(?![^\[]*\])", stripped[1:-1])  # commas between sizes do not count
+    if len(entries) > 1 and not entries[-1].strip():
+        entries.pop()  # "(S(0),)" as Python writes it
+    return tuple(parse_sbp(entry) for entry in entries)
 
 
 def format_nd_sbp(nd_sbp: NdSbp) -> str:
-    """Write what ``parse_nd_sbp`` reads; explicit sizes are not part of the text."""
+    """Write what ``parse_nd_sbp`` reads."""
     if len(nd_sbp) == 1:
         return str(nd_sbp[0])
     return "(" + ", ".join(str(sbp) for sbp in nd_sbp) + ")"

@@ -4,13 +4,14 @@ A fresh buffer of some MiB costs page faults each time on CPU, about as much as 
 CUDA has a caching allocator of its own; there nothing is kept.
 """
 
+import math
 from threading import Lock
 
 import torch
 from torch import Tensor
 
 MAX_KEPT_BYTES = 256 * 1024 * 1024  # of free buffers; more are left to the allocator
-MIN_BYTES = 256 * 1024  # below this the allocator is faster and faults no pages
+MIN_BYTES = 1024 * 1024  # below this the allocator is as fast and its memory stays mapped
 
 
 class Staging:
@@ -47,7 +48,7 @@ class Staging:
 
 
 class Loan:
-    """Lends flat buffers until ``give_back``. Nobody may keep a view of them past that."""
+    """Lends buffers until ``give_back``. Nobody may keep a view of them past that."""
 
     __slots__ = ("_lent", "_staging")
 
@@ -55,14 +56,20 @@ class Loan:
         self._staging = staging
         self._lent: list[Tensor] = []
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A flat buffer of ``numel`` elements of the dtype and device of ``like``."""
-        num_bytes = numel * like.itemsize
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A contiguous buffer of ``shape``, of the dtype and device of ``like``."""
+        num_bytes = math.prod(shape) * like.itemsize
         if num_bytes < MIN_BYTES or like.device.type != "cpu":
-            return like.new_empty(numel)
+            return like.new_empty(shape)
         buffer = self._staging.pop(num_bytes)
         self._lent.append(buffer)
-        return buffer[:num_bytes].view(like.dtype)
+        return buffer[:num_bytes].view(like.dtype).view(shape)
+
+    def copy(self, view: Tensor) -> Tensor:
+        """A contiguous tensor equal to ``view``: a lent copy, or itself if it is contiguous."""
+        if view.numel() * view.itemsize < MIN_BYTES or view.is_contiguous():
+            return view.contiguous()
+        return self.take(view.shape, view).copy_(view)
 
     def give_back(self) -> None:
         """Return what was taken."""

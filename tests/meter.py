@@ -7,7 +7,9 @@ process group, whoever called it, and counts the bytes this rank sends to others
 import math
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbpflow.dist import HEADER_BYTES
@@ -43,7 +45,8 @@ class Meter(TorchDispatchMode):
 
 
 def _is_header(args):
-    return getattr(args[1], "numel", int)() == HEADER_BYTES
+    sent = args[1]
+    return isinstance(sent, Tensor) and (sent.dtype, sent.numel()) == (torch.uint8, HEADER_BYTES)
 
 
 def _group(boxed):

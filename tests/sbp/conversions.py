@@ -52,36 +52,34 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
         expected = oracle.cut(full, extent) if inside else part
         assert _same(part, expected, tolerance), f"{what}: wrong values on rank {world.rank}"
         return
-    axes = [n for n, s in enumerate(layout.nd_sbp) if isinstance(s, Broadcast)]
-    replicas = list(itertools.product(*(range(layout.placement.shape[n]) for n in axes)))
-    totals = torch.zeros((len(replicas), *full.shape), dtype=torch.float64)
+    replicas, mine = _cells(world, layout, lambda sbp: isinstance(sbp, Broadcast))
+    terms, my_term = _cells(world, layout, lambda sbp: not isinstance(sbp, Broadcast))
+    # For each replica the sum of its terms; for each term the sum of its replicas.
+    sums = torch.zeros((len(replicas) + len(terms), *full.shape), dtype=torch.float64)
     if inside:
-        coord = oracle.coordinate(layout, world.rank)
-        mine = totals[replicas.index(tuple(coord[n] for n in axes))]
-        oracle.cut(mine, extent).add_(part)
-    for replica, total in zip(replicas, sum_over_ranks(world, totals), strict=True):
+        oracle.cut(sums[mine], extent).add_(part)
+        oracle.cut(sums[len(replicas) + my_term], extent).add_(part)
+    sum_over_ranks(world, sums)
+    for replica, total in zip(replicas, sums, strict=False):
         right = _same(total, full.double(), tolerance)
         assert right, f"{what}: terms of replica {replica} do not add up"
-    if len(replicas) > 1:
-        _check_replicas(world, part, layout, full, what)
-
-
-def _check_replicas(world, part, layout, full, what):
-    """Ranks that differ only along B axes hold equal terms: each is the mean of them."""
-    sizes = [1 if isinstance(s, Broadcast) else n
-             for s, n in zip(layout.nd_sbp, layout.placement.shape, strict=True)]  # fmt: skip
-    terms = list(itertools.product(*map(range, sizes)))
-    sums = torch.zeros((len(terms), *full.shape), dtype=torch.float64)
-    inside = world.rank in layout.placement
-    if inside:
-        extent = oracle.extent(layout, full.shape, world.rank)
-        coord = oracle.coordinate(layout, world.rank)
-        here = tuple(0 if size == 1 else at for at, size in zip(coord, sizes, strict=True))
-        oracle.cut(sums[terms.index(here)], extent).add_(part)
-    sum_over_ranks(world, sums)
-    if inside:
-        mean = oracle.cut(sums[terms.index(here)], extent) * len(terms) / layout.placement.size
+    if inside:  # ranks that differ only along B hold equal terms: each is the mean of them
+        mean = oracle.cut(sums[len(replicas) + my_term], extent) / len(replicas)
         assert torch.allclose(mean, part.double()), f"{what}: replicas of a term differ"
+
+
+def _cells(world, layout, chosen):
+    """Coordinates along the axes that ``chosen`` picks, and which of them this rank is at."""
+    sizes = [
+        size if chosen(sbp) else 1
+        for sbp, size in zip(layout.nd_sbp, layout.placement.shape, strict=True)
+    ]
+    cells = list(itertools.product(*map(range, sizes)))
+    coord = oracle.coordinate(layout, world.rank)
+    if coord is None:
+        return cells, None
+    here = tuple(0 if size == 1 else at for at, size in zip(coord, sizes, strict=True))
+    return cells, cells.index(here)
 
 
 def _same(a, b, tolerance):

@@ -40,7 +40,7 @@ def run_step(step, parts):
     ranks = sorted({*step.src.placement.ranks, *step.dst.placement.ranks})
     programs = {rank: compile_step(step, rank) for rank in ranks}
     nothing = torch.empty(0, dtype=step.dtype)
-    sent = {rank: programs[rank].pack(parts.get(rank, nothing), lend) for rank in ranks}
+    sent = {rank: programs[rank].pack(parts.get(rank, nothing), Lender()) for rank in ranks}
     received = {rank: parts.get(rank, nothing) for rank in ranks if programs[rank].group is None}
     for group in step.groups:
         received |= EXCHANGE[step.collective](step, group, programs, sent)
@@ -48,27 +48,41 @@ def run_step(step, parts):
     return {rank: part for rank, part in out.items() if part is not None}
 
 
-def lend(numel, like):
-    """A buffer of garbage, as a reused one would have."""
-    return like.new_full((numel,), 77)
+class Lender:
+    """Lends buffers of garbage, as reused ones would have."""
+
+    def take(self, shape, like):
+        return like.new_full(shape, 77)
+
+    def copy(self, view):
+        return self.take(view.shape, view).copy_(view)
+
+
+def _sizes(program, group, sent):
+    """What an all-to-all receives and sends by rank of the group."""
+    if program.sizes is None:
+        return [[sent.numel() // len(group)] * len(group)] * 2
+    return program.sizes
 
 
 def _all_to_all(step, group, programs, sent):
-    pieces = {rank: sent[rank].split(list(programs[rank].send_sizes)) for rank in group}
+    sizes = {rank: _sizes(programs[rank], group, sent[rank]) for rank in group}
+    pieces = {rank: sent[rank].view(-1).split(sizes[rank][1]) for rank in group}
     for rank in group:
         away = sum(p.numel() for to, p in zip(group, pieces[rank], strict=True) if to != rank)
         assert step.bytes_sent(rank) == away * step.dtype.itemsize
     received = {}
     for number, rank in enumerate(group):
-        received[rank] = torch.cat([pieces[peer][number] for peer in group])
-        sizes = [pieces[peer][number].numel() for peer in group]
-        assert sizes == list(programs[rank].receive_sizes)
+        assert [pieces[peer][number].numel() for peer in group] == sizes[rank][0]
+        flat = torch.cat([pieces[peer][number] for peer in group])
+        received[rank] = flat.view(programs[rank].receive_shape)
     return received
 
 
 def _all_gather(step, group, programs, sent):
     assert len({sent[rank].numel() for rank in group}) == 1
-    return {rank: torch.cat([sent[peer] for peer in group]) for rank in group}
+    flat = torch.cat([sent[peer].view(-1) for peer in group])
+    return {rank: flat.view(programs[rank].receive_shape) for rank in group}
 
 
 def _all_reduce(step, group, programs, sent):
@@ -80,7 +94,7 @@ def _all_reduce(step, group, programs, sent):
 def _reduce_scatter(step, group, programs, sent):
     total = _all_reduce(step, group, programs, sent)[group[0]]
     pieces = total.view(-1).split(total.numel() // len(group))
-    return dict(zip(group, pieces, strict=True))
+    return {r: p.view(programs[r].receive_shape) for r, p in zip(group, pieces, strict=True)}
 
 
 EXCHANGE = {

@@ -71,10 +71,21 @@ def test_the_table_of_conversions_holds(p):
 
 NAMES = {
     "linear with bias": "linear_bias",
+    "relu, or any `nonlinear` function": "tanh",
     "concat along 1": "concat",
+    "flatten [4, 3]": "flatten",
+    "reshape [5, 4, 3] to [5, 12]": "reshape_merge",
+    "reshape [5, 12] to [5, 4, 3]": "reshape_cut",
     "reduce_sum over 1": "reduce_sum",
     "gather(table, ids)": "gather",
     "bce_with_logits": "bce_none",
+}
+UNLIKE_TORCH = {  # what test_ops does not compare with a plain op, on one float64 tensor
+    "reduce_mean over 1": lambda x: ops.reduce_mean(x, [1]),
+    "reduce_max over 1": lambda x: ops.reduce_max(x, [1]),
+    "dropout": lambda x: ops.dropout(x, 0.5, 0),
+    "cast to a wider dtype": lambda x: ops.cast(x, torch.float64),
+    "cast to another dtype": lambda x: ops.cast(x, torch.float16),
 }
 
 
@@ -94,7 +105,7 @@ def test_the_table_of_signatures_holds(monkeypatch):
 
 def _call_of(op):
     """The function of a row of the table, and the name of the operands to call it with."""
-    if op == "reduce_max over 1":
-        return lambda x: ops.reduce_max(x, [1]), "reduce_sum"
+    if op in UNLIKE_TORCH:
+        return UNLIKE_TORCH[op], "reduce_sum"
     name = NAMES.get(op, op)
     return test_ops.OPS[name][0], name

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sbpflow.boxing_moves import find_moves
 from sbpflow.errors import SbpError
@@ -46,10 +48,54 @@ def test_parse_reads_what_is_printed(text):
     assert format_nd_sbp(parse_nd_sbp(grid)) == grid
 
 
-@pytest.mark.parametrize("text", ["", "S", "S()", "S(-1)", "s(0)", "R", "P(mean)", "S(0) B"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "S",
+        "S()",
+        "S(-1)",
+        "s(0)",
+        "R",
+        "P(mean)",
+        "S(0) B",
+        "S(0)[",
+        "S(0)[-1]",
+        "B[1]",
+        "(S(0))",
+    ],
+)
 def test_parse_refuses_and_shows_the_forms(text):
-    with pytest.raises(SbpError, match=r"write S\(0\), S\(1\), B, P"):
+    with pytest.raises(SbpError, match=r"write S\(0\), S\(1\), S\(0\)\[3, 5\] with sizes, B, P"):
         parse_sbp(text)
+
+
+def test_a_dim_from_the_back_is_explained():
+    with pytest.raises(SbpError, match=r"dims count from the front, so the last of two is S\(1\)"):
+        parse_sbp("S(-1)")
+    for text in ("S(0)[1,]", "S(0)[1 2]"):
+        with pytest.raises(SbpError, match="sizes are whole numbers with commas between"):
+            parse_sbp(text)
+    for text in ("()", "(S(0), , B)"):
+        with pytest.raises(SbpError, match=r"' ?' is not a layout"):
+            parse_nd_sbp(text)
+
+
+SBPS = st.one_of(
+    st.builds(Split, st.integers(0, 20)),
+    st.builds(Split, st.integers(0, 20), st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)),
+    st.just(B),
+    st.builds(Partial, st.sampled_from(["sum", "max", "min"])),
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(nd_sbp=st.lists(SBPS, min_size=1, max_size=4).map(tuple), spaces=st.booleans())
+def test_what_is_printed_can_be_read(nd_sbp, spaces):
+    """Explicit sizes included, on any number of axes, with or without blanks."""
+    text = format_nd_sbp(nd_sbp)
+    assert parse_nd_sbp(text if spaces else text.replace(" ", "")) == nd_sbp
+    assert all(parse_sbp(str(sbp)) == sbp for sbp in nd_sbp)
 
 
 def test_p_and_p_sum_are_one():
@@ -149,7 +195,7 @@ def test_placement_groups():
         (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes reductions"),
         (
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
-            "summing to 3; dim is 4",
+            "summing to 3; the dim has 4",
         ),
         (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "more than 2 dims"),
     ],
@@ -164,6 +210,7 @@ def test_impossible_values_say_why(make, message):
     [
         ((S0,), (3, 5), r"splits dim 0 of \[3, 5\] into 4 parts, but only 3 are there.*explicit"),
         ((Split(2),), (4, 4), r"splits dim 2, but the shape \[4, 4\] has only 2 dims; use S\(0\)"),
+        ((S1,), (8,), r"has only 1 dim; use S\(0\), B or P"),
         ((S0,), (), "splits a tensor without dims; use B or P"),
     ],
 )

@@ -1,0 +1,70 @@
+"""What ``explain`` totals for the schemes is what their derivations say, by backend.
+
+B rows a batch, f = 26 deep columns of d = 16, 2 wide columns summed to one number, p ranks. Sums
+over all ranks, 4 bytes per number. The published comparison has 2 D (p-1) / p for the deep table of
+scheme 2, which contradicts its own derivation, and counts ids with the copy that each rank has.
+"""
+
+import pytest
+
+from models.run_plan import Columns, plan_run
+from sbpflow.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SparseSgd,
+    WideConfig,
+)
+from sbpflow.explain import describe
+
+B, F, D_EACH, CROSSES, DENSE, HIDDEN = 16384, 26, 16, 2, 13, 1024
+COLUMNS = Columns(
+    dense=tuple(f"I{n}" for n in range(1, DENSE + 1)),
+    fields={f"C{n}": 1000 for n in range(1, F + 1)} | {"C1xC2": 1000, "C3xC4": 1000},
+    num_sparse=F,
+)
+D = B * F * D_EACH * 4  # the deep vectors
+WIDE = B * 4  # the wide sums
+MLP = 4 * (HIDDEN * (F * D_EACH + DENSE + 1) + HIDDEN * (HIDDEN + 1) + HIDDEN + 1)
+LOSS = 4  # travels with the gradients
+
+
+def derived(scheme, p):
+    """Bytes per iteration: ids, wide there and back, deep there and back, dense gradients."""
+    ids = B * (F + CROSSES) * 4 * (p - 1)
+    wide, dense = 2 * WIDE * (p - 1), 2 * (p - 1) * (MLP + LOSS)
+    deep = {"1": 2 * D * (p - 1) // p, "2": 2 * D * (p - 1)}
+    if scheme in deep:
+        return ids + wide + deep[scheme] + dense
+    # Scheme 3: at worst every id is asked of another rank, its row comes and its gradient goes. Ids
+    # go once, not twice: the owner keeps them for the gradients. Counts: 2 groups, p x (p-1) int64.
+    rows = D + CROSSES * WIDE
+    return B * (F + CROSSES) * 4 + 2 * rows + dense + 2 * 8 * p * (p - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("scheme", ["1", "2", "3"])
+def test_explain_totals_are_the_derivations(scheme, p, device):
+    """NCCL has a true reduce-scatter; gloo's all-to-all and local sum send exactly as much."""
+    config = Config(
+        data=DataConfig(batch_size=B),
+        model=ModelConfig(
+            embedding_dim=D_EACH,
+            hidden=(HIDDEN, HIDDEN),
+            wide=WideConfig(crosses=(("C1", "C2"), ("C3", "C4"))),
+        ),
+        parallel=ParallelConfig(device=device, scheme=scheme),
+        optimizer=OptimizerConfig(sparse=SparseSgd(lr=0.1)),
+    )
+    _, plan = plan_run(config, COLUMNS, world_size=p, device_type=device)
+    facts = describe(plan)
+    assert facts["bytes_per_iteration"] == derived(scheme, p)
+    names = {step["id"]: step["collective"] for step in facts["steps"]}
+    reduces = {"cpu": "all_to_all", "cuda": "reduce_scatter"}[device]
+    if scheme != "3":
+        assert names["wide/reduce/fwd/vectors"] == reduces
+    if scheme == "2":
+        assert names["deep/reduce/fwd/vectors"] == reduces
