@@ -15,7 +15,7 @@ from torch import Tensor
 from sbpflow.boxing_program import Program, Stays, compile_step
 from sbpflow.boxing_step import BoxingStep
 from sbpflow.comm_log import CommRecord
-from sbpflow.dist import World, all_gather_single, reduce_scatter_single
+from sbpflow.dist import World, all_gather_single, broken, reduce_scatter_single
 from sbpflow.errors import SbpError
 from sbpflow.staging import Loan, Staging
 
@@ -127,12 +127,15 @@ class Boxing:
         if world.log.enabled:
             world.log.add(_record(program, channel))
         loan = self._staging.loan()
-        if program.stays is not None:
-            return _exchange_apart(program, program.stays, part, group, loan)
-        if step.collective == "all_reduce":
-            received, work = _run_all_reduce(program, part, group, donate)
-        else:
-            received, work = _COLLECTIVES[step.collective](program, part, group, loan)
+        try:
+            if program.stays is not None:
+                return _exchange_apart(program, program.stays, part, group, loan)
+            if step.collective == "all_reduce":
+                received, work = _run_all_reduce(program, part, group, donate)
+            else:
+                received, work = _COLLECTIVES[step.collective](program, part, group, loan)
+        except RuntimeError as error:
+            raise broken(error, step.id, step.collective) from error
         return partial(_finish, work, program, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
@@ -184,11 +187,19 @@ def _as_sent(program: Program, buffer: Tensor) -> Tensor:
 def _finish(
     work: dist.Work | None, program: Program, received: Tensor, loan: Loan
 ) -> Tensor | None:
-    if work is not None:
-        work.wait()
+    _wait(work, program)
     part = program.unpack(received)
     loan.give_back()
     return part
+
+
+def _wait(work: dist.Work | None, program: Program) -> None:
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise broken(error, program.step.id, program.step.collective) from error
 
 
 def _exchange_apart(
@@ -205,8 +216,7 @@ def _exchange_apart(
     stays.put(out).copy_(stays.cut(part))
 
     def finish() -> Tensor:
-        if work is not None:
-            work.wait()
+        _wait(work, program)
         whole = stays.place(received, out)
         loan.give_back()
         return whole

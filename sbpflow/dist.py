@@ -7,6 +7,7 @@ A World is made once and passed on; nothing here is module state. No tensor of t
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -201,6 +202,12 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
+    """What a collective raised, with the step it was for in front of torch's words."""
+    words = re.sub(r"^\[/\S+\]\s*", "", str(error))
+    return RuntimeError(f"{step_id}, {collective}: {words}")
 
 
 def _meeting_from_environment() -> Rendezvous:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Pending
 from sbpflow.comm_log import CommRecord
-from sbpflow.dist import World
+from sbpflow.dist import World, broken
 from sbpflow.embedding.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
 
@@ -43,24 +43,26 @@ class Exchange:
             raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *row)
-        work = dist.all_to_all_single(
-            received,
-            send.contiguous(),
-            list(into),
-            list(out),
-            group=world.group(step.group, self._channel),
-            async_op=True,
-        )
+        group = world.group(step.group, self._channel)
+        try:
+            work = dist.all_to_all_single(
+                received, send.contiguous(), list(into), list(out), group=group, async_op=True
+            )
+        except RuntimeError as error:
+            raise broken(error, step.id, step.collective) from error
         if world.log.enabled:
             sent = (sum(out) - out[world.rank]) * row.numel() * send.itemsize
             world.log.add(CommRecord(step.id, step.collective, self._channel, step.group, sent))
-        return Pending(partial(_arrived, work, received, send))
+        return Pending(partial(_arrived, step, work, received, send))
 
 
-def _arrived(work: dist.Work | None, received: Tensor, sent: Tensor) -> Tensor:
+def _arrived(step: ExchangeStep, work: dist.Work | None, received: Tensor, sent: Tensor) -> Tensor:
     del sent  # kept alive until here
     if work is not None:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise broken(error, step.id, step.collective) from error
     return received
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     assert time.monotonic() - start < 25
     assert output.count("error: ") == 1
     assert "error: rank 1 died" in output
+    assert re.search(r"\([\w./]+, (all_to_all|all_gather|all_reduce): ", output), output
 
 
 def test_ctrl_c_ends_all_ranks_cleanly(synth_set, tmp_path):

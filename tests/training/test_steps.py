@@ -1,5 +1,6 @@
 """The collectives of a step: as explained, by name and bytes, in order; none can be left out."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -242,3 +243,54 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
     )
     assert (changes[:, 0] == changes[:, 1]).all()
     assert changes[:, 1].sum() > 0
+
+
+def die_at(world: World, config: Config, step_id: str) -> None:
+    """Rank 1 is gone when it comes to a step of the second batch."""
+    world.checked = False
+    job = make_job(world, config)
+    batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
+    job.trainer.step(batches[0])
+    real_issue, real_start = Boxing._issue, Exchange.start
+
+    def leave_at(step):
+        if world.rank == 1 and step.id == step_id:
+            os._exit(9)
+
+    def issue(self, step, *args, **kwargs):
+        leave_at(step)
+        return real_issue(self, step, *args, **kwargs)
+
+    def start(self, step, *args):
+        leave_at(step)
+        return real_start(self, step, *args)
+
+    Boxing._issue, Exchange.start = issue, start
+    try:
+        job.trainer.step(batches[1])
+    finally:
+        Boxing._issue, Exchange.start = real_issue, real_start
+
+
+@pytest.mark.parametrize(
+    ("scheme", "step_id"),
+    [
+        ("dp", "deep/local.0/bwd/vectors"),
+        ("dp", "deep/local.1/bwd/gradients"),
+        ("1", "ids/fwd"),
+        ("1", "deep/columns/fwd/vectors"),
+        ("2", "deep/reduce/bwd/vectors"),
+        ("3", "deep/unique/fwd/counts"),
+        ("3", "deep/unique/fwd/vectors"),
+        ("3", "dense/bwd/0"),
+    ],
+)
+def test_a_rank_that_dies_in_an_exchange_is_reported_with_the_step(ranks, scheme, step_id):
+    with pytest.raises(RanksFailed) as failure:
+        ranks(2, die_at, make_config(scheme, "sgd"), step_id)
+    words = str(failure.value)
+    # The survivor waits for this step, or for one that was under way beside it.
+    under_way = [
+        step for step in EXPECTED[scheme] if f"{step}, {EXPECTED[scheme][step]}: " in words
+    ]
+    assert under_way, words
