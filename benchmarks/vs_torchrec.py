@@ -141,7 +141,7 @@ def main() -> None:
         args.wire = args.wire[0]
         work(args)
         return
-    results = Results("vs_torchrec")
+    results = Results(f"vs_torchrec_{args.link or 'loopback'}")
     for wire in args.wire:
         compare(args, wire, results)
 
