@@ -99,7 +99,7 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
                 "rank": shard.rank,
                 "rows": [shard.row_start, shard.row_stop],
                 "columns": [shard.col_start, shard.col_stop],
-                "table_bytes": rows * cols * itemsize,
+                "table_bytes": rows * cols * plan.embeddings.row_dtype.itemsize,
                 "state_bytes": state * itemsize,
             }
         )
