@@ -4,7 +4,8 @@
 
 Losses are compared first; then runs of both take turns and medians are reported. TorchRec plans by
 itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
-network namespace of its own behind a link of that rate (2 ranks, needs root).
+network namespace of its own behind a link of that rate (2 ranks, needs root). ``--ddp`` times
+plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel.
 """
 
 import argparse
@@ -31,6 +32,7 @@ LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
 def work(args: argparse.Namespace) -> None:
     """One rank: both systems in one process, compared and then timed in turns."""
     from benchmarks.click_trainer import ClickTrainer
+    from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
     from sbpflow.dist import World
     from sbpflow.embedding.collection import INITIAL_BOUND
@@ -42,17 +44,27 @@ def work(args: argparse.Namespace) -> None:
         wire = getattr(torch, args.wire)
         peer = TorchRecPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND, wire=wire)
         ours = ClickTrainer(shape, batches, world, seed=SEED, wire=args.wire, layout=args.layout)
+        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
         apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))
         if apart > LOSS_TOLERANCE[args.wire]:
             raise SystemExit(f"losses differ by {apart}: TorchRec {mean}, sbpflow {mine}")
+        if ddp is not None:
+            plain = _mean_over_ranks(ddp.plain(LOSS_STEPS))
+            if (
+                max(abs(a - b) for a, b in zip(plain, mine, strict=True))
+                > LOSS_TOLERANCE[args.wire]
+            ):
+                raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
         loops: dict[str, Callable[[int], list[float]]] = {
             "torchrec plain": peer.plain,
             "torchrec pipelined": peer.pipelined,
             "sbpflow": ours.pipelined,
             "sbpflow, no overlap": ours.plain,
         }
+        if ddp is not None:
+            loops["plain torch, DDP"] = ddp.plain
         times: dict[str, list[float]] = {name: [] for name in loops}
         cpu: dict[str, list[float]] = {name: [] for name in loops}
         for repeat in range(args.repeats + 1):
@@ -80,6 +92,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--output", str(output)]
+        words += ["--ddp"] if args.ddp and wire == "float32" else []
         if args.link:
             with two_hosts(args.link) as prefixes:
                 code = start_ranks(
@@ -134,6 +147,7 @@ def main() -> None:
     parser.add_argument("--link")
     parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--layout", default="unique")
+    parser.add_argument("--ddp", action="store_true", help="plain torch, too (all tables B)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()

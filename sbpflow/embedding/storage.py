@@ -200,9 +200,12 @@ class FbgemmStorage:
         if lr != self._lr:  # TBE's backward takes the rate that was set at its forward
             self._tbe.set_learning_rate(lr)
             self._lr = lr
+        addresses = access.addresses
+        if addresses.is_cuda:  # its CUDA kernels take ids and offsets of one type
+            addresses = addresses.to(torch.int64)
         with torch.enable_grad():
             return self._tbe(
-                access.addresses, access.explicit_offsets(), per_sample_weights=access.weights
+                addresses, access.explicit_offsets(), per_sample_weights=access.weights
             )
 
 

@@ -209,3 +209,37 @@ def test_overlap_and_the_order_of_tables_do_not_change_a_bit(ranks, exchange):
     widths = [8 * len(table.features) for table in output.tables]
     parts = np.split(first[0], np.cumsum(widths)[:-1], axis=1)
     np.testing.assert_array_equal(np.concatenate(parts[::-1], 1), first[2])
+
+
+def bytes_of(world, mix: Mix) -> dict[str, int]:
+    """What this rank sent, by step, in a run of all batches."""
+    world.log.clear()
+    world.log.enabled = True
+    train(world, mix)
+    sent: dict[str, int] = {}
+    for record in world.log.records:
+        sent[record.step_id] = sent.get(record.step_id, 0) + record.bytes_sent
+    return sent
+
+
+def test_unique_sends_each_unique_row_once_each_way(ranks):
+    mix = mix_of("unique", 8, RULES[2], dtype=torch.float32)
+    sent = ranks(2, bytes_of, mix)
+    rows = 0  # that a rank names in a batch and the other owns
+    for step, size in enumerate(mix.batch_sizes):
+        bags = mix.bags(step)
+        for rank in range(2):
+            low, high = (0, (size + 1) // 2) if rank == 0 else ((size + 1) // 2, size)
+            for table in mix.tables():
+                named = {
+                    row
+                    for feature in table.features
+                    for ids, _ in bags[feature][low:high]
+                    for row in ids
+                }
+                first = (table.num_rows + 1) // 2  # balanced: rank 0 owns the rows below
+                rows += sum((row < first) != (rank == 0) for row in named)
+    assert rows > 0
+    for suffix, itemsize in (("fwd/ids", 4), ("fwd/vectors", 4 * 8), ("bwd/vectors", 4 * 8)):
+        total = sum(n for s in sent for name, n in s.items() if name.endswith(suffix))
+        assert total == rows * itemsize, suffix

@@ -1,0 +1,63 @@
+"""The same click model in plain PyTorch: EmbeddingBag(sparse=True) in DistributedDataParallel.
+
+Every rank holds every table; DDP all-reduces the sparse gradients. torch.optim has no rowwise
+Adagrad, so the one of ``plain_wdl`` steps on the coalesced gradients.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.click_model import Rows, Shape
+from benchmarks.peer_torchrec import dense_weights
+from benchmarks.plain_wdl import RowwiseAdagrad
+from sbpflow.embedding.initial import fill_uniform
+
+
+class _Model(nn.Module):
+    def __init__(self, shape: Shape, seed: int, bound: float) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True)
+            for _ in shape.names
+        )
+        layers = [nn.Linear(shape.width, shape.hidden), nn.ReLU(), nn.Linear(shape.hidden, 1)]
+        self.mlp = nn.Sequential(*layers)
+        with torch.no_grad():
+            for name, table in zip(shape.names, self.tables, strict=True):
+                weight = table.weight.data
+                fill_uniform(weight, seed=seed, name=name, bound=bound, num_columns=shape.dim)
+            for mine, value in zip(self.mlp.parameters(), dense_weights(shape, seed), strict=True):
+                mine.copy_(value)
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        columns = ids.t().contiguous().unsqueeze(2)
+        vectors = [table(column) for table, column in zip(self.tables, columns, strict=True)]
+        return self.mlp(torch.cat([*vectors, dense], 1)).squeeze(1)
+
+
+class DdpPeer:
+    """Trains on the batches of this rank, as ``TorchRecPeer``."""
+
+    def __init__(self, shape: Shape, batches: list[Rows], *, seed: int, bound: float) -> None:
+        model = _Model(shape, seed, bound)
+        self._sparse = RowwiseAdagrad([table.weight for table in model.tables], shape.lr)
+        self._dense = torch.optim.SGD(model.mlp.parameters(), lr=shape.dense_lr)
+        self._model = DistributedDataParallel(model)
+        self._batches = [(rows.ids.long(), rows.dense, rows.labels) for rows in batches]
+        self._place = 0
+
+    def plain(self, steps: int) -> list[float]:
+        """Losses of this rank's rows, step by step."""
+        losses: list[Tensor] = []
+        for _ in range(steps):
+            ids, dense, labels = self._batches[self._place % len(self._batches)]
+            self._place += 1
+            self._dense.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(self._model(ids, dense), labels)
+            loss.backward()
+            self._sparse.step()
+            self._dense.step()
+            losses.append(loss.detach())
+        return [float(loss) for loss in losses]
