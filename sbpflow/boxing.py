@@ -133,6 +133,8 @@ class Boxing:
             received, work = _run_all_reduce(program, part, group, donate)
         else:
             received, work = _COLLECTIVES[step.collective](program, part, group, loan)
+            if program.add_own is not None:
+                return partial(_finish_adding, work, program.add_own, received, part, loan)
         return partial(_finish, work, program, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
@@ -189,6 +191,20 @@ def _finish(
     part = program.unpack(received)
     loan.give_back()
     return part
+
+
+def _finish_adding(
+    work: dist.Work | None,
+    add_own: Callable[[Tensor, Tensor], Tensor],
+    received: Tensor,
+    part: Tensor,
+    loan: Loan,
+) -> Tensor:
+    if work is not None:
+        work.wait()
+    whole = add_own(received, part)
+    loan.give_back()
+    return whole
 
 
 def _exchange_apart(
