@@ -1,4 +1,4 @@
-"""The memory of conversions: what is lent, kept, overwritten, left out, and added in which order."""
+"""Memory and sums of conversions: what is lent, kept, overwritten, left out; the order of terms."""
 
 import contextlib
 import itertools
