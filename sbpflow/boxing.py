@@ -136,6 +136,8 @@ class Boxing:
                 received, work = _COLLECTIVES[step.collective](program, part, group, loan)
         except RuntimeError as error:
             raise broken(error, step.id, step.collective) from error
+        if program.add_own is not None:
+            return partial(_finish_adding, work, program, program.add_own, received, part, loan)
         return partial(_finish, work, program, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
@@ -200,6 +202,20 @@ def _wait(work: dist.Work | None, program: Program) -> None:
         work.wait()
     except RuntimeError as error:
         raise broken(error, program.step.id, program.step.collective) from error
+
+
+def _finish_adding(
+    work: dist.Work | None,
+    program: Program,
+    add_own: Callable[[Tensor, Tensor], Tensor],
+    received: Tensor,
+    part: Tensor,
+    loan: Loan,
+) -> Tensor:
+    _wait(work, program)
+    whole = add_own(received, part)
+    loan.give_back()
+    return whole
 
 
 def _exchange_apart(

@@ -202,6 +202,11 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
     return (total,), combine
 
 
+def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
+    """As ``combiner``, of the terms that came and, after them, what ``cut`` takes of the part."""
+    return lambda stack, part: _combine_whole([*stack.unbind(), cut(part)], places, op)
+
+
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,

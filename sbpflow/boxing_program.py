@@ -3,6 +3,7 @@
 Touches local tensors only; ``boxing`` issues the collective between ``pack`` and ``unpack``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ from sbpflow.boxing_kernels import (
     Piece,
     Shape,
     Unpack,
+    adder,
     as_it_is,
     assembler,
     closed_up,
@@ -49,6 +51,9 @@ class Program:
     takes a buffer of ``receive_shape``; if it ``keeps_received``, that buffer is the result, and
     must not be lent. ``sizes`` has what an all-to-all receives from and sends to each rank of the
     group, None where all of it is equal. What is sent goes as ``wire`` dtype, None for its own.
+
+    An exchange that leaves out what this rank would send to itself has ``stays`` where that is
+    copied, or where it is a term ``add_own`` instead of ``unpack``: (received, part) -> result.
     """
 
     step: BoxingStep
@@ -64,6 +69,7 @@ class Program:
     keeps_received: bool = True
     sizes: tuple[list[int], list[int]] | None = None
     stays: "Stays | None" = None
+    add_own: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +190,19 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
     shape, total = lengths(dst_box), sum(receive_sizes)
     if step.collective == "reduce_scatter":
         return replace(exchanged, receive_shape=shape)
-    if any(isinstance(sbp, Partial) for sbp in (*step.src.nd_sbp, *step.dst.nd_sbp)):
-        terms = [received[source] for source in coming]
-        return _landed(exchanged, combiner(terms, shape, total, base.reduction))
     own = received.get(rank)
+    apart = None
     if own is not None and own.numel * step.dtype.itemsize >= APART_BYTES:
-        apart = _staying_apart(exchanged, rank, group, sent, received, shape)
-        if apart is not None:
-            return apart
-    return _landed(exchanged, assembler(list(received.values()), shape, total))
+        apart = _leave_out_own(exchanged, rank, group, sent)
+    if any(isinstance(sbp, Partial) for sbp in (*step.src.nd_sbp, *step.dst.nd_sbp)):
+        terms = {source: received[source] for source in coming}
+        alike = len(terms) > 1 and all(term.box == whole(shape) for term in terms.values())
+        if apart is not None and alike:
+            return _adding_apart(apart, rank, sent[rank], terms, shape)
+        return _landed(exchanged, combiner(list(terms.values()), shape, total, base.reduction))
+    if apart is not None:
+        apart = _staying_apart(apart, rank, sent[rank], received, shape)
+    return apart or _landed(exchanged, assembler(list(received.values()), shape, total))
 
 
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
@@ -208,44 +218,63 @@ def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
     )
 
 
-def _staying_apart(
-    base: Program,
-    rank: int,
-    group: tuple[int, ...],
-    sent: dict[int, Piece],
-    received: dict[int, Piece],
-    shape: Shape,
+def _leave_out_own(
+    base: Program, rank: int, group: tuple[int, ...], sent: dict[int, Piece]
 ) -> Program | None:
-    """The exchange without this rank's own piece, where that saves copies and costs none.
+    """The exchange without this rank's own piece, where that costs no copy of the others.
 
-    Without it the other pieces must still be sent from one run of the part, or be packed anyway;
-    and be received into one run of the result, or be copied anyway.
+    They must still be sent from one run of the part, or be packed anyway.
     """
-    if rank not in sent or base.sizes is None or len(sent) < 2 or len(received) < 2:
+    if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
     part_shape = base.part_shape or ()
     leaving = [piece for peer, piece in sent.items() if peer != rank]
-    coming = [piece for peer, piece in received.items() if peer != rank]
-    send_run, receive_run = run_of(leaving, part_shape), run_of(coming, shape)
-    if send_run is None and _in_order(sent, part_shape):
-        return None
-    if receive_run is None and _in_order(received, shape):
+    run = run_of(leaving, part_shape)
+    if run is None and _in_order(sent, part_shape):
         return None
     at = group.index(rank)
     come, leave = ([0 if n == at else k for n, k in enumerate(each)] for each in base.sizes)
     return replace(
         base,
-        pack=packer(leaving, part_shape) if send_run is None else run_taker(send_run),
+        pack=packer(leaving, part_shape) if run is None else run_taker(run),
         receive_shape=(sum(come),),
         keeps_received=False,
         sizes=(come, leave),
-        stays=Stays(
-            shape,
-            cutter(sent[rank].box, part_shape),
-            cutter(received[rank].box, shape),
-            receive_run,
-            tuple((cutter(piece.box, shape), piece) for piece in closed_up(coming)),
-        ),
+    )
+
+
+def _staying_apart(
+    base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
+) -> Program | None:
+    """With the own piece copied beside the exchange, if the others then need no copy more.
+
+    They must be received into one run of the result, or be copied anyway.
+    """
+    coming = [piece for peer, piece in received.items() if peer != rank]
+    run = run_of(coming, shape)
+    if not coming or (run is None and _in_order(received, shape)):
+        return None
+    stays = Stays(
+        shape,
+        cutter(own.box, base.part_shape or ()),
+        cutter(received[rank].box, shape),
+        run,
+        tuple((cutter(piece.box, shape), piece) for piece in closed_up(coming)),
+    )
+    return replace(base, stays=stays)
+
+
+def _adding_apart(
+    base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
+) -> Program:
+    """With the own term taken from the part once the others' came; order as in ``terms``."""
+    others = sorted(terms.keys() - {rank})
+    places = [len(others) if source == rank else others.index(source) for source in terms]
+    cut = cutter(own.box, base.part_shape or ())
+    return replace(
+        base,
+        receive_shape=(len(others), *shape),
+        add_own=adder(cut, places, base.reduction),
     )
 
 

@@ -38,7 +38,9 @@ def convert_apart(world, *case):
 def test_what_stays_skips_the_buffers(ranks, line):
     values = [*one_axis([0, 1]), (Split(0, (1, *(0,) * (len(line) - 2), 5)),)]
     size = max(line) + 1
-    ranks(size, convert_apart, line, line, values, [(6, 8), (6, 5)], ["float64", "int32"])
+    ranks(
+        size, convert_apart, line, line, values, [(6, 8), (6, 5)], ["float64", "int32", "bfloat16"]
+    )
     others = [rank for rank in range(size) if rank != line[0]] or [0]
     ranks(size, convert_apart, line, others, one_axis([0, 1]), [(6, 8), (25, 33)], ["float32"])
 

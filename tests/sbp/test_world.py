@@ -1,6 +1,5 @@
 """World, log, checked mode, start and wait: what holds the ranks together."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sbpflow import ops, staging
+from sbpflow import ops
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_dry import DryBoxing
 from sbpflow.boxing_plan import plan_boxing
@@ -23,10 +22,8 @@ from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
-from sbpflow.staging import Staging
 from tests import oracle
 from tests.ranks import RanksFailed
-from tests.sbp.conversions import check_parts
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 ROOT = Path(__file__).parents[2]
@@ -86,91 +83,6 @@ def _overlap(world):
 
 def test_start_and_wait(ranks):
     ranks(2, _overlap)
-
-
-def _donated(world):
-    boxing = Boxing(world)
-    part = torch.full((6, 4), world.rank + 1.0)
-    steps = _steps(world.size, P, B)
-    kept = boxing.run(steps, part)
-    assert part.unique().tolist() == [world.rank + 1.0]
-    given = boxing.run(steps, part, donate=True)
-    assert torch.equal(kept, given)
-    return given.data_ptr() == part.data_ptr()
-
-
-def test_a_part_is_overwritten_only_if_donated(ranks):
-    assert ranks(2, _donated) == [True, True]
-
-
-def _results_kept(world):
-    """Convert all pairs twice with other values in between; the first results must stand."""
-    boxing = Boxing(world)
-    usual, staging.MIN_BYTES = staging.MIN_BYTES, 1  # every buffer is lent
-    kept = []
-    for factor in (1.0, 2.0):
-        full = torch.arange(35.0).view(7, 5) * factor
-        for a, b in itertools.product((S0, S1, B, P), repeat=2):
-            src, dst = (line_layout("cpu", world.size, s) for s in (a, b))
-            steps = plan_boxing(src, dst, (7, 5), torch.float32, id="x", backend="gloo")
-            part = oracle.shares(full, src)[world.rank]
-            kept.append((boxing.run(steps, part), dst, full))
-    staging.MIN_BYTES = usual
-    for part, dst, full in kept:
-        check_parts(world, part, dst, full, f"kept {dst}")
-
-
-def test_results_outlive_the_buffers_they_came_through(ranks):
-    ranks(3, _results_kept)
-
-
-def test_staging_reuses_and_forgets(monkeypatch):
-    monkeypatch.setattr("sbpflow.staging.MIN_BYTES", 1000)
-    pool = Staging()
-    loan = pool.loan()
-    first = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
-    assert (first.shape, first.dtype) == ((50, 100), torch.float64)
-    second = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
-    assert second.data_ptr() != first.data_ptr()
-    assert loan.take((10,), first).numel() == 10  # too small to keep
-    loan.give_back()
-    assert pool.kept_bytes == 80_000
-    again = pool.loan().take((9000,), torch.empty(0, dtype=torch.int32))
-    assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
-    assert pool.kept_bytes == 40_000
-    monkeypatch.setattr("sbpflow.staging.MAX_KEPT_BYTES", 50_000)
-    loan = pool.loan()
-    loan.take((3000,), torch.empty(0)), loan.take((6000,), torch.empty(0))
-    loan.give_back()
-    assert pool.kept_bytes == 40_000
-
-
-def _sum_in_order(world):
-    """Terms whose float32 sum depends on the order: the receiver adds rank 0 first."""
-    terms = [1e8, 1.0, -1e8, 1.0]
-    part = torch.full((8, 3), terms[world.rank])
-    out = Boxing(world).run(_steps(4, P, S0, (8, 3)), part)
-    expected = torch.tensor(0.0)
-    for term in terms:
-        expected = expected + torch.tensor(term)
-    return out.unique().tolist(), expected.item()
-
-
-def test_sums_are_in_rank_order(ranks):
-    for values, expected in ranks(4, _sum_in_order):
-        assert values == [expected]
-
-
-def _half_sum(world, dtype_name):
-    part = torch.full((4, 2), 256.0 if world.rank == 0 else 0.75).to(getattr(torch, dtype_name))
-    src, dst = line_layout("cpu", 4, P), line_layout("cpu", 4, S0)
-    steps = plan_boxing(src, dst, (4, 2), part.dtype, id="x", backend="gloo")
-    return Boxing(world).run(steps, part).float().unique().tolist()
-
-
-def test_half_types_add_up_in_float32(ranks):
-    """256 + 3 x 0.75 = 258.25 -> 258 in bfloat16; added one by one in bfloat16 it stays 256."""
-    assert ranks(4, _half_sum, "bfloat16") == [[258.0]] * 4
 
 
 def _different_steps(world):

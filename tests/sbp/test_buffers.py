@@ -1,0 +1,124 @@
+"""Memory and sums of conversions: what is lent, kept, overwritten, left out; the order of terms."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from sbpflow import boxing_program, staging
+from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.layout import line_layout
+from sbpflow.sbp import Broadcast, Partial, Split
+from sbpflow.staging import Staging
+from tests import oracle
+from tests.sbp.conversions import check_parts
+
+B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
+
+
+def _steps(world_size, a, b, shape=(6, 4)):
+    src, dst = line_layout("cpu", world_size, a), line_layout("cpu", world_size, b)
+    return plan_boxing(src, dst, shape, torch.float32, id="x", backend="gloo")
+
+
+def _donated(world):
+    boxing = Boxing(world)
+    part = torch.full((6, 4), world.rank + 1.0)
+    steps = _steps(world.size, P, B)
+    kept = boxing.run(steps, part)
+    assert part.unique().tolist() == [world.rank + 1.0]
+    given = boxing.run(steps, part, donate=True)
+    assert torch.equal(kept, given)
+    return given.data_ptr() == part.data_ptr()
+
+
+def test_a_part_is_overwritten_only_if_donated(ranks):
+    assert ranks(2, _donated) == [True, True]
+
+
+def _results_kept(world):
+    """Convert all pairs twice with other values in between; the first results must stand."""
+    boxing = Boxing(world)
+    usual, staging.MIN_BYTES = staging.MIN_BYTES, 1  # every buffer is lent
+    kept = []
+    for factor in (1.0, 2.0):
+        full = torch.arange(35.0).view(7, 5) * factor
+        for a, b in itertools.product((S0, S1, B, P), repeat=2):
+            src, dst = (line_layout("cpu", world.size, s) for s in (a, b))
+            steps = plan_boxing(src, dst, (7, 5), torch.float32, id="x", backend="gloo")
+            part = oracle.shares(full, src)[world.rank]
+            kept.append((boxing.run(steps, part), dst, full))
+    staging.MIN_BYTES = usual
+    for part, dst, full in kept:
+        check_parts(world, part, dst, full, f"kept {dst}")
+
+
+def test_results_outlive_the_buffers_they_came_through(ranks):
+    ranks(3, _results_kept)
+
+
+def test_staging_reuses_and_forgets(monkeypatch):
+    monkeypatch.setattr("sbpflow.staging.MIN_BYTES", 1000)
+    pool = Staging()
+    loan = pool.loan()
+    first = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
+    assert (first.shape, first.dtype) == ((50, 100), torch.float64)
+    second = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
+    assert second.data_ptr() != first.data_ptr()
+    assert loan.take((10,), first).numel() == 10  # too small to keep
+    loan.give_back()
+    assert pool.kept_bytes == 80_000
+    again = pool.loan().take((9000,), torch.empty(0, dtype=torch.int32))
+    assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
+    assert pool.kept_bytes == 40_000
+    monkeypatch.setattr("sbpflow.staging.MAX_KEPT_BYTES", 50_000)
+    loan = pool.loan()
+    loan.take((3000,), torch.empty(0)), loan.take((6000,), torch.empty(0))
+    loan.give_back()
+    assert pool.kept_bytes == 40_000
+
+
+@contextlib.contextmanager
+def _own_terms(apart):
+    """With every own term left out of the exchange, or as usual at this size: none."""
+    usual = boxing_program.APART_BYTES
+    boxing_program.APART_BYTES = 0 if apart else usual
+    try:
+        yield
+    finally:
+        boxing_program.APART_BYTES = usual
+
+
+def _sum_in_order(world, apart, dst):
+    """Terms whose float32 sum depends on the order: the receiver adds rank 0 first."""
+    terms = [1e8, 1.0, -1e8, 1.0]
+    part = torch.full((8, 4), terms[world.rank])
+    with _own_terms(apart):
+        out = Boxing(world).run(_steps(4, P, dst, (8, 4)), part)
+    expected = torch.tensor(0.0)
+    for term in terms:
+        expected = expected + torch.tensor(term)
+    return out.unique().tolist(), expected.item()
+
+
+@pytest.mark.parametrize("dst", [S0, S1], ids=str)
+@pytest.mark.parametrize("apart", [False, True], ids=["through buffers", "apart"])
+def test_sums_are_in_rank_order(ranks, apart, dst):
+    for values, expected in ranks(4, _sum_in_order, apart, dst):
+        assert values == [expected]
+
+
+def _half_sum(world, dtype_name, apart):
+    part = torch.full((4, 2), 256.0 if world.rank == 0 else 0.75).to(getattr(torch, dtype_name))
+    src, dst = line_layout("cpu", 4, P), line_layout("cpu", 4, S0)
+    steps = plan_boxing(src, dst, (4, 2), part.dtype, id="x", backend="gloo")
+    with _own_terms(apart):
+        return Boxing(world).run(steps, part).float().unique().tolist()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["through buffers", "apart"])
+def test_half_types_add_up_in_float32(ranks, apart):
+    """256 + 3 x 0.75 = 258.25 -> 258 in bfloat16; added one by one in bfloat16 it stays 256."""
+    assert ranks(4, _half_sum, "bfloat16", apart) == [[258.0]] * 4
