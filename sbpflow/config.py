@@ -207,6 +207,14 @@ class OptimizerConfig:
     dense: DenseOptimizer = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
+    def __post_init__(self) -> None:
+        changes = self.schedule.warmup_steps or self.schedule.decay_steps is not None
+        if changes and isinstance(self.sparse, Ftrl):
+            raise ConfigError(
+                "optimizer.schedule: ftrl keeps sums of steps at one rate, so it has no schedule; "
+                "remove optimizer.schedule, or use for example optimizer.sparse.name: adagrad"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:

@@ -29,6 +29,8 @@ from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.stack import Piece, Stack
 from sbpflow.embedding.storage import Storage
 from sbpflow.embedding.tables import OutputConfig
+from sbpflow.errors import DataError
+from sbpflow.sbp import balanced_sizes
 
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
@@ -92,12 +94,11 @@ class EmbeddingCollection:
         self._last: Passage | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         self._fill(seed)
-        self.set_lr(plan.optimizer.lr)
+        self._lr = plan.optimizer.lr
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of batches looked up from now on."""
-        for group in self._groups:
-            group.lr = lr
+        self._lr = lr
 
     def begin(self, ids: Ids, num_rows: int, *, training: bool) -> Passage:
         """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
@@ -105,6 +106,12 @@ class EmbeddingCollection:
         ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError.
         """
         local = self._reader.read(ids)
+        wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
+        if local.num_samples != wanted:
+            raise DataError(
+                f"rank {self._world.rank} passed ids of {local.num_samples} samples; its part of a "
+                f"batch of {num_rows} is {wanted}"
+            )
         under_way = self._transfer.begin(local, num_rows)
         visits = [Visit(num_rows, local, training) for _ in self._groups]
         for group, visit in zip(self._groups, visits, strict=True):
@@ -124,7 +131,7 @@ class EmbeddingCollection:
             self.advance(passage)
         everywhere = passage.ids.finish()
         for group, visit in zip(self._groups, passage.visits, strict=True):
-            visit.everywhere = everywhere
+            visit.everywhere, visit.lr = everywhere, self._lr
             group.look_up(visit)
 
     def outputs(self, passage: Passage) -> dict[str, Tensor]:
@@ -232,7 +239,7 @@ class EmbeddingCollection:
         return make_storage(
             self.kernels[stack.tables[0].name],
             stack.num_rows(rank),
-            stack.width(rank) or stack.dim,
+            stack.width(rank) if stack.uses_on(rank) else stack.dim,
             dim=stack.dim,
             optimizer=self.plan.optimizer,
             dtype=self.plan.dtype,

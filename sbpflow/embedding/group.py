@@ -44,6 +44,7 @@ class Visit:
     num_rows: int  # of the whole batch
     local: BatchIds
     training: bool
+    lr: float = 0.0  # that the rows are looked up for, and updated with
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
@@ -55,7 +56,6 @@ class Group(ABC):
 
     def __init__(self, plan: GroupPlan, world: World, boxing: Boxing) -> None:
         self.plan, self.world, self.boxing = plan, world, boxing
-        self.lr = 0.0  # of the next lookup and its update
         self._collected: list[tuple[Visit, list[Access], list[Tensor]]] = []
 
     @abstractmethod
@@ -92,8 +92,8 @@ class Group(ABC):
         """Put aside for ``update`` what a batch gives this rank's storages."""
         self._collected.append((visit, accesses, grads))
 
-    def take_collected(self) -> tuple[int, list[tuple[Access, Tensor]]]:
-        """(rows of the batches kept, one merged (access, gradients) per storage)."""
+    def take_collected(self) -> tuple[Visit, int, list[tuple[Access, Tensor]]]:
+        """(the last visit kept, rows of all, one merged (access, gradients) per storage)."""
         kept, self._collected = self._collected, []
         if not kept:
             raise RuntimeError(f"{self.plan.name}: an update without collected gradients")
@@ -102,12 +102,12 @@ class Group(ABC):
             access = Access.merge([accesses[index] for _, accesses, _ in kept])
             grads = [batch[index] for _, _, batch in kept]
             merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        return sum(visit.num_rows for visit, _, _ in kept), merged
+        return kept[-1][0], sum(visit.num_rows for visit, _, _ in kept), merged
 
     def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
-        """Begin a conversion; vectors travel as ``plan.wire``."""
-        if part is not None and part.dtype != self.plan.wire:
-            part = part.to(self.plan.wire)
+        """Begin a conversion, of whatever the steps carry."""
+        if part is not None and steps:
+            part = part.to(steps[0].dtype)
         return self.boxing.start(steps, part, channel)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:

@@ -35,6 +35,8 @@ class ExchangeStep:
 
 Step = BoxingStep | ExchangeStep
 
+MAX_BATCH_SIZES = 64  # whose steps are kept; others are planned again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
@@ -44,7 +46,7 @@ class GroupPlan:
     exchange is linear in whole vectors: local and reduce). ``shared_state`` are the stacks whose
     optimizer state is one number per row while ranks share the row: their squares are added up.
     ``whole_gradients`` lets a local group all-reduce the gradients of whole tables, where that is
-    less than the touched rows'. Vectors and gradients travel as ``wire``.
+    less than the touched rows'. Vectors travel as ``wire``, gradients as ``gradient_wire``.
     """
 
     name: str
@@ -61,6 +63,11 @@ class GroupPlan:
     @property
     def tables(self) -> tuple[TableConfig, ...]:
         return tuple(table for stack in self.stacks for table in stack.tables)
+
+    @property
+    def gradient_wire(self) -> torch.dtype:
+        """bf16 in place of fp16: gradients of a mean over a large batch are below fp16's range."""
+        return torch.bfloat16 if self.wire == torch.float16 else self.wire
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -97,7 +104,11 @@ class GroupPlan:
             return (self.world.ranks,)
         if index not in self.shared_state:
             return ()
-        return (self.stacks[index].holders(),) if self.grid is None else self.grid.axis_groups(1)
+        holders = self.stacks[index].holders()
+        if self.grid is None:
+            return (holders,)
+        rows = [tuple(r for r in ranks if r in holders) for ranks in self.grid.axis_groups(1)]
+        return tuple(ranks for ranks in rows if ranks)
 
     def looks_up_everything(self, rank: int) -> tuple[Use, ...]:
         """The uses that ``rank`` looks up for the whole batch, whose ids it therefore needs."""
@@ -157,19 +168,21 @@ class GroupPlan:
         layouts = self.vector_layouts()
         if layouts is None:
             return ()
-        return self._plan(*layouts, (num_rows, self.width), "fwd/vectors")
+        return self._plan(*layouts, (num_rows, self.width), "fwd/vectors", self.wire)
 
     def backward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
         """Gradients to the ranks that update: the adjoint of ``forward_steps``."""
         if self.exchange == "local" and self.whole_gradients:
             terms = Layout(self.world, (Partial(),))
             whole = Layout(self.world, (Broadcast(),))
-            return self._plan(terms, whole, (self.whole_numel(),), "bwd/gradients")
+            shape = (self.whole_numel(),)
+            return self._plan(terms, whole, shape, "bwd/gradients", self.gradient_wire)
         layouts = self.vector_layouts()
         if layouts is None:
             return ()
         src, dst = layouts
-        return self._plan(dst.dual(), src.dual(), (num_rows, self.width), "bwd/vectors")
+        shape = (num_rows, self.width)
+        return self._plan(dst.dual(), src.dual(), shape, "bwd/vectors", self.gradient_wire)
 
     def whole_numel(self) -> int:
         """Numbers of a gradient of whole tables: their elements, and each row's count of uses."""
@@ -178,10 +191,10 @@ class GroupPlan:
         )
 
     def _plan(
-        self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str
+        self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str, dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
         id = f"{self.name}/{what}"
-        return plan_boxing(src, dst, shape, self.wire, id=id, backend=self.backend)
+        return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_lookups: int) -> tuple[BoxingStep, ...]:
         """Squares of stack ``index``'s touched rows, added over the ranks that share them.
@@ -245,9 +258,9 @@ class GroupPlan:
         )
         gradients = self._row_step(
             "bwd/vectors",
-            self.wire,
-            mine * fans * dim * item,
-            rows * fans * dim * item,
+            self.gradient_wire,
+            mine * fans * dim * self.gradient_wire.itemsize,
+            rows * fans * dim * self.gradient_wire.itemsize,
             "unique rows' gradients",
         )
         middle = (vectors,) if self.exchange == "unique" else ()

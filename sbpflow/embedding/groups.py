@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from sbpflow.dist import World
 from sbpflow.embedding.access import Access
 from sbpflow.embedding.addresses import LocalAddresses
 from sbpflow.embedding.group import GRADIENTS, VECTORS, Group, StorageFactory, Visit
-from sbpflow.embedding.group_plan import GroupPlan
+from sbpflow.embedding.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.row_groups import LocalRowsGroup, UniqueGroup
 from sbpflow.embedding.stack import Stack
@@ -55,7 +55,7 @@ class AddressedGroup(Group):
         received: Received | None,
     ) -> None:
         super().__init__(plan, world, boxing)
-        self._row_state_steps = cache(plan.row_state_steps)
+        self._row_state_steps = lru_cache(MAX_BATCH_SIZES)(plan.row_state_steps)
         self._num_rows = 0  # of the batches that an update is about
         self.members = [
             Member(
@@ -86,7 +86,7 @@ class AddressedGroup(Group):
             raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
         samples, pooled = ids.num_samples, self.plan.pooled
         visit.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
-        lr = self.lr if visit.training else None
+        lr = visit.lr if visit.training else None
         parts = [
             member.storage.lookup(access, lr).view(samples, self._width(member))
             for member, access in zip(self.members, visit.accesses, strict=True)
@@ -101,18 +101,18 @@ class AddressedGroup(Group):
             return [grad] * len(self.members)
         widths = [self._width(member) for member in self.members]
         return [
-            part.reshape(-1, member.storage.weights.shape[1])
+            part.reshape(grad.shape[0] * member.addresses.num_uses, member.storage.weights.shape[1])
             for part, member in zip(grad.split(widths, 1), self.members, strict=True)
         ]
 
     def update(self) -> None:
-        self._num_rows, merged = self.take_collected()
+        last, self._num_rows, merged = self.take_collected()
         # Stack by stack in the plan's order, so that all ranks walk the same steps.
         mine = {member.index: n for n, member in enumerate(self.members)}
         for index, stack in enumerate(self.plan.stacks):
             if index in mine:
                 access, grad = merged[mine[index]]
-                self.members[mine[index]].storage.update(access, grad, self.lr)
+                self.members[mine[index]].storage.update(access, grad, last.lr)
             elif index in self.plan.shared_state:
                 steps = self._row_state_steps(index, self._num_rows * stack.lookups())
                 self.boxing.run(steps, None, GRADIENTS)
@@ -236,8 +236,8 @@ class BoxedGroup(AddressedGroup):
 
         super().__init__(plan, world, boxing, make, takes_part, received)
         self._order = ColumnOrder(plan, world.device)
-        self._forward_steps = cache(plan.forward_steps)
-        self._backward_steps = cache(plan.backward_steps)
+        self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
+        self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
 
     def look_up(self, visit: Visit) -> None:
         part: Tensor | None = None

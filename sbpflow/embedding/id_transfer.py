@@ -4,7 +4,7 @@
 lengths say how much that is, and ``finish`` waits. Between them the caller computes.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from sbpflow.boxing import Boxing, Pending
 from sbpflow.dist import World
 from sbpflow.embedding.exchange import Exchange, received
-from sbpflow.embedding.group_plan import ExchangeStep
+from sbpflow.embedding.group_plan import MAX_BATCH_SIZES, ExchangeStep
 from sbpflow.embedding.ids import BatchIds, Lists
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.errors import SbpError
@@ -26,9 +26,9 @@ class IdTransfer:
 
     def __init__(self, plan: EmbeddingPlan, world: World, boxing: Boxing) -> None:
         self.plan, self.world, self.boxing = plan, world, boxing
-        self.id_steps = cache(plan.id_steps)
-        self.length_steps = cache(plan.length_steps)
-        self.list_steps = cache(plan.list_steps)
+        self.id_steps = lru_cache(MAX_BATCH_SIZES)(plan.id_steps)
+        self.length_steps = lru_cache(MAX_BATCH_SIZES)(plan.length_steps)
+        self.list_steps = lru_cache(MAX_BATCH_SIZES)(plan.list_steps)
         self.sent_columns = self._index(plan.sent_columns)
         self.sent_lists = self._index(plan.sent_lists)
         self.whole = plan.sent_columns == tuple(range(plan.ids.num_columns))

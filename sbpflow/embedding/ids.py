@@ -177,7 +177,15 @@ class IdReader:
 
     def _samples(self, name: str, value: "Tensor | Bags") -> int:
         if isinstance(value, Bags):
+            if value.offsets.ndim != 1 or not value.offsets.numel():
+                raise DataError(
+                    f"feature {name}: offsets are {list(value.offsets.shape)}; use [samples + 1]"
+                )
             return value.offsets.numel() - 1
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(
+                f"feature {name}: ids are a {type(value).__name__}; use a tensor or Bags"
+            )
         if value.ndim not in (1, 2):
             raise DataError(f"feature {name}: ids are {list(value.shape)}; use [samples, hotness]")
         return value.shape[0]
@@ -185,15 +193,16 @@ class IdReader:
     def _checked(self, bags: Bags, number: int) -> Bags:
         """Bags that hold together; offsets as int64 on the device."""
         feature = self._plan.features[number]
-        offsets = bags.offsets.to(self._device, torch.int64)
-        lengths = offsets.diff()
-        if bags.values.ndim != 1 or not _is_integer(bags.values) or offsets.ndim != 1:
+        whole = _is_integer(bags.values) and _is_integer(bags.offsets)
+        if bags.values.ndim != 1 or not whole:
             raise DataError(
                 f"feature {feature.name}: values are {bags.values.dtype}{list(bags.values.shape)}; "
-                "use int32 or int64 [ids], with offsets [samples + 1]"
+                f"offsets {bags.offsets.dtype}; use int32 or int64 for both, values [ids]"
             )
+        offsets = bags.offsets.to(self._device, torch.int64)
+        lengths = offsets.diff()
         ends = (0, bags.values.numel())
-        if offsets.numel() < 1 or (int(offsets[0]), int(offsets[-1])) != ends:
+        if (int(offsets[0]), int(offsets[-1])) != ends:
             raise DataError(
                 f"feature {feature.name}: offsets run from {int(offsets[0])} to "
                 f"{int(offsets[-1])}; use {ends[0]} to {ends[1]}, the number of values"

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sbpflow.errors import ConfigError
+
 SparseName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl"]
 SumOverColumns = Callable[[Tensor], Tensor]
 
@@ -35,6 +37,14 @@ class SparseOptimizer:
     l1: float = 0.0
     l2: float = 0.0
     beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in _STATES:
+            raise ConfigError(f"sparse optimizer {self.name!r}; use {', '.join(_STATES)}")
+        if not self.lr > 0:
+            raise ConfigError(f"sparse optimizer {self.name}: lr {self.lr}; use more than 0")
+        if self.name == "ftrl" and self.weight_decay:
+            raise ConfigError("sparse optimizer ftrl: takes l2 in place of weight_decay")
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -125,17 +135,18 @@ def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock) -> None:
 def _ftrl(optimizer: SparseOptimizer, block: RowBlock) -> None:
     """FTRL-Proximal per coordinate: McMahan et al., KDD 2013, algorithm 1.
 
-    A row keeps its starting values until it is touched, as in TensorFlow's Ftrl.
+    A row keeps its starting values until it is touched, as in TensorFlow's Ftrl. The rate is the
+    optimizer's throughout: ``linear`` is a sum of steps at it, and a weight follows from that sum.
     """
     old = block.state["sum"].index_select(0, block.rows)
     total = old.addcmul(block.grads, block.grads)
     block.state["sum"].index_copy_(0, block.rows, total)
     root = total.sqrt_()
     linear = block.state["linear"].index_select(0, block.rows).add_(block.grads)
-    linear.addcmul_((root - old.sqrt_()).div_(block.lr), block.weights, value=-1.0)
+    linear.addcmul_((root - old.sqrt_()).div_(optimizer.lr), block.weights, value=-1.0)
     block.state["linear"].index_copy_(0, block.rows, linear)
     beyond = linear - linear.clamp(-optimizer.l1, optimizer.l1)
-    curvature = root.add_(optimizer.beta).div_(block.lr).add_(optimizer.l2)
+    curvature = root.add_(optimizer.beta).div_(optimizer.lr).add_(optimizer.l2)
     # Nothing seen yet and no l1 leaves 0 / 0: such a coordinate stays at 0.
     block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))
 

@@ -14,11 +14,13 @@ from sbpflow.boxing_plan import BoxingStep, plan_boxing
 from sbpflow.embedding.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.grouping import IdColumns, make_groups
 from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.rounding import HALF_DTYPES
 from sbpflow.embedding.tables import (
     FeatureConfig,
     OutputConfig,
     TableLayout,
     check_cover,
+    check_exchange,
     shards_of,
 )
 from sbpflow.errors import ConfigError
@@ -187,15 +189,21 @@ def plan_embeddings(
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
-    names = [table.name for table in tables]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    _check_names("table", [table.name for table in tables])
+    _check_names("feature", [feature.name for feature in features])
+    _check_names("output", [output.name for output in outputs])
+    if out_of_range not in ("error", "clamp", "hash"):
+        raise ConfigError(f"out_of_range: {out_of_range!r}; use error, clamp or hash")
+    if row_dtype is not None and row_dtype != dtype and row_dtype not in HALF_DTYPES:
         raise ConfigError(
-            f"table {twice[0]}: there are two of that name; a table is in one output, once, with "
-            "all its features"
+            f"row_dtype: {row_dtype} beside {dtype}; use {dtype}, float16 or bfloat16"
         )
     for table in tables:
+        if table.name not in layouts:
+            raise ConfigError(f"table {table.name}: has no layout; give one for each table")
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
+        check_exchange(table, layouts[table.name], world)
     groups, ids = make_groups(
         outputs, layouts, features, optimizer, dtype, world, backend, batch_size
     )
@@ -215,6 +223,13 @@ def plan_embeddings(
         backend=backend,
         out_of_range=out_of_range,
     )
+
+
+def _check_names(what: str, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        hint = "; a table is in one output, once, with all its features" if what == "table" else ""
+        raise ConfigError(f"{what} {twice}: there are two of that name{hint}")
 
 
 def _needed_columns(groups: tuple[GroupPlan, ...], rank: int) -> tuple[int, ...]:

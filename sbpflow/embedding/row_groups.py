@@ -1,6 +1,6 @@
 """Groups whose single rows travel, deduplicated: unique (S(0)) and local (B, touched rows)."""
 
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -12,7 +12,7 @@ from sbpflow.embedding.access import Access, sum_bags
 from sbpflow.embedding.addresses import OwnerAddresses
 from sbpflow.embedding.exchange import Exchange, received
 from sbpflow.embedding.group import GRADIENTS, VECTORS, Group, StorageFactory, Visit
-from sbpflow.embedding.group_plan import GroupPlan
+from sbpflow.embedding.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.id_transfer import IDS
 from sbpflow.embedding.stack import Stack
 from sbpflow.embedding.storage import Storage
@@ -25,7 +25,7 @@ class RowGroup(Group):
         super().__init__(plan, world, boxing)
         (self._stack,) = plan.stacks
         self._storage = make(plan, 0, None)
-        self._steps = cache(plan.row_steps)
+        self._steps = lru_cache(MAX_BATCH_SIZES)(plan.row_steps)
         self._ids = Exchange(world, IDS)
         self._vectors = Exchange(world, VECTORS)
         self._gradients = Exchange(world, GRADIENTS)
@@ -49,11 +49,11 @@ class RowGroup(Group):
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
         _, sums = wanted.row_gradients(grad.reshape(-1, self._stack.dim))
-        return sums.to(self.plan.wire)
+        return sums.to(self.plan.gradient_wire)
 
     def update(self) -> None:
-        _, ((access, grad),) = self.take_collected()
-        self._storage.update(access, grad, self.lr)
+        last, _, ((access, grad),) = self.take_collected()
+        self._storage.update(access, grad, last.lr)
 
 
 class UniqueGroup(RowGroup):
@@ -101,7 +101,7 @@ class UniqueGroup(RowGroup):
         asked, into = visit.more["asked"], visit.more["into"]
         _, ids, step, _ = self._steps(visit.num_rows)
         visit.accesses = [Access(received(ids, visit.pending, sum(into)))]
-        rows = self._storage.lookup(visit.accesses[0], self.lr if visit.training else None)
+        rows = self._storage.lookup(visit.accesses[0], visit.lr if visit.training else None)
         visit.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
     def vectors(self, visit: Visit) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 
 from sbpflow.errors import ConfigError
 from sbpflow.layout import Layout
-from sbpflow.sbp import Broadcast, Partial
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split
 
 Exchange = Literal["local", "columns", "reduce", "unique"]
 Combine = Literal["concat", "sum"]
@@ -53,6 +54,8 @@ class TableConfig:
             raise ConfigError(
                 f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
             )
+        if self.pooling not in ("sum", "mean"):
+            raise ConfigError(f"table {self.name}: pooling {self.pooling!r}; use sum or mean")
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
                 f"table {self.name}: features {list(self.features)}; name one or more, each once"
@@ -88,6 +91,8 @@ class OutputConfig:
     combine: Combine = "concat"
 
     def __post_init__(self) -> None:
+        if not self.tables:
+            raise ConfigError(f"output {self.name}: has no tables; name one or more")
         dims = {table.dim for table in self.tables}
         if self.combine == "sum" and len(dims) > 1:
             raise ConfigError(f"output {self.name}: a sum needs equal dims, not {sorted(dims)}")
@@ -168,3 +173,25 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
             cols_apart = one.col_stop <= other.col_start or other.col_stop <= one.col_start
             if not (rows_apart or cols_apart):
                 raise ConfigError(f"table {table.name}: shards {one} and {other} overlap")
+
+
+def check_exchange(table: TableConfig, given: TableLayout, world: Placement) -> None:
+    """Raise ConfigError unless the layout can run its exchange; in a world of one all can."""
+    layout, num_ranks = given.layout, given.layout.placement.size
+    if outside := [rank for rank in layout.placement.ranks if rank not in world.ranks]:
+        raise ConfigError(f"table {table.name}: {layout} names ranks {outside} outside {world}")
+    kinds = tuple(f"S({sbp.dim})" if isinstance(sbp, Split) else str(sbp) for sbp in layout.nd_sbp)
+    legal_by_kind: dict[tuple[str, ...], tuple[Exchange, ...]] = {
+        ("S(0)",): ("reduce", "unique", "columns") if num_ranks == 1 else ("reduce", "unique"),
+        ("S(1)",): ("columns",),
+        ("S(0)", "S(1)"): ("reduce",),
+    }
+    if num_ranks in (1, world.size):
+        legal_by_kind["B",] = ("local",) if num_ranks == world.size else ("columns",)
+    legal = legal_by_kind.get(kinds, ())
+    if world.size > 1 and given.exchange not in legal:
+        use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1) or (S(0), S(1))"
+        raise ConfigError(
+            f"table {table.name}: {given.exchange} does not go with {layout} in a world of "
+            f"{world.size}; {use}"
+        )

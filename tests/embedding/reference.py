@@ -54,7 +54,8 @@ class ReferenceTable:
                 v[row] = b2 * v[row] + (1 - b2) * grad**2
                 scaled = np.sqrt(v[row] / (1 - b2**step)) + rule.eps
                 w = w - lr * (m[row] / (1 - b1**step)) / scaled
-            elif rule.name == "ftrl":
+            elif rule.name == "ftrl":  # at one rate throughout
+                lr = rule.lr
                 start = np.full_like(self.weights, rule.initial_accumulator)
                 n = self.state.setdefault("sum", start)
                 z = self.state.setdefault("linear", np.zeros_like(self.weights))

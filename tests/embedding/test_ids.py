@@ -10,7 +10,7 @@ from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, T
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Split
+from sbpflow.sbp import Split, parse_nd_sbp
 
 FEATURES = (
     FeatureConfig(name="a"),
@@ -84,6 +84,13 @@ CHANGES = {
     "feature d: weights are none; use one for each of 3 ids": {
         "d": Bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))
     },
+    r"feature c: offsets are \[0\]; use \[samples \+ 1\]": {
+        "c": Bags(torch.tensor([7]), torch.tensor([], dtype=torch.int64))
+    },
+    "feature c: values are torch.int64.*offsets torch.float32": {
+        "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0.0, 1.7, 3.0]))
+    },
+    "feature a: ids are a list; use a tensor or Bags": {"a": [1, 2]},
     "feature c: weights were given": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 3]), torch.ones(3))
     },
@@ -172,3 +179,32 @@ def test_plans_refuse_what_cannot_be():
     twice = [OutputConfig(name=name, tables=(table,)) for name in "op"]
     with pytest.raises(ConfigError, match="table t: there are two of that name"):
         plan(twice)
+
+
+@pytest.mark.parametrize(
+    ("sbp", "ranks", "exchange", "use"),
+    [
+        ("B", (0, 1), "reduce", "use local"),
+        ("B", (0, 1), "unique", "use local"),
+        ("B", (0,), "local", "use columns"),
+        ("S(0)", (0, 1), "local", "use reduce or unique"),
+        ("S(1)", (0, 1), "unique", "use columns"),
+        ("(S(1), S(0))", ((0, 1), (2, 3)), "reduce", "use B, S(0), S(1) or (S(0), S(1))"),
+    ],
+)
+def test_a_layout_that_cannot_run_its_exchange_is_refused(sbp, ranks, exchange, use):
+    size = 4 if isinstance(ranks[0], tuple) else 2
+    table = TableConfig(name="t", features=("a",), num_rows=10, dim=4)
+    layout = Layout(Placement.of("cpu", ranks), parse_nd_sbp(sbp))
+    with pytest.raises(ConfigError, match=f"table t: {exchange} does not go with") as error:
+        plan_embeddings(
+            [OutputConfig(name="o", tables=(table,))],
+            {"t": TableLayout(layout=layout, exchange=exchange)},
+            features=FEATURES,
+            optimizer=SparseOptimizer(name="sgd", lr=0.1),
+            dtype=torch.float32,
+            world=Placement.line("cpu", size),
+            backend="gloo",
+            batch_size=8,
+        )
+    assert use in str(error.value)

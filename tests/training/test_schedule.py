@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config import ScheduleConfig
+from sbpflow.config import Ftrl, OptimizerConfig, ScheduleConfig
 from sbpflow.dist import World
 from sbpflow.errors import ConfigError
 from sbpflow.training.overlap import OverlapWatch
@@ -30,6 +30,12 @@ def test_a_decay_inside_the_warm_up_is_refused():
         ConfigError, match=r"decay_start: 2 is before the end of the warm-up; use 5"
     ):
         ScheduleConfig(warmup_steps=5, decay_start=2, decay_steps=10)
+
+
+def test_ftrl_has_no_schedule():
+    with pytest.raises(ConfigError, match="ftrl keeps sums of steps at one rate"):
+        OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig(warmup_steps=5))
+    OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig())
 
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
