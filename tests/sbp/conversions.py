@@ -86,8 +86,11 @@ def _same(a, b, tolerance):
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(a, b)
 
 
-def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None):
-    """Value, local parts, names and bytes forward; exact gradient and adjoint identity backward."""
+def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, products=None):
+    """Value, local parts, names and bytes forward; exact gradient and adjoint identity backward.
+
+    The two inner products of the identity go to ``products``, for ``check_products`` to compare.
+    """
     what = f"{src} -> {dst} {dtype} {list(shape)}"
     full = whole_numbers(shape, dtype)
     part = on_device(world, oracle.shares(full, src, seed=1), src, dtype)
@@ -102,8 +105,21 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None):
     check_traffic(world, forward, planned, what)
     if differentiable:
         grad_layout = Layout(dst.placement, grad_sbp) if grad_sbp else dst.dual()
-        check_gradient(world, x, y, grad_layout, whole_numbers(shape, dtype, step=5), what)
+        sides = check_gradient(world, x, y, grad_layout, whole_numbers(shape, dtype, step=5), what)
+        pairs = [] if products is None else products
+        if grad_layout == dst.dual():
+            pairs.append((what, sides))
+        if products is None:
+            check_products(world, pairs)
     return forward.names
+
+
+def check_products(world, pairs):
+    """<Ax, y> = <x, A'y> for every conversion, in one sum over the ranks."""
+    if pairs:
+        totals = sum_over_ranks(world, torch.stack([sides for _, sides in pairs])).tolist()
+        for (what, _), (left, right) in zip(pairs, totals, strict=True):
+            assert left == right, f"{what}: <Ax, y> = {left}, <x, A'y> = {right}"
 
 
 def check_traffic(world, meter, steps, what):
@@ -116,34 +132,33 @@ def check_traffic(world, meter, steps, what):
 
 
 def check_gradient(world, x, y, grad_layout, cotangent, what):
-    """dL/dx for L = <y, c>: c laid out as dual(src), and <Ax, c> = <x, A'c>."""
+    """dL/dx for L = <y, c>, c laid out as dual(src); this rank's shares of <Ax, c> and <x, A'c>."""
     seeds = oracle.shares(cotangent, grad_layout, seed=2)
     seed = on_device(world, seeds, grad_layout, cotangent.dtype)
     torch.autograd.backward([y.part], [seed])
     gradient = x.part.grad
     assert gradient is not None, f"{what}: no gradient"
     check_parts(world, gradient, x.layout.dual(), cotangent, f"gradient of {what}")
-    if grad_layout == y.layout.dual():
-        products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
-        sums = torch.stack([(a.double() * b.double()).sum().cpu() for a, b in products])
-        left, right = sum_over_ranks(world, sums).tolist()
-        assert left == right, f"{what}: <Ax, y> = {left}, <x, A'y> = {right}"
+    products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
+    return torch.stack([(a.double() * b.double()).sum().cpu() for a, b in products])
 
 
 def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expected=None):
     """Every pair of ``values`` from one placement to the other; ``expected`` names collectives."""
     boxing = Boxing(world)
+    products = []
     count = 0
     for shape, name in itertools.product(shapes, dtype_names):
         dtype = getattr(torch, name)
         for a, b in itertools.product(values, repeat=2):
             src = Layout(Placement.of(world.device.type, src_ranks), a)
             dst = Layout(Placement.of(world.device.type, dst_ranks), b)
-            names = check_conversion(world, boxing, src, dst, shape, dtype)
+            names = check_conversion(world, boxing, src, dst, shape, dtype, products=products)
             if expected is not None and world.rank in src.placement:
                 wanted = expected[format_nd_sbp(a), format_nd_sbp(b)]
                 assert names == wanted, f"{src} -> {dst} {list(shape)} ran {names}, not {wanted}"
             count += 1
+    check_products(world, products)
     return count
 
 

@@ -14,7 +14,13 @@ from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from tests import oracle
 from tests.meter import Meter
-from tests.sbp.conversions import check_conversion, check_parts, one_axis, whole_numbers
+from tests.sbp.conversions import (
+    check_conversion,
+    check_parts,
+    check_products,
+    one_axis,
+    whole_numbers,
+)
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 
@@ -85,12 +91,20 @@ def _line(world, *nd_sbp):
 
 def _overrides(world):
     boxing = Boxing(world)
-    shape = (5, 7)
+    shape, products = (5, 7), []
     for (a,), (b,) in itertools.product(one_axis([0, 1]), repeat=2):
         for override in [b] if isinstance(b, Split) else [B, P]:
             check_conversion(
-                world, boxing, _line(world, a), _line(world, b), shape, torch.float64, (override,)
+                world,
+                boxing,
+                _line(world, a),
+                _line(world, b),
+                shape,
+                torch.float64,
+                (override,),
+                products,
             )
+    check_products(world, products)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -103,12 +117,13 @@ def _overrides_on_grid(world):
     boxing = Boxing(world)
     grid = Placement.of("cpu", [[0, 1], [2, 3]])
     starts = [parse_nd_sbp(t) for t in ("(S(0), S(1))", "(P, S(0))", "(B, P)", "(S(1), B)")]
-    ends = itertools.product([S0, B, P], [S1, B, P])
+    ends, products = list(itertools.product([S0, B, P], [S1, B, P])), []
     for src, dst in itertools.product(starts, ends):
         choices = [[s] if isinstance(s, Split) else [B, P] for s in dst]
         for override in itertools.product(*choices):
             layouts = Layout(grid, src), Layout(grid, dst)
-            check_conversion(world, boxing, *layouts, (6, 4), torch.float64, override)
+            check_conversion(world, boxing, *layouts, (6, 4), torch.float64, override, products)
+    check_products(world, products)
 
 
 def test_grad_sbp_on_a_grid(ranks):

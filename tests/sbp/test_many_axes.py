@@ -10,7 +10,7 @@ from sbpflow.boxing_plan import plan_boxing
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, parse_nd_sbp
-from tests.sbp.conversions import check_conversion, expected_names, one_axis
+from tests.sbp.conversions import check_conversion, check_products, expected_names, one_axis
 
 GRID = [[0, 1], [2, 3]]
 
@@ -23,10 +23,15 @@ def _convert_pairs(world, pairs, shape, dtype_name="float64"):
     """``pairs`` of ((ranks, nd_sbp), (ranks, nd_sbp)); returns what ran, in order."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype_name)
-    return [
-        check_conversion(world, boxing, _layout(*src), _layout(*dst), shape, dtype)
+    products = []
+    names = [
+        check_conversion(
+            world, boxing, _layout(*src), _layout(*dst), shape, dtype, products=products
+        )
         for src, dst in pairs
     ]
+    check_products(world, products)
+    return names
 
 
 def _layout(ranks, nd_sbp):
