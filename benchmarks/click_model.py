@@ -1,14 +1,9 @@
-"""The click model that training benchmarks share: its shape, its batches, and rank processes.
+"""The click model that training benchmarks share: its shape and its batches.
 
 Tables of one width with Zipf ids, dense fields, one hidden layer. Batches are made once and used in
 turn by every system compared, so that all see the same rows.
 """
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,43 +74,3 @@ def make_batches(shape: Shape, rank: int, world_size: int) -> list[Rows]:
             )
         )
     return batches
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
-
-
-def start_ranks(
-    module: str,
-    world_size: int,
-    words: Sequence[str],
-    *,
-    address: str = "127.0.0.1",
-    prefixes: Sequence[Sequence[str]] | None = None,
-    environment: dict[str, str] | None = None,
-) -> int:
-    """Run ``python -m module --worker WORDS`` on every rank; the first exit status that is not 0.
-
-    ``prefixes`` puts a command before each rank's, such as one that enters a network namespace.
-    """
-    shared = os.environ | {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        **(environment or {}),
-    }
-    ranks: list[subprocess.Popen[bytes]] = []
-    for rank in range(world_size):
-        before = list(prefixes[rank]) if prefixes else []
-        ranks.append(
-            subprocess.Popen(
-                [*before, sys.executable, "-m", module, "--worker", *words],
-                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-        )
-    return next((code for code in [process.wait() for process in ranks] if code), 0)

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.click_model import Shape, start_ranks, zipf_ids
+from benchmarks.click_model import Shape, zipf_ids
+from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from sbpflow.boxing import Boxing
 from sbpflow.dist import World
@@ -30,7 +31,7 @@ from sbpflow.embedding.access import Access
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.storage import TorchStorage
+from sbpflow.embedding.storage import Tbe, TorchStorage
 from sbpflow.embedding.tables import (
     Exchange,
     FeatureConfig,
@@ -174,7 +175,7 @@ def kernel(results: Results, repeats: int) -> None:
     )
 
 
-def _bare_fbgemm(shape: Shape) -> Any:  # noqa: ANN401 - FBGEMM has no stubs
+def _bare_fbgemm(shape: Shape) -> Tbe:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -357,7 +358,7 @@ def tables_worker(num_tables: int, steps: int) -> None:
             stats = pstats.Stats(profile, stream=text)
             stats.sort_stats("ncalls").print_stats(12)
             results = Results("engine_tables")
-            calls: Any = getattr(stats, "total_calls")  # noqa: B009 - not in the stubs
+            calls = sum(entry.callcount for entry in profile.getstats())
             results.add(
                 benchmark="engine_tables",
                 tables=num_tables,
@@ -387,7 +388,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.what == "tables":
         words = ["tables", "--tables", str(args.tables)]
-        raise SystemExit(start_ranks("benchmarks.engine", args.ranks, words))
+        start_ranks("benchmarks.engine", args.ranks, words, link=None)
+        return
     results = Results(f"engine_{args.what}")
     if args.what == "kernel":
         kernel(results, args.repeats)

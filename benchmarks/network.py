@@ -1,10 +1,14 @@
-"""Two "hosts" on one machine: network namespaces joined by a link of a given rate.
+"""Rank processes of a benchmark, on loopback or as two "hosts" joined by a link of a given rate.
 
-Needs root and the commands ip and tc. Rates below loopback's show what waits for the network.
+The hosts are network namespaces of one machine; they need root and the commands ip and tc. Rates
+below loopback's show what waits for the network.
 """
 
+import os
+import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 HOSTS = ("sbpflow0", "sbpflow1")
@@ -32,6 +36,56 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
         yield [["ip", "netns", "exec", host] for host in HOSTS]
     finally:
         _take_down()
+
+
+def start_ranks(module: str, world_size: int, words: Sequence[str], *, link: str | None) -> None:
+    """Run ``python -m module --worker WORDS`` on every rank; SystemExit if one fails.
+
+    ``link``, a rate as tc writes it, puts each of two ranks on a host of its own.
+    """
+    if link is None:
+        code = _run_ranks(module, world_size, words, "127.0.0.1", [[]] * world_size, {})
+    elif world_size != len(HOSTS):
+        raise SystemExit(f"--link joins {len(HOSTS)} hosts; use --ranks {len(HOSTS)}")
+    else:
+        interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
+        with two_hosts(link) as prefixes:
+            code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface)
+    if code:
+        raise SystemExit(f"a rank ended with status {code}")
+
+
+def _run_ranks(
+    module: str,
+    world_size: int,
+    words: Sequence[str],
+    address: str,
+    prefixes: list[list[str]],
+    environment: dict[str, str],
+) -> int:
+    """The first exit status that is not 0."""
+    shared = os.environ | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    ranks = [
+        subprocess.Popen(
+            [*prefix, sys.executable, "-m", module, "--worker", *words],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, prefix in enumerate(prefixes)
+    ]
+    return next((code for code in [process.wait() for process in ranks] if code), 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
 
 
 def _take_down() -> None:

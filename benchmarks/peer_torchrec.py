@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,12 @@ def dense_weights(shape: Shape, seed: int) -> list[Tensor]:
         fill_uniform(weight, seed=seed, name=f"mlp.{index}.weight", bound=bound, num_columns=inputs)
         weights += [weight, torch.zeros(outputs)]
     return weights
+
+
+class _Batch(Protocol):
+    ids: Any  # a KeyedJaggedTensor
+    dense: Tensor
+    labels: Tensor
 
 
 class TorchRecPeer:
@@ -152,7 +158,7 @@ def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
                 ):
                     mine.copy_(value)
 
-        def forward(self, batch: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - TorchRec's batch
+        def forward(self, batch: _Batch) -> tuple[Tensor, Tensor]:
             vectors = self.tables(batch.ids).values()
             logits = self.mlp(torch.cat([vectors, batch.dense], 1)).squeeze(1)
             return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
@@ -164,7 +170,7 @@ def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
     return model
 
 
-def _as_torchrec(rows: Rows, shape: Shape) -> Any:  # noqa: ANN401 - a class made late
+def _as_torchrec(rows: Rows, shape: Shape) -> _Batch:
     from torchrec import KeyedJaggedTensor
     from torchrec.streamable import Pipelineable
 
@@ -178,8 +184,8 @@ def _as_torchrec(rows: Rows, shape: Shape) -> Any:  # noqa: ANN401 - a class mad
         def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
             return self
 
-        def record_stream(self, stream: Any) -> None:  # noqa: ANN401 - none on CPU
-            pass
+        def record_stream(self, stream: object) -> None:
+            pass  # none on CPU
 
         def pin_memory(self) -> "Batch":
             return self

@@ -11,24 +11,25 @@ zeros, so its figure is a difference in time, never a result.
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.click_model import start_ranks
 from benchmarks.engine import many_tables
-from benchmarks.network import ADDRESSES, INTERFACE, two_hosts
+from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from sbpflow.boxing import Boxing, Pending
+from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
 from sbpflow.embedding.collection import EmbeddingCollection, Passage
 from sbpflow.embedding.exchange import Exchange
+from sbpflow.embedding.group_plan import ExchangeStep
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
 from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
@@ -161,20 +162,25 @@ def leave_out(loop: Loop) -> None:
     """Transfers on the channels in ``loop.skip`` bring zeros instead."""
     real_start, real_rows = Boxing.start, Exchange.start
 
-    def start(self: Boxing, steps: Any, part: Any, channel: str = "main", **kw: Any) -> Pending:  # noqa: ANN401 - stands in for another function
+    def start(
+        self: Boxing, steps: Sequence[BoxingStep], part: Tensor | None, channel: str
+    ) -> Pending:
         if channel not in loop.skip or not steps:
-            return real_start(self, steps, part, channel, **kw)
+            return real_start(self, steps, part, channel)
         shape = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank)
         zeros = None if shape is None else torch.zeros(shape, dtype=steps[-1].dtype)
         return Pending(lambda: zeros)
 
-    def rows(self: Exchange, step: Any, send: Tensor, out: Any, into: Any) -> Pending:  # noqa: ANN401
+    def rows(
+        self: Exchange, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
+    ) -> Pending:
         if self._channel not in loop.skip or step.id.endswith("counts"):
             return real_rows(self, step, send, out, into)
         zeros = send.new_zeros(sum(into), *send.shape[1:])
         return Pending(lambda: zeros)
 
-    Boxing.start, Exchange.start = start, rows  # type: ignore[method-assign]
+    mock.patch.object(Boxing, "start", start).start()
+    mock.patch.object(Exchange, "start", rows).start()
 
 
 def work(args: argparse.Namespace) -> None:
@@ -220,20 +226,7 @@ def main() -> None:
         output = Path(folder) / "times.json"
         words = ["--shape", args.shape, "--steps", str(args.steps), "--output", str(output)]
         words += ["--repeats", str(args.repeats)]
-        if args.link:
-            with two_hosts(args.link) as prefixes:
-                code = start_ranks(
-                    "benchmarks.stages",
-                    2,
-                    words,
-                    address=ADDRESSES[0],
-                    prefixes=prefixes,
-                    environment={"GLOO_SOCKET_IFNAME": INTERFACE},
-                )
-        else:
-            code = start_ranks("benchmarks.stages", 2, words)
-        if code:
-            sys.exit(f"a rank ended with status {code}")
+        start_ranks("benchmarks.stages", 2, words, link=args.link)
         times = json.loads(output.read_text())
     results = Results(f"stages_{args.shape}_{args.link or 'loopback'}")
     medians = {name: statistics.median(values) for name, values in times.items()}

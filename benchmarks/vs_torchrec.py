@@ -11,7 +11,6 @@ plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel.
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.click_model import Shape, make_batches, start_ranks
-from benchmarks.network import ADDRESSES, INTERFACE, two_hosts
+from benchmarks.click_model import Shape, make_batches
+from benchmarks.network import start_ranks
 from benchmarks.record import Results
 
 SEED = 11
@@ -93,22 +92,9 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--output", str(output)]
         words += ["--ddp"] if args.ddp and wire == "float32" else []
-        if args.link:
-            with two_hosts(args.link) as prefixes:
-                code = start_ranks(
-                    "benchmarks.vs_torchrec",
-                    2,
-                    words,
-                    address=ADDRESSES[0],
-                    prefixes=prefixes,
-                    environment={"GLOO_SOCKET_IFNAME": INTERFACE},
-                )
-        else:
-            code = start_ranks("benchmarks.vs_torchrec", args.ranks, words)
-        if code:
-            sys.exit(f"a rank ended with status {code}")
+        start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
         found = json.loads(output.read_text())
-    ranks, rows = (2 if args.link else args.ranks), Shape().rows_per_rank
+    ranks, rows = args.ranks, Shape().rows_per_rank
     medians = {name: statistics.median(values) for name, values in found["times"].items()}
     peers = {name: value for name, value in medians.items() if name.startswith("torchrec")}
     faster = min(peers, key=peers.__getitem__)

@@ -50,6 +50,13 @@ class Visit:
     pending: Pending | None = None
     more: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    def take_pending(self) -> Pending:
+        """What an earlier move sent on its way; each can be taken once."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            raise RuntimeError("nothing is on its way: a move was left out, or made twice")
+        return pending
+
 
 class Group(ABC):
     """One group on one rank. Every rank makes the same moves in the same order."""
@@ -62,10 +69,12 @@ class Group(ABC):
     def storages(self) -> list[tuple[Stack, Storage]]:
         """What this rank stores."""
 
-    def begin(self, visit: Visit) -> None:  # noqa: B027 - most groups have nothing to do
+    @abstractmethod
+    def begin(self, visit: Visit) -> None:
         """See the module."""
 
-    def advance(self, visit: Visit) -> None:  # noqa: B027 - most groups have nothing to do
+    @abstractmethod
+    def advance(self, visit: Visit) -> None:
         """See the module."""
 
     @abstractmethod

@@ -1,14 +1,15 @@
 """What each exchange does with a batch, forward and backward; one class per exchange."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sbpflow.boxing import Boxing
+from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
 from sbpflow.embedding.access import Access
 from sbpflow.embedding.addresses import LocalAddresses
@@ -41,7 +42,6 @@ class Member:
 class AddressedGroup(Group):
     """A group whose ranks look ids up in their own storages, member by member.
 
-    ``takes_part`` says for which stacks: in a row split an owner without rows still adds zeros.
     ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
     """
 
@@ -51,7 +51,6 @@ class AddressedGroup(Group):
         world: World,
         boxing: Boxing,
         make: StorageFactory,
-        takes_part: Callable[[Stack], bool],
         received: Received | None,
     ) -> None:
         super().__init__(plan, world, boxing)
@@ -72,9 +71,21 @@ class AddressedGroup(Group):
                 ),
             )
             for index, stack in enumerate(plan.stacks)
-            if takes_part(stack)
+            if self.takes_part(stack)
         ]
         self._everywhere = received is not None
+
+    def takes_part(self, stack: Stack) -> bool:
+        """Whether this rank looks up ids of the stack; in a row split even one without rows."""
+        if self.plan.exchange == "columns":
+            return bool(stack.pieces(self.world.rank))
+        return self.world.rank in self.plan.owners
+
+    def begin(self, visit: Visit) -> None:
+        """Nothing to do: the ids are all there is to know."""
+
+    def advance(self, visit: Visit) -> None:
+        """Nothing to do."""
 
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(member.stack, member.storage) for member in self.members]
@@ -145,17 +156,9 @@ class LocalGroup(AddressedGroup):
     A row's count of uses travels beside its gradient, so that only touched rows take a step.
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        world: World,
-        boxing: Boxing,
-        make: StorageFactory,
-        received: Received,
-    ) -> None:
-        del received
-        super().__init__(plan, world, boxing, make, lambda stack: True, None)
-        self._steps = plan.backward_steps(0)  # of a size that no batch changes
+    @cached_property
+    def _steps(self) -> tuple[BoxingStep, ...]:
+        return self.plan.backward_steps(0)  # of a size that no batch changes
 
     def look_up(self, visit: Visit) -> None:
         visit.more["vectors"] = self.rows_of(visit)
@@ -181,9 +184,7 @@ class LocalGroup(AddressedGroup):
         if self.world.size == 1:
             self.keep(visit, visit.accesses, visit.more.pop("grads"))
             return
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: collect before push")
-        flat = self.arrived(self._steps, visit.pending)
+        flat = self.arrived(self._steps, visit.take_pending())
         accesses: list[Access] = []
         grads: list[Tensor] = []
         sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
@@ -228,13 +229,7 @@ class BoxedGroup(AddressedGroup):
         make: StorageFactory,
         received: Received,
     ) -> None:
-        rank = world.rank
-        owns = rank in plan.owners
-
-        def takes_part(stack: Stack) -> bool:
-            return owns if plan.exchange == "reduce" else bool(stack.pieces(rank))
-
-        super().__init__(plan, world, boxing, make, takes_part, received)
+        super().__init__(plan, world, boxing, make, received)
         self._order = ColumnOrder(plan, world.device)
         self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
         self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
@@ -248,9 +243,7 @@ class BoxedGroup(AddressedGroup):
         visit.pending = self.start(self._forward_steps(visit.num_rows), part, VECTORS)
 
     def vectors(self, visit: Visit) -> Tensor:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: vectors before look_up")
-        out = self.arrived(self._forward_steps(visit.num_rows), visit.pending)
+        out = self.arrived(self._forward_steps(visit.num_rows), visit.take_pending())
         return self._order.to_uses(out)
 
     def push(self, visit: Visit, grad: Tensor) -> None:
@@ -258,13 +251,12 @@ class BoxedGroup(AddressedGroup):
         visit.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
     def collect(self, visit: Visit) -> None:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: collect before push")
+        pending = visit.take_pending()
         if not self.members:  # no rows here, but the same steps on all ranks
-            visit.pending.wait()
+            pending.wait()
             self.keep(visit, [], [])
             return
-        grad = self.arrived(self._backward_steps(visit.num_rows), visit.pending)
+        grad = self.arrived(self._backward_steps(visit.num_rows), pending)
         self.keep(visit, visit.accesses, self.split(grad))
 
 
@@ -276,5 +268,6 @@ def make_group(
         return UniqueGroup(plan, world, boxing, make)
     if plan.exchange == "local" and world.size > 1 and not plan.whole_gradients:
         return LocalRowsGroup(plan, world, boxing, make)
-    kind = LocalGroup if plan.exchange == "local" else BoxedGroup
-    return kind(plan, world, boxing, make, received)
+    if plan.exchange == "local":
+        return LocalGroup(plan, world, boxing, make, None)
+    return BoxedGroup(plan, world, boxing, make, received)

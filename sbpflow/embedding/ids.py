@@ -13,6 +13,7 @@ from torch import Tensor
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.errors import DataError
 
+_ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
 _SHIFT_1, _SHIFT_2 = 30, 27
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, the first factor of SplitMix64's finaliser
 
@@ -22,6 +23,7 @@ class Bags:
     """The ids of one feature: sample i has ``values[offsets[i] : offsets[i + 1]]``.
 
     ``values`` [n] int32 or int64, ``offsets`` [samples + 1], ``weights`` [n] floats or ``None``.
+    Weights are data: they get no gradient, and are refused if they require one.
     """
 
     values: Tensor
@@ -86,7 +88,7 @@ class IdReader:
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
         self._plan, self._rank, self._device = plan, rank, device
-        rows = [2**63 - 1] * len(plan.features)
+        rows = [_ANY_ID] * len(plan.features)
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
         for table in (table for out in plan.outputs for table in out.tables):
             for name in table.features:
@@ -175,14 +177,14 @@ class IdReader:
         empty = torch.empty(count, 0, dtype=self._plan.ids_dtype, device=self._device)
         return empty, bags
 
-    def _samples(self, name: str, value: "Tensor | Bags") -> int:
+    def _samples(self, name: str, value: object) -> int:
         if isinstance(value, Bags):
             if value.offsets.ndim != 1 or not value.offsets.numel():
                 raise DataError(
                     f"feature {name}: offsets are {list(value.offsets.shape)}; use [samples + 1]"
                 )
             return value.offsets.numel() - 1
-        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(value, Tensor):
             raise DataError(
                 f"feature {name}: ids are a {type(value).__name__}; use a tensor or Bags"
             )
@@ -223,6 +225,11 @@ class IdReader:
             raise DataError(
                 f"feature {feature.name}: weights were given; declare the feature weighted"
             )
+        if bags.weights is not None and bags.weights.requires_grad:
+            raise DataError(
+                f"feature {feature.name}: weights require a gradient, and get none here; pass "
+                "weights.detach()"
+            )
         return Bags(bags.values, offsets, bags.weights)
 
     def _in_range(self, matrix: Tensor) -> Tensor:
@@ -234,7 +241,7 @@ class IdReader:
             if bool(((low >= 0) & (high < self._least)).all()):
                 return matrix
         wide = matrix.to(torch.int64)
-        bad = (wide < 0) | (wide >= self._limits)
+        bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < _ANY_ID)
         if not bool(bad.any()):
             return matrix.to(self._plan.ids_dtype)
         if self._plan.out_of_range == "error":
@@ -276,7 +283,7 @@ class IdReader:
         place = torch.arange(lengths.shape[1], device=values.device).repeat(lengths.shape[0])
         place = torch.repeat_interleave(place, flat, output_size=values.numel())
         limits = self._list_limits.index_select(0, place)
-        bad = (values < 0) | (values >= limits)
+        bad = ((values < 0) | (values >= limits)) & (limits < _ANY_ID)
         if bool(bad.any()):
             owner = torch.tensor(self._plan.ids.lists, device=values.device)
             if self._plan.out_of_range == "error":

@@ -51,6 +51,11 @@ class RowGroup(Group):
         _, sums = wanted.row_gradients(grad.reshape(-1, self._stack.dim))
         return sums.to(self.plan.gradient_wire)
 
+    def collect(self, visit: Visit) -> None:
+        step, count = self._steps(visit.num_rows)[-1], visit.accesses[0].num_bags
+        sums = received(step, visit.take_pending(), count).to(self.plan.dtype)
+        self.keep(visit, visit.accesses, [sums])
+
     def update(self) -> None:
         last, _, ((access, grad),) = self.take_collected()
         self._storage.update(access, grad, last.lr)
@@ -84,11 +89,9 @@ class UniqueGroup(RowGroup):
         visit.pending = self._ids.start_counts(step, asked)
 
     def advance(self, visit: Visit) -> None:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: advance before begin")
         asked: list[int] = visit.more["asked"]
         counts, step = self._steps(visit.num_rows)[:2]
-        into = received(counts, visit.pending, self.world.size).tolist()
+        into = received(counts, visit.take_pending(), self.world.size).tolist()
         unique = visit.more["wanted"].unique()[0]
         per_owner = torch.tensor(asked, device=unique.device)
         shift = torch.repeat_interleave(self._bases, per_owner, output_size=unique.numel())
@@ -96,19 +99,15 @@ class UniqueGroup(RowGroup):
         visit.pending = self._ids.start(step, unique - shift, asked, into)
 
     def look_up(self, visit: Visit) -> None:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: look_up before advance")
         asked, into = visit.more["asked"], visit.more["into"]
         _, ids, step, _ = self._steps(visit.num_rows)
-        visit.accesses = [Access(received(ids, visit.pending, sum(into)))]
+        visit.accesses = [Access(received(ids, visit.take_pending(), sum(into)))]
         rows = self._storage.lookup(visit.accesses[0], visit.lr if visit.training else None)
         visit.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
     def vectors(self, visit: Visit) -> Tensor:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: vectors before look_up")
         step = self._steps(visit.num_rows)[2]
-        rows = received(step, visit.pending, sum(visit.more["asked"]))
+        rows = received(step, visit.take_pending(), sum(visit.more["asked"]))
         visit.more["rows"] = rows.to(self.plan.dtype)
         return super().vectors(visit)
 
@@ -117,12 +116,6 @@ class UniqueGroup(RowGroup):
         sums = self.row_gradients(visit, grad)
         asked, into = visit.more["asked"], visit.more["into"]
         visit.pending = self._gradients.start(step, sums, asked, into)
-
-    def collect(self, visit: Visit) -> None:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: collect before push")
-        step, count = self._steps(visit.num_rows)[-1], visit.accesses[0].num_bags
-        self.keep(visit, visit.accesses, [received(step, visit.pending, count).to(self.plan.dtype)])
 
 
 class LocalRowsGroup(RowGroup):
@@ -147,7 +140,7 @@ class LocalRowsGroup(RowGroup):
         if visit.pending is None:
             return
         counts, step = self._steps(visit.num_rows)[:2]
-        into = received(counts, visit.pending, self.world.size).tolist()
+        into = received(counts, visit.take_pending(), self.world.size).tolist()
         rows = visit.more["wanted"].unique()[0]
         visit.more["into"] = into
         visit.pending = self._ids.start(step, *self._to_all(rows), into)
@@ -155,8 +148,7 @@ class LocalRowsGroup(RowGroup):
     def look_up(self, visit: Visit) -> None:
         if visit.pending is not None:
             step = self._steps(visit.num_rows)[1]
-            visit.accesses = [Access(received(step, visit.pending, sum(visit.more["into"])))]
-            visit.pending = None
+            visit.accesses = [Access(received(step, visit.take_pending(), sum(visit.more["into"])))]
         rows = visit.more["wanted"].unique()[0]
         visit.more["rows"] = self._storage.lookup(Access(rows))
 
@@ -165,12 +157,6 @@ class LocalRowsGroup(RowGroup):
         sums = self.row_gradients(visit, grad)
         into = visit.more["into"]
         visit.pending = self._gradients.start(step, *self._to_all(sums), into)
-
-    def collect(self, visit: Visit) -> None:
-        if visit.pending is None:
-            raise RuntimeError(f"{self.plan.name}: collect before push")
-        step, count = self._steps(visit.num_rows)[-1], visit.accesses[0].num_bags
-        self.keep(visit, visit.accesses, [received(step, visit.pending, count).to(self.plan.dtype)])
 
     def _to_all(self, rows: Tensor) -> tuple[Tensor, list[int]]:
         """The same rows for every rank, and how many for each."""

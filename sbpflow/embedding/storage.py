@@ -6,7 +6,7 @@ the backward. Two kernels, equal results: plain torch, and FBGEMM's table-batche
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -209,7 +209,18 @@ class FbgemmStorage:
             )
 
 
-def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Any:  # noqa: ANN401 - FBGEMM is imported late and has no stubs
+class Tbe(Protocol):
+    """What is used of FBGEMM's module, which is imported late and has no stubs."""
+
+    def split_embedding_weights(self) -> list[Tensor]: ...
+    def split_optimizer_states(self) -> Sequence[Sequence[Tensor]]: ...
+    def set_learning_rate(self, lr: float) -> None: ...
+    def __call__(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Tbe:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (

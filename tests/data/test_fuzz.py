@@ -103,7 +103,7 @@ def use(folder):
     rows = sum(
         len(b.labels) for b in open_loader(manifest, batch_size=16, backend="memmap").epoch(0)
     )
-    verify_shards(manifest)
+    verify_shards(manifest, 2)
     return rows, manifest.splits
 
 

@@ -61,7 +61,8 @@ def test_tables_find_what_was_put_in_and_nothing_else(known, others, kind):
     table_type, dtype = kind
     keys = np.array(sorted(known), dtype=dtype)
     ids = np.arange(len(keys), dtype=np.int32)[::-1] + np.int32(2)
-    table = table_type(keys, ids)
+    counts = np.array([2 + 7 * key % 40 for key in keys.tolist()], dtype=np.int64)
+    table = table_type(keys, ids, counts)
     wanted = {int(key): int(value) for key, value in zip(keys, ids, strict=True)}
     asked = np.array([*known, *others, 0], dtype=dtype)
     assert table.lookup(asked).tolist() == [wanted.get(int(key), RARE_ID) for key in asked]
@@ -69,7 +70,7 @@ def test_tables_find_what_was_put_in_and_nothing_else(known, others, kind):
 
 def test_wide_keys_are_compared_in_full():
     keys = (np.arange(1000, dtype=np.uint64) << np.uint64(32)) | np.uint64(5)
-    table = WideIdTable(keys, np.arange(2, 1002, dtype=np.int32))
+    table = WideIdTable(keys, np.arange(2, 1002, dtype=np.int32), np.full(1000, 2))
     assert table.lookup(keys).tolist() == list(range(2, 1002))
     assert set(table.lookup(keys + np.uint64(1)).tolist()) == {RARE_ID}
 

@@ -21,23 +21,33 @@ FEATURES = (
 ROWS = {"a": 10, "b": 20, "c": 30, "d": 40}
 
 
-def make_plan(policy: str = "error", features: tuple[FeatureConfig, ...] = FEATURES):
-    tables = tuple(
-        TableConfig(name=f"t.{f.name}", features=(f.name,), num_rows=ROWS[f.name], dim=4)
-        for f in features
-    )
-    world = Placement.line("cpu", 2)
-    layout = TableLayout(layout=Layout(world, (Split(0),)), exchange="unique")
+def plan_tables(outputs, layouts, *, size, features=FEATURES, policy="error") -> EmbeddingPlan:
     return plan_embeddings(
-        [OutputConfig(name="deep", tables=tables)],
-        {table.name: layout for table in tables},
+        outputs,
+        layouts,
         features=features,
         optimizer=SparseOptimizer(name="sgd", lr=0.1),
         dtype=torch.float32,
-        world=world,
+        world=Placement.line("cpu", size),
         backend="gloo",
         batch_size=8,
         out_of_range=policy,
+    )
+
+
+def make_plan(policy: str = "error", features: tuple[FeatureConfig, ...] = FEATURES, unused=()):
+    tables = tuple(
+        TableConfig(name=f"t.{f.name}", features=(f.name,), num_rows=ROWS[f.name], dim=4)
+        for f in features
+        if f.name not in unused
+    )
+    layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
+    return plan_tables(
+        [OutputConfig(name="deep", tables=tables)],
+        {table.name: layout for table in tables},
+        size=2,
+        features=features,
+        policy=policy,
     )
 
 
@@ -97,6 +107,13 @@ CHANGES = {
     r"field a: id 10 in row 1 of rank 1's part of the batch; use 0\.\.9": {
         "a": torch.tensor([0, 10])
     },
+    r"feature d: weights require a gradient.*pass weights.detach\(\)": {
+        "d": Bags(
+            torch.tensor([1, 2, 3]),
+            torch.tensor([0, 1, 3]),
+            torch.tensor([0.5, 1.0, 2.0], requires_grad=True),
+        )
+    },
     r"field b: id -1 in row 0 of rank 1's part of the batch; use 0\.\.19": {
         "b": torch.tensor([[0, -1], [5, 6]])
     },
@@ -120,6 +137,21 @@ def test_a_matrix_alone_serves_one_hot_and_multi_hot_features_only():
         reader(make_plan()).read(torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(DataError, match=r"use int32 or int64 \[samples, 3\]"):
         reader(make_plan(features=FEATURES[:2])).read(torch.zeros(2, 2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("policy", ["error", "clamp", "hash"])
+def test_ids_that_no_table_looks_up_may_be_any(policy):
+    ids = torch.tensor([[1, -7, 2**40], [2, 10**12, -1]])
+    one = reader(make_plan(policy, FEATURES[:2], unused=("b",)))
+    assert one.read(ids).matrix[:, 0].tolist() == [1, 2]
+    assert one.out_of_range.tolist() == [0, 0]
+    ids[1, 0] = 10
+    if policy == "error":
+        with pytest.raises(DataError, match=r"field a: id 10 in row 1.*use 0\.\.9"):
+            one.read(ids)
+    else:
+        one.read(ids)
+        assert one.out_of_range.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -163,16 +195,7 @@ def test_plans_refuse_what_cannot_be():
     layouts = {"t": TableLayout(layout=Layout(world, (Split(0),)), exchange="unique")}
 
     def plan(outputs):
-        return plan_embeddings(
-            outputs,
-            layouts,
-            features=FEATURES,
-            optimizer=SparseOptimizer(name="sgd", lr=0.1),
-            dtype=torch.float32,
-            world=world,
-            backend="gloo",
-            batch_size=8,
-        )
+        return plan_tables(outputs, layouts, size=1)
 
     with pytest.raises(ConfigError, match="table t: feature 'nowhere' is not in the data"):
         plan([OutputConfig(name="o", tables=(table,))])
@@ -197,14 +220,9 @@ def test_a_layout_that_cannot_run_its_exchange_is_refused(sbp, ranks, exchange, 
     table = TableConfig(name="t", features=("a",), num_rows=10, dim=4)
     layout = Layout(Placement.of("cpu", ranks), parse_nd_sbp(sbp))
     with pytest.raises(ConfigError, match=f"table t: {exchange} does not go with") as error:
-        plan_embeddings(
+        plan_tables(
             [OutputConfig(name="o", tables=(table,))],
             {"t": TableLayout(layout=layout, exchange=exchange)},
-            features=FEATURES,
-            optimizer=SparseOptimizer(name="sgd", lr=0.1),
-            dtype=torch.float32,
-            world=Placement.line("cpu", size),
-            backend="gloo",
-            batch_size=8,
+            size=size,
         )
     assert use in str(error.value)

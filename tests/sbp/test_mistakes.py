@@ -4,11 +4,7 @@ Shapes, dims and dtypes are seen by all ranks alike; values, such as an id that 
 that hold them.
 """
 
-import os
 import re
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -28,6 +24,7 @@ from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from tests import oracle
 from tests.ranks import RanksFailed
 from tests.sbp.conversions import check_parts, whole_numbers
+from tests.torchrun import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -348,18 +345,8 @@ JOB = """
 
 def test_without_the_checked_mode_one_rank_ends_all(tmp_path):
     """Only rank 1 has the bad id, and rank 0 waits for its sum: one message, and both are gone."""
-    script = tmp_path / "job.py"
-    script.write_text(textwrap.dedent(JOB))
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )  # fmt: skip
+    done = run_script(tmp_path, JOB, timeout=100)
     assert done.returncode != 0
     assert done.stdout.count("ready") == 2
     message = "error: gather: ids[3] is 7, but the table has 7 rows; ids must be 0..6 [rank 1]"

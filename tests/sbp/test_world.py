@@ -24,6 +24,7 @@ from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from tests import oracle
 from tests.ranks import RanksFailed
+from tests.torchrun import run_script
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 ROOT = Path(__file__).parents[2]
@@ -267,9 +268,7 @@ def test_half_an_environment_is_refused():
 
 
 def test_torchrun_starts_a_world(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(
-        textwrap.dedent("""
+    source = """
         import torch
         from sbpflow.boxing import Boxing
         from sbpflow.boxing_plan import plan_boxing
@@ -283,17 +282,8 @@ def test_torchrun_starts_a_world(tmp_path):
             out = Boxing(world).run(steps, torch.full((2,), world.rank + 1.0))
             if world.rank == 0:
                 print("sum", out.tolist(), "of", world.size)
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )  # fmt: skip
+    """
+    done = run_script(tmp_path, source, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "sum [3.0, 3.0] of 2" in done.stdout
 
