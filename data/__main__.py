@@ -15,9 +15,11 @@ from sbpflow.errors import ConfigError, DataError
 
 
 def _prepare(args: argparse.Namespace) -> Manifest:
+    from data.malloc import keep_freed_memory
     from data.options import PrepareOptions, parse_hash_sizes
     from data.prepare import prepare
 
+    keep_freed_memory()
     schema = read_schema(args.schema) if args.schema else CRITEO
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
     crosses = parse_crosses(args.crosses or default, schema.sparse)
@@ -75,7 +77,7 @@ def _stats(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> Manifest:
     manifest = load_manifest(args.path)
-    verify_shards(manifest)
+    verify_shards(manifest, os.cpu_count() or 1)
     return manifest
 
 

@@ -79,17 +79,18 @@ def encode_frame(
     frame: pl.DataFrame, tables: Mapping[str, Ids], options: PrepareOptions
 ) -> tuple[Words, dict[str, int]]:
     """Words [rows, 1 + dense + fields] of a staged piece, and clamped values by dense column."""
+    # All columns at once: a call of Polars goes through its own threads, and back.
+    full, missing = frame.fill_null(0), frame.select(pl.all().is_null())
     columns = {options.schema.label: _bits(frame[options.schema.label].to_numpy())}
     clamped: dict[str, int] = {}
     for name in options.schema.dense:
-        missing = frame[name].is_null().to_numpy()
-        values = frame[name].fill_null(0).to_numpy().astype(np.float32)
-        floats, clamped[name] = TRANSFORMS[options.transform](values, missing)
-        columns[name] = _bits(floats)
+        values = full[name].to_numpy().astype(np.float32)
+        floats, clamped[name] = TRANSFORMS[options.transform](values, missing[name].to_numpy())
+        columns[name] = floats.view(np.int32)
     for name, table in tables.items():
-        ids = table.lookup(frame[name].fill_null(0).to_numpy())
+        ids = table.lookup(full[name].to_numpy())
         if frame[name].null_count():
-            ids[frame[name].is_null().to_numpy()] = MISSING_ID
+            np.copyto(ids, np.int32(MISSING_ID), where=missing[name].to_numpy())
         columns[name] = ids
     return pl.DataFrame(columns).to_numpy(order="c"), clamped
 

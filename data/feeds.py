@@ -1,7 +1,7 @@
 """How words get from a read function into torch tensors: memory map, or DALI external_source.
 
 Blocks of words are read in threads of the loader, a few ahead of the consumer, and DALI runs in one
-of its own; a feed yields them as int32 tensors on the device. Both feeds yield the same bits.
+of its own; a feed yields them as tensors on the device. Both feeds yield the same bits.
 """
 
 import sys
@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,10 +20,16 @@ from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]
 Read = Callable[[int], Words]
+Parts = tuple[Tensor, Tensor, Tensor]  # labels, dense, ids: views of one block
+Split = Callable[[Tensor], Parts]
+Feed = Callable[[Iterator[Words], Split, torch.device, "Threads"], Iterator[Parts]]
 
 _AHEAD = 4
 _READERS = 2
 _RUNS_AHEAD = 2
+_BLOCKS_PER_RUN = 4
+# Blocks read, in runs of DALI, in the group that is being delivered, and in the consumer's hands.
+_MOST_BUFFERS = _AHEAD + (_RUNS_AHEAD + 1) * _BLOCKS_PER_RUN + 2
 
 
 class Buffers:
@@ -47,7 +53,7 @@ class Buffers:
                 if buffer.shape[0] >= num_rows and sys.getrefcount(buffer) == _ONLY_OURS:
                     return buffer[:num_rows]
             buffer = np.empty((num_rows, self._num_words), dtype=np.int32)
-            if len(self._made) < 4 * _AHEAD:
+            if len(self._made) < _MOST_BUFFERS:
                 self._made.append(buffer)
             return buffer[:]
 
@@ -86,14 +92,14 @@ def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[
 
 
 def memmap_feed(
-    blocks: Iterator[Words], device: torch.device, threads: Threads
-) -> Iterator[Tensor]:
+    blocks: Iterator[Words], split: Split, device: torch.device, threads: Threads
+) -> Iterator[Parts]:
     """Yield each block as a tensor; to a GPU through pinned memory, one copy ahead."""
     if device.type == "cuda":
-        yield from _to_gpu(blocks, device)
+        yield from map(split, _to_gpu(blocks, device))
     else:
         for words in blocks:
-            yield torch.from_numpy(words)
+            yield split(torch.from_numpy(words))
 
 
 def _to_gpu(blocks: Iterator[Words], device: torch.device) -> Iterator[Tensor]:
@@ -112,11 +118,14 @@ def _to_gpu(blocks: Iterator[Words], device: torch.device) -> Iterator[Tensor]:
         yield waiting
 
 
-def dali_feed(blocks: Iterator[Words], device: torch.device, threads: Threads) -> Iterator[Tensor]:
+def dali_feed(
+    blocks: Iterator[Words], split: Split, device: torch.device, threads: Threads
+) -> Iterator[Parts]:
     """Yield each block through a DALI pipeline; one sample is a whole block, never a row.
 
-    The pipeline runs one block ahead in a thread: a run passes through three threads of DALI's,
-    which takes a consumer that comes back from a step about 1 ms, and finding it done 0.1 ms.
+    A run passes through three threads of DALI's, which takes a consumer that comes back from a step
+    about 1 ms. So it happens in a thread, ahead, and for several blocks at once: an output of the
+    pipeline for each, since DALI copies the samples of one output into one buffer.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -128,30 +137,47 @@ def dali_feed(blocks: Iterator[Words], device: torch.device, threads: Threads) -
 
     gpu = device.type == "cuda"
 
+    def next_blocks() -> list[list[Words]]:
+        """A batch of one sample for every output; without rows where the epoch is over."""
+        first = next(blocks)
+        rest = [next(blocks, first[:0]) for _ in range(_BLOCKS_PER_RUN - 1)]
+        return [[words] for words in (first, *rest)]
+
     @pipeline_def(batch_size=1, num_threads=1, device_id=device.index or 0 if gpu else None)
     def pipeline() -> object:
-        words = fn.external_source(
-            source=lambda: [next(blocks)], no_copy=True, ndim=2, dtype=types.INT32
+        outputs = fn.external_source(
+            source=next_blocks,
+            num_outputs=_BLOCKS_PER_RUN,
+            no_copy=True,
+            ndim=2,
+            dtype=types.INT32,
         )
-        return words.gpu() if gpu else words
+        return tuple(words.gpu() for words in outputs) if gpu else tuple(outputs)
 
     pipe = pipeline()
     pipe.build()
-    pending: deque[Future[Any]] = deque(threads.runner.submit(pipe.run) for _ in range(_RUNS_AHEAD))
+
+    def run() -> Iterator[Parts]:
+        words = (output[0] for output in pipe.run())
+        parts = (split(torch.from_dlpack(block)) for block in words if block.shape()[0])
+        # On a GPU the consumer converts, which joins its stream. Elsewhere this thread does: right
+        # after a step of some ms a consumer's first calls of torch take five times as long.
+        return parts if gpu else iter(list(parts))
+
+    pending: deque[Future[Iterator[Parts]]] = deque(
+        threads.runner.submit(run) for _ in range(_RUNS_AHEAD)
+    )
     try:
         while True:
             try:
-                (out,) = pending.popleft().result()
+                parts = pending.popleft().result()
             except StopIteration:
                 return
-            pending.append(threads.runner.submit(pipe.run))
-            yield torch.from_dlpack(out[0])  # here, for a GPU: it joins the consumer's stream
+            pending.append(threads.runner.submit(run))
+            yield from parts
     finally:
         for future in pending:
             future.cancel()
 
 
-FEEDS: dict[Backend, Callable[[Iterator[Words], torch.device, Threads], Iterator[Tensor]]] = {
-    "memmap": memmap_feed,
-    "dali": dali_feed,
-}
+FEEDS: dict[Backend, Feed] = {"memmap": memmap_feed, "dali": dali_feed}

@@ -7,6 +7,7 @@ one id carries more than half of the lookups; then its half is filled with the c
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,8 @@ _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
 """Keys looked up at a time, so that the arrays in between stay in the cache."""
+_HOT = 16
+"""Lookups from which a key's place among the others matters."""
 
 
 def assign_ids(
@@ -117,15 +120,20 @@ class HashedIds:
 class IdTable(ABC):
     """Open addressing from keys to ids for whole columns at once; an unknown key is RARE_ID.
 
-    An empty slot holds key 0 and RARE_ID, so it answers an unknown key 0 rightly.
+    An empty slot holds key 0 and RARE_ID, so it answers an unknown key 0 rightly. Keys with many
+    lookups (``counts``) get their slots first: what is asked most is found at the first probe.
     """
 
-    def __init__(self, keys: Keys, ids: NDArray[np.int32]) -> None:
+    def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
         capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
         self._shift = np.uint64(65 - capacity.bit_length())
         self._mask = np.int64(capacity - 1)
         self._allocate(capacity)
-        slots, left = self._slots(keys), np.arange(len(keys))
+        for chosen in _hottest_first(counts):
+            self._insert(keys, ids, chosen)
+
+    def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
+        slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID
             self._put(slots[free], keys[left[free]], ids[left[free]])
@@ -166,6 +174,17 @@ class IdTable(ABC):
             again = ~hit & (found != RARE_ID)
             slots, wanted, left = slots[again], wanted[again], left[again]
         return ids
+
+
+def _hottest_first(counts: Counts) -> Iterator[Slots]:
+    """Places in ``counts``: small groups by falling count, then all the rest at once."""
+    hot = np.flatnonzero(counts >= _HOT)
+    hot = hot[np.argsort(-counts[hot], kind="stable")]
+    start, stop = 0, 16
+    while start < len(hot):
+        yield hot[start:stop]
+        start, stop = stop, 8 * stop
+    yield np.flatnonzero(counts < _HOT)
 
 
 class NarrowIdTable(IdTable):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
+from data.feeds import FEEDS, Backend, Buffers, Parts, Threads, read_ahead
 from data.manifest import Manifest
 from data.options import MAX_SEED
 from data.order import SHUFFLES, RowOrder, Shuffle
@@ -177,7 +177,7 @@ class RowLoader:
                 words = rows.view(*runs[0])
             if words is None:
                 words = buffers.take(step.stop - step.start)
-                _fill(words, rows, order, step)
+                _fill(words, self._rows, order, step)
             return words
 
         # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
@@ -186,12 +186,12 @@ class RowLoader:
             blocks = map(read, range(len(filled)))
         else:
             blocks = read_ahead(read, len(filled), self._threads.readers)
-        feed = FEEDS[self._backend](blocks, self._device, self._threads)
+        feed = FEEDS[self._backend](blocks, self._split_words, self._device, self._threads)
         for step in steps:
             self._check_read(number)
-            words = next(feed) if step.stop > step.start else self._no_rows()
+            parts = next(feed) if step.stop > step.start else self._split_words(self._no_rows())
             self._cursor = step.end
-            yield self._batch(words, step)
+            yield Batch(*parts, num_rows=step.num_rows, step=step.number)
 
     def _begin(self, epoch: int) -> None:
         if not self._restored or (epoch, self._cursor) == (self._epoch + 1, self._end()):
@@ -209,15 +209,10 @@ class RowLoader:
     def _no_rows(self) -> Tensor:
         return torch.from_numpy(self._new(0)).to(self._device)
 
-    def _batch(self, words: Tensor, step: _Step) -> Batch:
+    def _split_words(self, words: Tensor) -> Parts:
+        """Labels [b], dense [b, dense] and ids [b, fields] of words [b, words]."""
         floats = words[:, : self._fields].view(torch.float32)
-        return Batch(
-            labels=floats[:, 0],
-            dense=floats[:, 1:],
-            ids=words[:, self._fields :],
-            num_rows=step.num_rows,
-            step=step.number,
-        )
+        return floats[:, 0], floats[:, 1:], words[:, self._fields :]
 
     def peek(self, num_batches: int, epoch: int | None = None) -> list[Tensor]:
         """Ids [b, fields] int32 (CPU) of this rank's next batches; fewer where the epoch ends.

@@ -82,7 +82,8 @@ def _build(options: PrepareOptions, inputs: Sequence[Input], work: Path) -> None
         bar.update(num_bytes - bar.n)
     if bad := describe_bad(staged):
         _LOG.warning("bad lines were left out:%s", bad)
-    _finish(work / "set", _content(options, inputs, staged, vocabularies, records), vocabularies)
+    content = _content(options, inputs, staged, vocabularies, records)
+    _finish(work / "set", content, vocabularies, options)
 
 
 def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
@@ -168,12 +169,17 @@ def _content(
     }
 
 
-def _finish(folder: Path, content: dict[str, Any], vocabularies: Sequence[Vocabulary]) -> None:
+def _finish(
+    folder: Path,
+    content: dict[str, Any],
+    vocabularies: Sequence[Vocabulary],
+    options: PrepareOptions,
+) -> None:
     """Write the manifest, add the statistics of the finished shards, and verify every checksum."""
     write_manifest(folder, content)
     manifest = load_manifest(folder)
     try:
-        verify_shards(manifest)
+        verify_shards(manifest, options.workers)
     except DataError as error:
         raise DamagedWork(str(error)) from error
     known = {vocabulary.name: vocabulary.lookups() for vocabulary in vocabularies}

@@ -3,6 +3,7 @@
 import bisect
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -122,10 +123,16 @@ class SplitRows:
         self._maps = []
 
 
-def verify_shards(manifest: Manifest) -> None:
+def verify_shards(manifest: Manifest, workers: int) -> None:
     """Compare every shard with its checksum; DataError names the first that differs."""
-    for shard in (s for split in ("train", "val", "test") for s in manifest.shards(split)):
+
+    def verify(shard: Shard) -> None:
         path = manifest.path / shard.file
         _open(path, shard, manifest.num_words)
         if file_crc32(path) != shard.crc32:
             raise DataError(f"{path}: checksum differs from the manifest; prepare the set again")
+
+    with ThreadPoolExecutor(workers) as pool:
+        shards = (s for split in ("train", "val", "test") for s in manifest.shards(split))
+        for _ in pool.map(verify, shards):
+            pass

@@ -15,11 +15,12 @@ Transform = Callable[[Values, Mask], tuple[NDArray[np.float32], int]]
 
 
 def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> tuple[Values, int]:
-    below = (values < lowest) & ~missing
-    out = np.log(
-        np.maximum(np.where(missing, np.float32(lowest), values), lowest) + np.float32(shift)
-    )
-    return out, int(below.sum())
+    """``missing`` values become ln 1 = 0, as does ``1 - shift``."""
+    values = np.where(missing, np.float32(1.0 - shift), values)
+    clamped = int(np.count_nonzero(values < lowest))
+    np.maximum(values, np.float32(lowest), out=values)
+    values += np.float32(shift)
+    return np.log(values, out=values), clamped
 
 
 def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
@@ -28,9 +29,7 @@ def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
     Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
     """
-    out, clamped = _log_shifted(values, missing, 3.0, -2.0)
-    out[missing] = 0.0
-    return out, clamped
+    return _log_shifted(values, missing, 3.0, -2.0)
 
 
 def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
@@ -38,9 +37,7 @@ def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
 
     Source: facebookresearch/dlrm, dlrm_data_pytorch.py at 090956ee.
     """
-    out, clamped = _log_shifted(values, missing, 1.0, 0.0)
-    out[missing] = 0.0
-    return out, clamped
+    return _log_shifted(values, missing, 1.0, 0.0)
 
 
 def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:

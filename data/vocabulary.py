@@ -4,7 +4,9 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +47,8 @@ class Vocabulary:
 
     def table(self) -> IdTable:
         """The lookup structure from keys to ids."""
-        narrow = self.keys.dtype == np.uint32
-        return NarrowIdTable(self.keys, self.ids) if narrow else WideIdTable(self.keys, self.ids)
+        kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
+        return kind(self.keys, self.ids, self.counts)
 
     def lookups(self) -> Counts:
         """Lookups per table row in the train part."""
@@ -85,13 +87,16 @@ def build_vocabularies(
             raise DamagedWork(f"{folder}: a vocabulary is damaged, and {gone[0]} is encoded")
         rows = pl.concat(train_rows(staged, options))
         queries = [rows.select(name).group_by(name).len() for name in names]
-        kept = [
-            _vocabulary(name, counts, options)
-            for name, counts in zip(names, pl.collect_all(queries, engine="streaming"), strict=True)
-        ]
-        for path, vocabulary in zip(paths, kept, strict=True):
-            _save(path, vocabulary)
+        counts = pl.collect_all(queries, engine="streaming")
+        with ThreadPoolExecutor(options.workers) as pool:
+            kept = list(pool.map(partial(_build, options), paths, names, counts))
     return [vocabulary for vocabulary in kept if vocabulary is not None]
+
+
+def _build(options: PrepareOptions, path: Path, name: str, counts: pl.DataFrame) -> Vocabulary:
+    vocabulary = _vocabulary(name, counts, options)
+    _save(path, vocabulary)
+    return vocabulary
 
 
 def _vocabulary(name: str, counts: pl.DataFrame, options: PrepareOptions) -> Vocabulary:
