@@ -10,6 +10,7 @@ slowest rank. One JSON line per conversion and size, and one per conversion for 
 import argparse
 import json
 import platform
+import random
 import statistics
 import subprocess
 import tempfile
@@ -205,13 +206,18 @@ def _check(
 def _time_in_turn(
     world: World, variants: dict[str, Variant], repeats: int
 ) -> dict[str, list[float]]:
-    """Milliseconds per call, of the slowest rank, variants taking turns."""
+    """Milliseconds per call, of the slowest rank.
+
+    Variants take turns in a random order, the same on all ranks: each leaves the caches and the
+    allocator to the next in a state of its own.
+    """
     for variant in variants.values():
         for _ in range(WARM_UP):
             variant()
     measured = torch.zeros(len(variants), repeats)
+    calls = list(enumerate(variants.values()))
     for repeat in range(repeats):
-        for number, variant in enumerate(variants.values()):
+        for number, variant in random.Random(repeat).sample(calls, len(calls)):
             world.barrier()
             start = time.perf_counter()
             variant()

@@ -284,8 +284,12 @@ def _all_to_all(
         received, packed = _by_rank(received, group), _by_rank(packed, group)
         return dist.all_to_all_single(received, packed, group=group, async_op=True)
     return dist.all_to_all_single(
-        received.view(-1), packed.view(-1), *program.sizes, group=group, async_op=True
+        _flat(received), _flat(packed), *program.sizes, group=group, async_op=True
     )
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    return buffer if buffer.ndim == 1 else buffer.view(-1)
 
 
 def _by_rank(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:

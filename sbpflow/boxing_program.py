@@ -40,7 +40,7 @@ from sbpflow.sbp import Partial, Reduction
 
 # A piece that stays on its rank skips the buffers from this size on; below it, the copies saved
 # take less time than the calls that save them (benchmarks.boxing, gloo, 2 ranks).
-APART_BYTES = 512 * 1024
+APART_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
