@@ -1,6 +1,6 @@
 """Random mixes of features, tables, layouts and rules, and what ranks make of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Mix:
     specs: dict[str, Spec]
     optimizer: SparseOptimizer
     world_size: int
-    batch_sizes: tuple[int, ...] = (13, 8, 0, 17)
+    batch_sizes: tuple[int, ...] = (13, 8, 0, 17, 5, 1, 9, 4, 12, 3) * 2
     seed: int = 0
     accumulate: int = 1
     overlap: bool = True
@@ -40,7 +40,10 @@ class Mix:
     wire: torch.dtype | None = None
     row_dtype: torch.dtype | None = None
     kernel: str = "auto"
-    lrs: tuple[float, ...] = field(default=(0.1, 0.05, 0.1, 0.02))
+
+    def lr(self, step: int) -> float:
+        """A schedule that goes up and down."""
+        return (0.1, 0.05, 0.1, 0.02)[step % 4]
 
     def tables(self) -> list[TableConfig]:
         return [table for output in self.outputs for table in output.tables]
@@ -62,8 +65,16 @@ class Mix:
         return made
 
     def coefficients(self, step: int, output: OutputConfig) -> np.ndarray:
-        random = np.random.default_rng((self.seed, step, len(output.name)))
-        return random.normal(size=(self.batch_sizes[step], output.width))
+        """[batch, width]: what each use of a table gets depends on its names, not on its place."""
+        if output.combine == "sum":
+            return self._coefficients(step, output.name, output.width)
+        uses = [(table, name) for table in output.tables for name in table.features]
+        parts = [self._coefficients(step, f"{t.name}/{name}", t.dim) for t, name in uses]
+        return np.concatenate(parts, 1)
+
+    def _coefficients(self, step: int, name: str, width: int) -> np.ndarray:
+        random = np.random.default_rng((self.seed, step, *name.encode()))
+        return random.normal(size=(self.batch_sizes[step], width))
 
 
 def as_input(mix: Mix, bags: dict[str, list[Bag]], mine: slice) -> dict[str, Any]:
@@ -119,7 +130,7 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
     for step in range(len(mix.batch_sizes)):
         passage, mine = coming if coming is not None else begin(step)
         coming = None
-        collection.set_lr(mix.lrs[step])
+        collection.set_lr(mix.lr(step))
         collection.look_up(passage)
         if mix.overlap and step + 1 < len(mix.batch_sizes):
             coming = begin(step + 1)
@@ -180,7 +191,7 @@ def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, Reference
         if (step + 1) % mix.accumulate == 0:
             num_steps += 1
             for name, rows in sums.items():
-                tables[name].update(mix.optimizer, rows, num_steps, mix.lrs[step])
+                tables[name].update(mix.optimizer, rows, num_steps, mix.lr(step))
             sums = {name: {} for name in tables}
         outputs.append(made)
     return outputs, tables

@@ -1,6 +1,6 @@
 """Random mixes of everything the engine takes equal a reference written without it.
 
-float64 sums in another order over four steps stay within 1e-10; float32 bounds are stated where
+float64 sums in another order over 20 steps stay within 1e-10; float32 bounds are stated where
 they are used.
 """
 
@@ -102,19 +102,21 @@ def mixes(draw) -> Mix:
     )
 
 
-def check(ranks, mix: Mix, tolerance: float) -> None:
+def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
     results = ranks(mix.world_size, train, mix)
     outputs, tables = expected(mix)
     for step, values in enumerate(outputs):
         for name, value in values.items():
             got = np.concatenate([result["outputs"][step][name] for result in results])
-            np.testing.assert_allclose(got, value, rtol=0, atol=tolerance, err_msg=f"{name} {step}")
+            np.testing.assert_allclose(
+                got, value, rtol=rtol, atol=tolerance, err_msg=f"{name} {step}"
+            )
     covered = {name: np.zeros(table.weights.shape, bool) for name, table in tables.items()}
     for result in results:
         for name, (r0, r1, c0, c1), weights, state in result["pieces"]:
             table = tables[name]
             np.testing.assert_allclose(
-                weights, table.weights[r0:r1, c0:c1], rtol=0, atol=tolerance, err_msg=name
+                weights, table.weights[r0:r1, c0:c1], rtol=rtol, atol=tolerance, err_msg=name
             )
             covered[name][r0:r1, c0:c1] = True
             for key, value in state.items():
@@ -122,13 +124,13 @@ def check(ranks, mix: Mix, tolerance: float) -> None:
                 if whole is None:  # no row was touched
                     continue
                 want = whole[r0:r1] if whole.ndim == 1 else whole[r0:r1, c0:c1]
-                np.testing.assert_allclose(value, want, rtol=0, atol=tolerance, err_msg=key)
+                np.testing.assert_allclose(value, want, rtol=rtol, atol=tolerance, err_msg=key)
     assert all(cover.all() for cover in covered.values())
 
 
 @seed(20)
 @settings(
-    max_examples=120,
+    max_examples=80,
     deadline=None,
     database=None,
     derandomize=False,
@@ -172,44 +174,55 @@ EXCHANGES = ["local", "columns", "reduce", "unique"]
 @pytest.mark.parametrize("rule", RULES[:4], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_fbgemm_equals_the_reference(ranks, exchange, rule):
-    # Weights near 0.05, steps near 0.1: float32 rounds each of four steps by about 1e-8; Adagrad's
-    # first steps divide small gradients by their own size and may lose three digits more.
-    check(ranks, mix_of(exchange, 8, rule, dtype=torch.float32), 2e-5)
+    # Weights near 0.05, steps near 0.1: float32 rounds each of 20 steps by about 1e-8; Adagrad's
+    # first steps divide small gradients by their own size and may lose three digits more. Its sums
+    # of squares come to some 100 and are right to 1e-6 of that.
+    check(ranks, mix_of(exchange, 8, rule, dtype=torch.float32), 2e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_vectors_travel_in_half_precision(ranks, exchange, wire, tolerance):
-    # 8 bits of gradients up to 4 (bf16 in both cases), at a rate of 0.1, over four steps.
+    # 8 bits of gradients up to 4 (bf16 in both cases), at rates up to 0.1, over 20 steps.
     mix = mix_of(exchange, 8, SparseOptimizer(name="sgd", lr=0.1), wire=wire)
     check(ranks, mix, tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_are_stored_in_half_precision(ranks, exchange, dtype, tolerance):
+    # Values come to 1.2, where bf16 has steps of 2^-7: 20 roundings at random add up to five times
+    # the standard deviation of one, 0.0023; this is four of the sum's.
     mix = mix_of(exchange, 8, SparseOptimizer(name="sgd", lr=0.1), row_dtype=dtype)
     check(ranks, mix, tolerance)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_overlap_and_the_order_of_tables_do_not_change_a_bit(ranks, exchange):
+def test_overlap_order_and_company_of_tables_do_not_change_a_bit(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     (output,) = mix.outputs
-    turned = replace(mix, outputs=(replace(output, tables=output.tables[::-1]),))
-    runs = [ranks(2, train, m) for m in (mix, replace(mix, overlap=False), turned)]
-    tables = [
-        {(name, place): weights for result in run for name, place, weights, _ in result["pieces"]}
-        for run in runs
+    others = [
+        replace(mix, overlap=False),
+        replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
+        # What shares a feature stays together: the smaller table decides which ids are drawn.
+        *(
+            replace(mix, outputs=(replace(output, tables=tables),))
+            for tables in (output.tables[:2], output.tables[1:2], output.tables[2:])
+        ),
     ]
-    for name, weights in tables[0].items():
-        np.testing.assert_array_equal(weights, tables[1][name])
-    # Another order of the output has other coefficients; the first lookup is the same numbers.
-    first = [run[0]["outputs"][0]["deep"] for run in runs]
-    np.testing.assert_array_equal(first[0], first[1])
-    widths = [8 * len(table.features) for table in output.tables]
-    parts = np.split(first[0], np.cumsum(widths)[:-1], axis=1)
-    np.testing.assert_array_equal(np.concatenate(parts[::-1], 1), first[2])
+    together = pieces_of(ranks(2, train, mix))
+    seen: set[str] = set()
+    for other in others:
+        for (name, place), weights in pieces_of(ranks(2, train, other)).items():
+            np.testing.assert_array_equal(weights, together[name, place], err_msg=name)
+            seen.add(name)
+    assert seen == {table.name for table in output.tables}
+
+
+def pieces_of(run) -> dict:
+    return {
+        (name, place): weights for result in run for name, place, weights, _ in result["pieces"]
+    }
 
 
 def bytes_of(world, mix: Mix) -> dict[str, int]:
