@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,11 +12,13 @@ import torch
 from models.dry_run import dense_steps
 from models.wdl import WdlSpec, wdl_spec
 from sbpflow.config import Config, check
+from sbpflow.config import SparseOptimizer as SparseOptimizerConfig
 from sbpflow.config_layout import resolve_dense_layouts
 from sbpflow.embedding.kernels import choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.tables import FeatureConfig, TableLayout
+from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableLayout
+from sbpflow.errors import ConfigError
 from sbpflow.explain import DenseParameter, RunPlan
 from sbpflow.gradients import plan_gradients
 from sbpflow.layout import Layout
@@ -59,10 +61,25 @@ class Columns:
         return Columns(dense=dense, fields=fields, num_sparse=len(sparse))
 
 
-def sparse_optimizer(config: Config) -> SparseOptimizer:
-    """The engine's optimizer from ``optimizer.sparse``."""
-    sparse = config.optimizer.sparse
-    return SparseOptimizer(**{key: getattr(sparse, key) for key in sparse.__dataclass_fields__})
+def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
+    """The engine's optimizer from ``optimizer.sparse`` or ``optimizer.wide``."""
+    return SparseOptimizer(**{key: getattr(chosen, key) for key in chosen.__dataclass_fields__})
+
+
+def _with_optimizers(
+    outputs: Sequence[OutputConfig], wide: SparseOptimizerConfig | None
+) -> Sequence[OutputConfig]:
+    if wide is None:
+        return outputs
+    if all(output.name != "wide" for output in outputs):
+        raise ConfigError(
+            "optimizer.wide: the model has no wide part, model.wide.crosses is empty; remove "
+            "optimizer.wide, or name crosses, for example model.wide.crosses: [[C1, C2]]"
+        )
+    return [
+        replace(output, optimizer=sparse_optimizer(wide)) if output.name == "wide" else output
+        for output in outputs
+    ]
 
 
 def plan_run(
@@ -87,10 +104,10 @@ def plan_run(
     dtype = DTYPES[config.parallel.dtype]
     backend = "nccl" if device_type == "cuda" else "gloo"
     embeddings = plan_embeddings(
-        spec.outputs,
+        _with_optimizers(spec.outputs, config.optimizer.wide),
         layouts,
         features=[FeatureConfig(name=name) for name in spec.features],
-        optimizer=sparse_optimizer(config),
+        optimizer=sparse_optimizer(config.optimizer.sparse),
         dtype=dtype,
         world=world,
         backend=backend,

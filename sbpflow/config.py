@@ -201,19 +201,25 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """``sparse`` updates the tables' touched rows, ``dense`` everything else."""
+    """``sparse`` updates the tables' touched rows, ``dense`` everything else.
+
+    ``wide`` updates the tables of the wide part in place of ``sparse``.
+    """
 
     sparse: SparseOptimizer = field(default_factory=RowwiseAdagrad)
+    wide: Annotated[SparseOptimizer | None, Example(Ftrl())] = None
     dense: DenseOptimizer = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
         changes = self.schedule.warmup_steps or self.schedule.decay_steps is not None
-        if changes and isinstance(self.sparse, Ftrl):
-            raise ConfigError(
-                "optimizer.schedule: ftrl keeps sums of steps at one rate, so it has no schedule; "
-                "remove optimizer.schedule, or use for example optimizer.sparse.name: adagrad"
-            )
+        for key, chosen in (("sparse", self.sparse), ("wide", self.wide)):
+            if changes and isinstance(chosen, Ftrl):
+                raise ConfigError(
+                    "optimizer.schedule: ftrl keeps sums of steps at one rate, so it has no "
+                    "schedule; remove optimizer.schedule, or use for example "
+                    f"optimizer.{key}.name: adagrad"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sbpflow.boxing_plan import BoxingStep
-from sbpflow.embedding.group_plan import ExchangeStep, Step
+from sbpflow.embedding.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.kernels import KernelChoice
 from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.stack import Stack
@@ -84,9 +84,9 @@ def describe(plan: RunPlan) -> dict[str, Any]:
 
 
 def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
-    stack = _stack_of(plan, name)
+    group, stack = _group_of(plan, name)
     table = stack.tables[[t.name for t in stack.tables].index(name)]
-    layout, optimizer = plan.layouts[name], plan.embeddings.optimizer
+    layout, optimizer = plan.layouts[name], group.optimizer
     itemsize = plan.embeddings.dtype.itemsize
     per_row = optimizer.state_elements_per_row(table.dim)
     rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
@@ -117,11 +117,11 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
     }
 
 
-def _stack_of(plan: RunPlan, name: str) -> Stack:
+def _group_of(plan: RunPlan, name: str) -> tuple[GroupPlan, Stack]:
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if any(table.name == name for table in stack.tables):
-                return stack
+                return group, stack
     raise KeyError(name)
 
 

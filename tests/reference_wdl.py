@@ -17,6 +17,9 @@ class SparseRule:
     lr: float
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
 
 
 @dataclass
@@ -30,6 +33,7 @@ class ReferenceWdl:
     dense_optimizer: torch.optim.Optimizer | None = None
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     num_steps: int = 0
+    wide_rule: SparseRule | None = None
 
     def tables(self) -> dict[str, tuple[int, Tensor]]:
         return {**self.wide, **self.deep}
@@ -69,6 +73,8 @@ class ReferenceWdl:
     def _update(self, name: str, table: Tensor, grad: Tensor, touched: Tensor) -> None:
         state = self.state.setdefault(name, {})
         rule, mask = self.rule, touched.unsqueeze(1)
+        if name in self.wide and self.wide_rule is not None:
+            rule = self.wide_rule
         if rule.name == "sgd":
             step = rule.lr * grad
         elif rule.name == "adagrad":
@@ -79,6 +85,16 @@ class ReferenceWdl:
             total = state.setdefault("sum", torch.zeros(table.shape[0], dtype=table.dtype))
             total += torch.where(touched, (grad**2).mean(1), 0.0)
             step = rule.lr * grad / (total**0.5 + rule.eps).unsqueeze(1)
+        elif rule.name == "ftrl":
+            total = state.setdefault("sum", torch.zeros_like(table))
+            linear = state.setdefault("linear", torch.zeros_like(table))
+            sigma = ((total + grad**2) ** 0.5 - total**0.5) / rule.lr
+            linear += torch.where(mask, grad - sigma * table, 0.0)
+            total += torch.where(mask, grad**2, 0.0)
+            target = -(linear - linear.sign() * rule.l1) / (
+                (rule.beta + total**0.5) / rule.lr + rule.l2
+            )
+            step = table - torch.where(linear.abs() <= rule.l1, 0.0, target)
         else:
             mean = state.setdefault("exp_avg", torch.zeros_like(table))
             square = state.setdefault("exp_avg_sq", torch.zeros_like(table))

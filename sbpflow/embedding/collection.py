@@ -94,11 +94,11 @@ class EmbeddingCollection:
         self._last: Passage | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         self._fill(seed)
-        self._lr = plan.optimizer.lr
+        self._lr_factor = 1.0
 
-    def set_lr(self, lr: float) -> None:
-        """The learning rate of batches looked up from now on."""
-        self._lr = lr
+    def scale_lr(self, factor: float) -> None:
+        """Batches looked up from now on have each optimizer's learning rate times ``factor``."""
+        self._lr_factor = factor
 
     def begin(self, ids: Ids, num_rows: int, *, training: bool) -> Passage:
         """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
@@ -131,7 +131,7 @@ class EmbeddingCollection:
             self.advance(passage)
         everywhere = passage.ids.finish()
         for group, visit in zip(self._groups, passage.visits, strict=True):
-            visit.everywhere, visit.lr = everywhere, self._lr
+            visit.everywhere, visit.lr = everywhere, group.plan.optimizer.lr * self._lr_factor
             group.look_up(visit)
 
     def outputs(self, passage: Passage) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ class EmbeddingCollection:
             stack.num_rows(rank),
             stack.width(rank) if stack.uses_on(rank) else stack.dim,
             dim=stack.dim,
-            optimizer=self.plan.optimizer,
+            optimizer=group.optimizer,
             dtype=self.plan.dtype,
             row_dtype=self.plan.row_dtype,
             device=self._world.device,

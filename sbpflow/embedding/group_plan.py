@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.stack import Stack, Use
 from sbpflow.embedding.tables import Exchange, OutputConfig, TableConfig
 from sbpflow.layout import Layout
@@ -53,6 +54,7 @@ class GroupPlan:
     output: OutputConfig
     exchange: Exchange
     stacks: tuple[Stack, ...]
+    optimizer: SparseOptimizer
     shared_state: tuple[int, ...]
     world: Placement
     dtype: torch.dtype

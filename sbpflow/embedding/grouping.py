@@ -115,13 +115,15 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
         same = sum(1 for key in members if key[0] == exchange)
         number = f".{sum(1 for g in groups if g.exchange == exchange)}" if same > 1 else ""
         stacks = _stacks_of(tables, context)
-        rowwise = context.optimizer.name == "rowwise_adagrad"
+        optimizer = output.optimizer or context.optimizer
+        rowwise = optimizer.name == "rowwise_adagrad"
         groups.append(
             GroupPlan(
                 name=f"{output.name}/{exchange}{number}",
                 output=output,
                 exchange=cast(Exchange, exchange),
                 stacks=stacks,
+                optimizer=optimizer,
                 shared_state=tuple(
                     i for i, stack in enumerate(stacks) if rowwise and stack.is_column_split()
                 ),

@@ -86,7 +86,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
             choice = choose_kernel(
                 request,
                 width=next((w for w in sorted(widths) if w % 4), min(widths)),
-                optimizer=plan.optimizer,
+                optimizer=group.optimizer,
                 dtype=plan.dtype,
                 row_dtype=plan.row_dtype,
                 column_split=stack.is_column_split(),

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
@@ -83,12 +84,14 @@ class OutputConfig:
     """One output of a collection over the batch, laid out S(0).
 
     It has a vector per table and feature, in that order: ``concat`` gives [batch, sum of dims],
-    ``sum`` adds them ([batch, dim]; all dims equal).
+    ``sum`` adds them ([batch, dim]; all dims equal). ``optimizer`` updates its tables in place of
+    the plan's.
     """
 
     name: str
     tables: tuple[TableConfig, ...]
     combine: Combine = "concat"
+    optimizer: SparseOptimizer | None = None
 
     def __post_init__(self) -> None:
         if not self.tables:

@@ -199,7 +199,7 @@ class Trainer:
         return ops.bce_with_logits(logits, labels)
 
     def _set_learning_rates(self, factor: float) -> None:
-        self._embeddings.set_lr(self._embeddings.plan.optimizer.lr * factor)
+        self._embeddings.scale_lr(factor)
         if self._optimizer is not None:
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * factor

@@ -93,7 +93,9 @@ def test_an_optimizer_name_brings_its_own_settings(load):
 # override -> what the message must contain: the key, the value or near match, a value that passes
 MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
-    "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
+    "optimizer.wide=5": ["optimizer.wide: 5 (int) is not a group of keys", "wide: {name: ftrl"],
+    "optimizer.wide.name=adam": ["'adam' is not known; use one of sgd, adagrad"],
+    "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.wide.lr or optimizer.dense.lr"],
     "checkpoint.every=3": ["checkpoint: unknown key", "the top level has run, data"],
     "train.epochs=three": ["train.epochs: three (str)", "a whole number", "epochs: 1"],
     "train.epochs=0": ["train.epochs: 0", ">= 1", "epochs: 1"],

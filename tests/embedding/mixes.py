@@ -41,9 +41,9 @@ class Mix:
     row_dtype: torch.dtype | None = None
     kernel: str = "auto"
 
-    def lr(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """A schedule that goes up and down."""
-        return (0.1, 0.05, 0.1, 0.02)[step % 4]
+        return (1.0, 0.5, 1.0, 0.2)[step % 4]
 
     def tables(self) -> list[TableConfig]:
         return [table for output in self.outputs for table in output.tables]
@@ -130,7 +130,7 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
     for step in range(len(mix.batch_sizes)):
         passage, mine = coming if coming is not None else begin(step)
         coming = None
-        collection.set_lr(mix.lr(step))
+        collection.scale_lr(mix.lr_factor(step))
         collection.look_up(passage)
         if mix.overlap and step + 1 < len(mix.batch_sizes):
             coming = begin(step + 1)
@@ -160,6 +160,7 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
 def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, ReferenceTable]]:
     """Outputs per step, and the tables at the end, of the reference."""
     tables: dict[str, ReferenceTable] = {}
+    rules = {t.name: out.optimizer or mix.optimizer for out in mix.outputs for t in out.tables}
     for table in mix.tables():
         weights = torch.empty(table.shape, dtype=mix.row_dtype or torch.float64)
         fill_uniform(
@@ -191,7 +192,8 @@ def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, Reference
         if (step + 1) % mix.accumulate == 0:
             num_steps += 1
             for name, rows in sums.items():
-                tables[name].update(mix.optimizer, rows, num_steps, mix.lr(step))
+                rule = rules[name]
+                tables[name].update(rule, rows, num_steps, rule.lr * mix.lr_factor(step))
             sums = {name: {} for name in tables}
         outputs.append(made)
     return outputs, tables

@@ -88,7 +88,10 @@ def mixes(draw) -> Mix:
             tables.append(table)
             chosen[table.name] = draw(specs(rows, dim, world_size))
         combine = "sum" if name == "wide" else "concat"
-        outputs.append(OutputConfig(name=name, tables=tuple(tables), combine=combine))
+        own = draw(st.sampled_from([None, *RULES]))
+        outputs.append(
+            OutputConfig(name=name, tables=tuple(tables), combine=combine, optimizer=own)
+        )
     return Mix(
         features=listed,
         outputs=tuple(outputs),

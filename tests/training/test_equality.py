@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config import Config, TableRule
+from sbpflow.config import Config, Ftrl, TableRule
 from sbpflow.embedding.initial import fill_uniform
 from tests.reference_wdl import ReferenceWdl, SparseRule
 from tests.training.wdl_case import COLUMNS, SPARSE, join_tables, make_batches, make_config, train
@@ -53,12 +53,17 @@ def make_reference(config: Config) -> ReferenceWdl:
     }[dense.name]()
     sparse = config.optimizer.sparse
     rule = SparseRule(sparse.name, sparse.lr)
-    return ReferenceWdl(tables["wide"], tables["deep"], linears, rule, optimizer)
+    model = ReferenceWdl(tables["wide"], tables["deep"], linears, rule, optimizer)
+    if (wide := config.optimizer.wide) is not None:
+        model.wide_rule = SparseRule("ftrl", wide.lr, beta=wide.beta, l1=wide.l1, l2=wide.l2)
+    return model
 
 
 @functools.cache
-def reference_run(sparse: str, dense: str, steps: int) -> tuple[list[float], ReferenceWdl]:
-    model = make_reference(make_config("dp", sparse, dense=dense))
+def reference_run(
+    sparse: str, dense: str, steps: int, wide: Ftrl | None = None
+) -> tuple[list[float], ReferenceWdl]:
+    model = make_reference(make_config("dp", sparse, dense=dense, wide=wide))
     losses = [
         model.step(batch.labels.double(), batch.dense.double(), batch.ids)
         for batch in make_batches(steps, 30)
@@ -68,7 +73,7 @@ def reference_run(sparse: str, dense: str, steps: int) -> tuple[list[float], Ref
 
 def check_float64(ranks, world_size: int, config: Config, sparse: str, dense: str) -> None:
     results = ranks(world_size, train, config, STEPS)
-    losses, model = reference_run(sparse, dense, STEPS)
+    losses, model = reference_run(sparse, dense, STEPS, config.optimizer.wide)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
     for name, weights in join_tables(results, config.model.embedding_dim).items():
@@ -92,6 +97,17 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
 @pytest.mark.parametrize("dense", ["adam", "adamw"])
 def test_dense_adam_trains_like_one_process_in_float64(ranks, dense):
     check_float64(ranks, 2, make_config("1", "lazy_adam", dense=dense), "lazy_adam", dense)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_wide_part_takes_a_rule_of_its_own(ranks, scheme):
+    wide = Ftrl(lr=0.1, l1=0.05, l2=0.1)
+    config = make_config(scheme, "rowwise_adagrad", wide=wide)
+    check_float64(ranks, 3, config, "rowwise_adagrad", "sgd")
+    _, model = reference_run("rowwise_adagrad", "sgd", STEPS, wide)
+    zeros = [int((table == 0).sum()) for _, table in model.wide.values()]
+    assert min(zeros) > 0  # of l1
+    assert all((table != 0).all() for _, table in model.deep.values())
 
 
 def test_overrides_per_table_train_like_one_process(ranks):

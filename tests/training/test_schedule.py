@@ -35,7 +35,9 @@ def test_a_decay_inside_the_warm_up_is_refused():
 def test_ftrl_has_no_schedule():
     with pytest.raises(ConfigError, match="ftrl keeps sums of steps at one rate"):
         OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig(warmup_steps=5))
-    OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig())
+    with pytest.raises(ConfigError, match=r"use for example optimizer\.wide\.name: adagrad"):
+        OptimizerConfig(wide=Ftrl(), schedule=ScheduleConfig(decay_steps=5))
+    OptimizerConfig(sparse=Ftrl(), wide=Ftrl(), schedule=ScheduleConfig())
 
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:

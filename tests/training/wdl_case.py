@@ -17,6 +17,7 @@ from sbpflow.config import (
     Config,
     DataConfig,
     DenseSgd,
+    Ftrl,
     LazyAdam,
     ModelConfig,
     OptimizerConfig,
@@ -56,6 +57,7 @@ def make_config(
     tables: dict[str, TableRule] | None = None,
     batch_size: int = 30,
     dense_layouts: dict[str, str] | None = None,
+    wide: Ftrl | None = None,
 ) -> Config:
     """A config for ``COLUMNS``, dropout 0."""
     return Config(
@@ -71,7 +73,7 @@ def make_config(
             tables=tables or {},
             dense=dense_layouts or {},
         ),
-        optimizer=OptimizerConfig(sparse=SPARSE[sparse], dense=DENSE[dense]),
+        optimizer=OptimizerConfig(sparse=SPARSE[sparse], wide=wide, dense=DENSE[dense]),
     )
 
 
