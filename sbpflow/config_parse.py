@@ -257,6 +257,8 @@ def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
 
 def _all_keys(kind: Any, prefix: str) -> list[str]:
     """Every dotted key below ``kind``, alternatives included."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _all_keys(typing.get_args(kind)[0], prefix)
     if _is_group(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
         return [key for n, hint in hints.items() for key in _all_keys(hint, _join(prefix, n))]
