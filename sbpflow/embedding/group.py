@@ -50,6 +50,20 @@ class Visit:
     pending: Pending | None = None
     more: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    def look_up(self, storage: Storage, access: Access) -> Tensor:
+        """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
+        storage.prefetch(access.addresses)
+        if self.training:
+            return storage.lookup(access, self.lr)
+        rows = storage.lookup(access)
+        storage.release(access.addresses)
+        return rows
+
+    def update(self, storage: Storage, access: Access, grads: Tensor) -> None:
+        """A step on rows that were looked up, by this batch or by ones before it."""
+        storage.update(access, grads, self.lr)
+        storage.release(access.addresses)
+
     def take_pending(self) -> Pending:
         """What an earlier move sent on its way; each can be taken once."""
         pending, self.pending = self.pending, None

@@ -97,9 +97,8 @@ class AddressedGroup(Group):
             raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
         samples, pooled = ids.num_samples, self.plan.pooled
         visit.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
-        lr = visit.lr if visit.training else None
         parts = [
-            member.storage.lookup(access, lr).view(samples, self._width(member))
+            visit.look_up(member.storage, access).view(samples, self._width(member))
             for member, access in zip(self.members, visit.accesses, strict=True)
         ]
         if len(parts) == 1:
@@ -123,7 +122,7 @@ class AddressedGroup(Group):
         for index, stack in enumerate(self.plan.stacks):
             if index in mine:
                 access, grad = merged[mine[index]]
-                self.members[mine[index]].storage.update(access, grad, last.lr)
+                last.update(self.members[mine[index]].storage, access, grad)
             elif index in self.plan.shared_state:
                 steps = self._row_state_steps(index, self._num_rows * stack.lookups())
                 self.boxing.run(steps, None, GRADIENTS)
@@ -188,9 +187,11 @@ class LocalGroup(AddressedGroup):
         accesses: list[Access] = []
         grads: list[Tensor] = []
         sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
-        for member, part in zip(self.members, flat.split(sizes), strict=True):
+        for member, own, part in zip(self.members, visit.accesses, flat.split(sizes), strict=True):
             table = part.view(-1, member.stack.dim + 1)
-            rows = table[:, -1].nonzero().squeeze(1)
+            rows = table[:, -1].nonzero().squeeze(1)  # of any rank, the looked up ones among them
+            member.storage.prefetch(rows)
+            member.storage.release(own.addresses)
             accesses.append(Access(rows))
             grads.append(table[:, :-1].index_select(0, rows))
         self.keep(visit, accesses, grads)

@@ -58,7 +58,7 @@ class RowGroup(Group):
 
     def update(self) -> None:
         last, _, ((access, grad),) = self.take_collected()
-        self._storage.update(access, grad, last.lr)
+        last.update(self._storage, access, grad)
 
 
 class UniqueGroup(RowGroup):
@@ -102,7 +102,7 @@ class UniqueGroup(RowGroup):
         asked, into = visit.more["asked"], visit.more["into"]
         _, ids, step, _ = self._steps(visit.num_rows)
         visit.accesses = [Access(received(ids, visit.take_pending(), sum(into)))]
-        rows = self._storage.lookup(visit.accesses[0], visit.lr if visit.training else None)
+        rows = visit.look_up(self._storage, visit.accesses[0])
         visit.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
     def vectors(self, visit: Visit) -> Tensor:
@@ -149,8 +149,12 @@ class LocalRowsGroup(RowGroup):
         if visit.pending is not None:
             step = self._steps(visit.num_rows)[1]
             visit.accesses = [Access(received(step, visit.take_pending(), sum(visit.more["into"])))]
+            self._storage.prefetch(visit.accesses[0].addresses)
+        # Its own rows now; those of all ranks, which contain them, stay until the update.
         rows = visit.more["wanted"].unique()[0]
+        self._storage.prefetch(rows)
         visit.more["rows"] = self._storage.lookup(Access(rows))
+        self._storage.release(rows)
 
     def push(self, visit: Visit, grad: Tensor) -> None:
         step = self._steps(visit.num_rows)[2]

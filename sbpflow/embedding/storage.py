@@ -29,7 +29,10 @@ CHUNK_ROWS = 4096
 
 
 class Storage(Protocol):
-    """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``."""
+    """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``.
+
+    Every address that is looked up or updated was prefetched, and each prefetch is released once.
+    """
 
     @property
     def weights(self) -> Tensor:

@@ -4,8 +4,10 @@ float64 sums in another order over 20 steps stay within 1e-10; float32 bounds ar
 they are used.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
+from sbpflow.embedding import collection as collection_module
+from sbpflow.embedding.kernels import make_storage
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.errors import DataError
@@ -314,3 +318,52 @@ def test_a_part_of_another_size_than_the_ranks_is_refused(ranks, exchange):
     messages = ranks(2, passed_samples, exchange)
     assert "rank 0 passed ids of 3 samples; its part of a batch of 8 is 4" in messages[0]
     assert "rank 1 passed ids of 5 samples" in messages[1]
+
+
+class Watched:
+    """A storage that counts which rows are at hand, as one on the host would have to."""
+
+    def __init__(self, inner) -> None:
+        self._inner = inner
+        self.held = Counter()
+        self.most = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def prefetch(self, addresses: torch.Tensor) -> None:
+        self.held.update(addresses.tolist())
+        self.most = max(self.most, len(self.held))
+
+    def release(self, addresses: torch.Tensor) -> None:
+        self.held.subtract(addresses.tolist())
+        self.held = +self.held
+
+    def lookup(self, access, lr: float | None = None) -> torch.Tensor:
+        assert set(access.addresses.tolist()) <= set(self.held)
+        return self._inner.lookup(access, lr)
+
+    def update(self, access, grads: torch.Tensor, lr: float) -> None:
+        assert set(access.addresses.tolist()) <= set(self.held)
+        self._inner.update(access, grads, lr)
+
+
+def watch(world, mix: Mix) -> list[tuple[int, int]]:
+    """(rows still held at the end, most held at a time) of this rank's storages."""
+    watched: list[Watched] = []
+
+    def make(*args, **kwargs) -> Watched:
+        watched.append(Watched(make_storage(*args, **kwargs)))
+        return watched[-1]
+
+    with mock.patch.object(collection_module, "make_storage", make):
+        train(world, mix)
+    return [(len(storage.held), storage.most) for storage in watched]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_rows_are_at_hand_from_prefetch_to_release(ranks, exchange, accumulate):
+    for found in ranks(2, watch, mix_of(exchange, 8, RULES[0], accumulate=accumulate)):
+        assert found
+        assert all(held == 0 and most > 0 for held, most in found)
