@@ -189,9 +189,21 @@ class ScheduleConfig:
     decay_start: Annotated[int, Range(low=0)] = 0
     decay_steps: Annotated[Count | None, Example(10000)] = None
     power: Rate = 1.0
-    end_factor: Annotated[float, Range(low=0)] = 0.0
+    end_factor: Annotated[float, Range(low=0, high=1)] = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.end_factor <= 1.0:
+            raise ConfigError(
+                f"optimizer.schedule.end_factor: {self.end_factor} is no end of a fall from 1; use "
+                "0 to 1, for example end_factor: 0.1"
+            )
+        fall = {"decay_start": 0, "power": 1.0, "end_factor": 0.0}
+        for key, default in fall.items():
+            if self.decay_steps is None and getattr(self, key) != default:
+                raise ConfigError(
+                    f"optimizer.schedule.{key}: {getattr(self, key)} without decay_steps changes "
+                    "nothing; for example decay_steps: 10000"
+                )
         if self.decay_steps is not None and self.decay_start < self.warmup_steps:
             raise ConfigError(
                 f"optimizer.schedule.decay_start: {self.decay_start} is before the end of the "

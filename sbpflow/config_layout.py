@@ -40,6 +40,7 @@ class TableRule:
     """Layout of the tables that a pattern matches.
 
     ``ranks`` defaults to all ranks, ``sizes`` to balanced parts, ``exchange`` to the first legal.
+    With ``sizes`` a rank may hold nothing.
     """
 
     sbp: Annotated[str, Example("S(0)")]
@@ -58,7 +59,8 @@ class TableRule:
             raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
         if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
             raise ConfigError(f"{key}.sizes: {self.sbp} has one axis; for example sizes: [60, 40]")
-        if len(sbps) == 2 and not all(isinstance(size, tuple) for size in self.sizes):
+        lists = [size for size in self.sizes if isinstance(size, tuple)]
+        if len(sbps) == 2 and (len(lists) != 2 or len(self.sizes) != 2):
             raise ConfigError(
                 f"{key}.sizes: {self.sbp} takes row sizes and column sizes; for example "
                 "sizes: [[60, 40], [8, 8]]"
@@ -325,12 +327,13 @@ def _fit_axis(
     if not isinstance(sbp, Split):
         return sbp
     num_ranks, what, length = placement.shape[axis], ("rows", "columns")[sbp.dim], shape[sbp.dim]
-    if sbp.dim == 1 and length < num_ranks:
+    sizes = rule.axis_sizes(axis)
+    if sbp.dim == 1 and sizes is None and length < num_ranks:
         raise ConfigError(
             f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, {name} has "
-            f"{length}; use S(0), or {length} ranks, or a table of {num_ranks} columns or more"
+            f"{length}; use S(0), or {length} rank{'s' * (length > 1)}, or explicit sizes, or a "
+            f"table of {num_ranks} columns or more"
         )
-    sizes = rule.axis_sizes(axis)
     fit = f"for example {list(balanced_sizes(length, num_ranks))}"
     if sizes is None:
         return sbp
@@ -342,8 +345,6 @@ def _fit_axis(
         raise ConfigError(
             f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
         )
-    if sbp.dim == 1 and 0 in sizes:
-        raise ConfigError(f"{key}.sizes: {list(sizes)} leave a rank without columns; {fit}")
     return Split(sbp.dim, sizes)
 
 

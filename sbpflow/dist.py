@@ -20,6 +20,7 @@ import torch.distributed as dist
 from sbpflow.comm_log import CommLog
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.layout import Layout
+from sbpflow.roll_call import await_ranks
 
 HEADER_BYTES = 512
 DEFAULT_TIMEOUT_S = 600.0
@@ -87,13 +88,15 @@ class World:
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
         RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets. A process group
         that already exists is used as it is and left alone by ``close``. Raises ConfigError when
-        the device is not there or the environment is incomplete.
+        the device is not there or the environment is incomplete, AbsentError when not all ranks of
+        the environment are there in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = _choose_device(device, meeting.local_rank)
         owns = not dist.is_initialized()
         if owns:
             alone = meeting.init_method is None
+            roll = await_ranks(timeout_s) if meeting.init_method == "env://" else None
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
                 init_method=meeting.init_method,
@@ -102,6 +105,7 @@ class World:
                 world_size=meeting.size,
                 timeout=timedelta(seconds=timeout_s),
             )
+            del roll  # till here, for rank 0 may serve it
         return World(
             dist.get_rank(),
             dist.get_world_size(),

@@ -22,11 +22,15 @@ from sbpflow.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-Kind = Literal["mistake", "crash", "lost_peer", "interrupt", "terminated"]
+Kind = Literal["mistake", "crash", "absent", "lost_peer", "interrupt", "terminated"]
 
 _GRACE_S = 1.5  # for the other ranks to post: all of it is spent only if one hangs or is dead
 _LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
 _CONNECT_S = 60.0  # for rank 0 to be up: ranks of one run start within this of each other
+
+
+class AbsentError(RuntimeError):
+    """Ranks did not come to the start; the message names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,12 @@ class Rendezvous:
     rank: int
     world_size: int
     store: "Store | None"
-    serves: bool = False
+    by_hand: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether the store ends with this process."""
+        return self.by_hand and self.rank == 0
 
     @staticmethod
     def connect() -> "Rendezvous":
@@ -57,11 +66,12 @@ class Rendezvous:
             return Rendezvous(rank, world_size, None)
         from torch.distributed import PrefixStore
 
-        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        by_hand = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "by-hand")
-        store = PrefixStore(f"sbpflow/{run_id}/{attempt}", _open_store(serves))
-        return Rendezvous(rank, world_size, store, serves)
+        opened = _open_store(by_hand and rank == 0)
+        store = PrefixStore(f"sbpflow/{run_id}/{attempt}", opened)
+        return Rendezvous(rank, world_size, store, by_hand)
 
     def post(self, words: Words) -> None:
         """Say that this rank is alive and why it will leave; ``leave`` may say it better."""
@@ -82,7 +92,11 @@ class Rendezvous:
 
     def _leave_through(self, store: "Store", words: Words) -> None:
         store.set(f"words/{self.rank}", json.dumps(asdict(words)))
-        if store.add("leaving", 1) == 1:
+        first = store.add("leaving", 1) == 1
+        if self.by_hand and words.kind == "absent":  # terminals apart, and nobody leads yet
+            _print(compose({self.rank: words}, self.world_size))
+            store.set("printed", "1")
+        elif first:
             _print(compose(self._posts(store), self.world_size))
             store.set("printed", "1")
         else:
@@ -107,10 +121,12 @@ def compose(posts: Mapping[int, Words], world_size: int) -> str:
             mistakes.setdefault(words.text, []).append(rank)
     if mistakes:
         return "\n".join(
-            f"error: {text}" + (f" [{_ranks(ranks)}]" if len(ranks) < world_size else "")
+            f"error: {text}" + (f" [{name_ranks(ranks)}]" if len(ranks) < world_size else "")
             for text, ranks in mistakes.items()
         )
     kinds = {words.kind for words in posts.values()}
+    if absent := [words.text for words in posts.values() if words.kind == "absent"]:
+        return f"error: {absent[0]}"
     if "crash" in kinds:
         return ""  # a traceback says it
     if "interrupt" in kinds:
@@ -128,11 +144,11 @@ def _lost(silent: list[int]) -> str:
         "memory of that machine, and its network"
     )
     if silent:
-        return f"{_ranks(silent)} died or does not answer; {look}"
+        return f"{name_ranks(silent)} died or does not answer; {look}"
     return f"a connection between ranks broke although all ranks are alive; {look}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 

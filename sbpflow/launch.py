@@ -18,7 +18,14 @@ from types import FrameType
 from typing import NoReturn
 
 from sbpflow.errors import USER_ERRORS, ConfigError
-from sbpflow.last_words import Rendezvous, Words, first_line, is_port_in_use, port_in_use
+from sbpflow.last_words import (
+    AbsentError,
+    Rendezvous,
+    Words,
+    first_line,
+    is_port_in_use,
+    port_in_use,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +47,7 @@ _LOST_PEER = (
     "pair closure",
     "Timed out waiting",
     "wait timeout after",
+    "clients joined",
     "failed to recv",
     "remote process exited",
     "ncclRemoteError",
@@ -63,8 +71,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as this process's whole work, and exit.
 
     0 or what ``main`` returns; 2 with one readable message (over all ranks) for a user's mistake;
-    3 with one message if a peer was lost; 130 for Ctrl-C and SIGTERM; 1 with the traceback for
-    anything else. After a failure a rank is gone within seconds, whatever its threads are doing.
+    3 with one message if a peer was lost or never came; 130 for Ctrl-C and SIGTERM; 1 with the
+    traceback for anything else. After a failure a rank is gone within seconds, whatever its
+    threads are doing.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -101,6 +110,8 @@ def classify(error: BaseException) -> tuple[Words, int]:
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"
         return Words("mistake", reason), EXIT_MISTAKE
+    if isinstance(error, AbsentError):
+        return Words("absent", str(error)), EXIT_LOST_PEER
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER):
         return Words("lost_peer", first_line(error)), EXIT_LOST_PEER
     return Words("crash"), EXIT_CRASH

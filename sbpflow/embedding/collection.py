@@ -29,7 +29,7 @@ from sbpflow.embedding.plan import EmbeddingPlan
 from sbpflow.embedding.stack import Piece, Stack
 from sbpflow.embedding.storage import Storage
 from sbpflow.embedding.tables import OutputConfig
-from sbpflow.errors import DataError
+from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp import balanced_sizes
 
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
@@ -171,7 +171,17 @@ class EmbeddingCollection:
             group.update()
 
     def forward(self, ids: Ids, num_rows: int, *, training: bool) -> dict[str, Tensor]:
-        """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``."""
+        """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``.
+
+        Raises SbpError if the gradients of the training batch before were not applied.
+        """
+        if training and self._last is not None:
+            raise SbpError(
+                "forward: the gradients of the training batch before would be lost; call "
+                "apply_gradients() before the next one, or training=False for a batch without "
+                "update; to accumulate, make each batch's moves begin, look_up, outputs, push and "
+                "collect, then update() once"
+            )
         passage = self.begin(ids, num_rows, training=training)
         self.look_up(passage)
         outputs = self.outputs(passage)

@@ -81,8 +81,10 @@ class BatchIds:
 
 
 class IdReader:
-    """Checks the ids of a batch and applies the policy for those that no table has a row for.
+    """Checks the ids of a batch and applies the policy for those that a table has no row for.
 
+    An id must be a row of every table that looks its feature up, so the smallest decides. Under
+    clamp and hash these tables are of one size, by ``plan_embeddings``.
     ``out_of_range`` counts them per feature, on this rank, since the start.
     """
 

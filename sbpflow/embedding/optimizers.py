@@ -25,7 +25,7 @@ class SparseOptimizer:
     """Which rule updates embedding rows, and its constants.
 
     ``weight_decay`` shrinks each touched row by lr * weight_decay before the rule (decoupled, as
-    AdamW); ``l1``, ``l2`` and ``beta`` are FTRL's.
+    AdamW); ``l1``, ``l2`` and ``beta`` are FTRL's. Raises ConfigError for a constant out of range.
     """
 
     name: SparseName
@@ -41,8 +41,7 @@ class SparseOptimizer:
     def __post_init__(self) -> None:
         if self.name not in _STATES:
             raise ConfigError(f"sparse optimizer {self.name!r}; use {', '.join(_STATES)}")
-        if not self.lr > 0:
-            raise ConfigError(f"sparse optimizer {self.name}: lr {self.lr}; use more than 0")
+        _check_constants(self)
         if self.name == "ftrl" and self.weight_decay:
             raise ConfigError("sparse optimizer ftrl: takes l2 in place of weight_decay")
 
@@ -61,6 +60,25 @@ class SparseOptimizer:
     def state_elements_per_row(self, dim: int) -> int:
         """State numbers per logical row of ``dim`` columns."""
         return len(self.state_names) * (1 if self.name == "rowwise_adagrad" else dim)
+
+
+def _check_constants(optimizer: SparseOptimizer) -> None:
+    """Also of the rules that do not use them: a constant is never taken and ignored when wrong."""
+
+    def refuse(key: str, rule: str) -> ConfigError:
+        value = getattr(optimizer, key)
+        return ConfigError(f"sparse optimizer {optimizer.name}: {key} {value}; use {rule}")
+
+    if not 0.0 < optimizer.lr < math.inf:
+        raise refuse("lr", "a finite number above 0, for example lr=0.05")
+    examples = {"eps": 1e-8, "initial_accumulator": 0.1, "weight_decay": 0.0}
+    for key, example in {**examples, "l1": 0.0, "l2": 0.0, "beta": 1.0}.items():
+        if not 0.0 <= getattr(optimizer, key) < math.inf:
+            raise refuse(key, f"a finite number of 0 or more, for example {key}={example}")
+    if len(optimizer.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in optimizer.betas):
+        raise refuse(
+            "betas", "two numbers of at least 0 and below 1, for example betas=(0.9, 0.999)"
+        )
 
 
 _STATES: dict[SparseName, tuple[str, ...]] = {

@@ -18,6 +18,7 @@ from sbpflow.embedding.rounding import HALF_DTYPES
 from sbpflow.embedding.tables import (
     FeatureConfig,
     OutputConfig,
+    TableConfig,
     TableLayout,
     check_cover,
     check_exchange,
@@ -38,7 +39,8 @@ class EmbeddingPlan:
     A batch's ids are a matrix, whose columns ``ids`` assigns to features, and lists. ``needed`` and
     ``needed_lists`` have, per rank, the columns and the lists that it looks up for the whole batch.
     Rows are stored as ``row_dtype`` and computed with as ``dtype``. ``out_of_range`` says what
-    becomes of an id that its table has no row for.
+    becomes of an id that a table of its feature has no row for: an error names it, ``clamp`` and
+    ``hash`` replace it.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -185,7 +187,8 @@ def plan_embeddings(
     ``layouts`` has an entry per table name. ``features`` are those of a batch, also unused ones, in
     the order of its matrix of ids. ``batch_size``, the rows of a usual batch, decides where whole
     gradients are less than touched rows. Raises ConfigError if a table's feature is absent, its
-    shards do not tile it, or its name is there twice.
+    shards do not tile it, its name is there twice, or tables of different ``num_rows`` share a
+    feature whose ids ``out_of_range`` may replace.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
@@ -204,6 +207,8 @@ def plan_embeddings(
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
         check_exchange(table, layouts[table.name], world)
+    if out_of_range != "error":
+        _check_substitutes(tables, features, out_of_range)
     groups, ids = make_groups(
         outputs, layouts, features, optimizer, dtype, world, backend, batch_size
     )
@@ -230,6 +235,21 @@ def _check_names(what: str, names: list[str]) -> None:
         twice = next(name for name in names if names.count(name) > 1)
         hint = "; a table is in one output, once, with all its features" if what == "table" else ""
         raise ConfigError(f"{what} {twice}: there are two of that name{hint}")
+
+
+def _check_substitutes(
+    tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
+) -> None:
+    """An id is replaced once, before any lookup, so one row must serve all tables of a feature."""
+    for feature in features:
+        sharing = [table for table in tables if feature.name in table.features]
+        if len({table.num_rows for table in sharing}) > 1:
+            sizes = ", ".join(f"{table.name} ({table.num_rows} rows)" for table in sharing)
+            raise ConfigError(
+                f"feature {feature.name}: out_of_range {policy} would give ids beyond the smallest "
+                f"table another row of {sizes}; use tables of equal num_rows, or out_of_range: "
+                "error"
+            )
 
 
 def _needed_columns(groups: tuple[GroupPlan, ...], rank: int) -> tuple[int, ...]:

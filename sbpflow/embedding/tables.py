@@ -24,7 +24,9 @@ Pooling = Literal["sum", "mean"]
 class FeatureConfig:
     """A categorical feature: a sample has ``hotness`` ids of it, or with ``ragged`` 0 to that many.
 
-    ``weighted`` ids come with a weight each, which multiplies the id's row.
+    ``weighted`` ids come with a weight each, which multiplies the id's row. Where several tables
+    look the feature up, each of its ids must be a row of every one; the policies that replace ids
+    (clamp, hash) take tables of equal ``num_rows`` only.
     """
 
     name: str

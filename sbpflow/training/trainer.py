@@ -143,8 +143,8 @@ class Trainer:
         num_rows = sum(batch.num_rows for batch in passes)
         following = [*passes[1:], ahead]
         passages = [
-            self._pass(batch, next_batch, batch.num_rows / num_rows)
-            for batch, next_batch in zip(passes, following, strict=True)
+            self._pass(batch, next_batch, batch.num_rows / num_rows, number)
+            for number, (batch, next_batch) in enumerate(zip(passes, following, strict=True))
         ]
         pending = self.gradients.start()
         for passage in passages:  # beside the dense gradients' all-reduce
@@ -160,15 +160,15 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _pass(self, batch: Batch, ahead: Batch | None, share: float) -> Passage:
-        """One batch forward and backward; ``share`` is its part of the rows of the step."""
+    def _pass(self, batch: Batch, ahead: Batch | None, share: float, number: int) -> Passage:
+        """Batch ``number`` of the step forward and backward; ``share`` is its part of the rows."""
         embeddings = self._embeddings
         passage = self._passage_of(batch)
         embeddings.look_up(passage)  # waits for the ids; the vectors start
         if self.overlap and ahead is not None:  # beside them: the next ids sorted, counted
             self._coming = (ahead, self._begin(ahead))
         vectors = embeddings.outputs(passage)  # waits for the vectors
-        loss = self._dense_loss(batch, vectors)
+        loss = self._dense_loss(batch, vectors, number)
         if self._coming is not None:  # their counts are here, the ids themselves may start
             embeddings.advance(self._coming[1])
         if share != 1.0:
@@ -193,8 +193,8 @@ class Trainer:
             raise RuntimeError("step: the batch is not the one that was announced as ahead")
         return passage
 
-    def _dense_loss(self, batch: Batch, vectors: Mapping[str, Tensor]) -> GlobalTensor:
-        logits = self._dense_logits(batch, vectors, training=True)
+    def _dense_loss(self, batch: Batch, vectors: Mapping[str, Tensor], number: int) -> GlobalTensor:
+        logits = self._dense_logits(batch, vectors, training=True, seed=self._mask_seed(number))
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
         return ops.bce_with_logits(logits, labels)
 
@@ -208,19 +208,24 @@ class Trainer:
     def predict(self, batch: Batch) -> Tensor:
         """Logits [local batch] of this rank's rows."""
         vectors = self._embeddings.forward(batch.ids, batch.num_rows, training=False)
-        logits = self._dense_logits(batch, vectors, training=False)
+        logits = self._dense_logits(batch, vectors, training=False, seed=0)
         return logits.to(self._home_layout(batch.num_rows), id="predict").part.squeeze(1)
 
     def _dense_logits(
-        self, batch: Batch, vectors: Mapping[str, Tensor], *, training: bool
+        self, batch: Batch, vectors: Mapping[str, Tensor], *, training: bool, seed: int
     ) -> GlobalTensor:
         num_rows = batch.num_rows
         return self._model.logits(
             {name: self._home(part, num_rows) for name, part in vectors.items()},
             self._home(batch.dense, num_rows),
             training=training,
-            seed=stream_key(self._seed, f"dropout/{self.num_steps}"),
+            seed=seed,
         )
+
+    def _mask_seed(self, number: int) -> int:
+        """Of the dropout masks of batch ``number`` of this step; the first is named by the step."""
+        within = f"/{number}" if number else ""
+        return stream_key(self._seed, f"dropout/{self.num_steps}{within}")
 
     def _home(self, part: Tensor, num_rows: int) -> GlobalTensor:
         """Rows of the batch as a global tensor, S(0)."""

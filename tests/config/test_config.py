@@ -109,6 +109,11 @@ MISTAKES = {
     "optimizer.dense.lr=.nan": ["optimizer.dense.lr: .nan", "finite number"],
     "optimizer.dense.lr=0": ["optimizer.dense.lr: 0", "> 0"],
     "optimizer.dense.betas=[0.9]": ["optimizer.dense.betas: [0.9]", "betas: [0.9, 0.999]"],
+    "optimizer.schedule={decay_start: 20, end_factor: 0.0}": [
+        "optimizer.schedule.decay_start: 20 without",
+        "decay_steps: 10000",
+    ],
+    "optimizer.schedule={decay_steps: 9, end_factor: 5}": ["schedule.end_factor: 5", "<= 1"],
     "optimizer.sparse.name=lazyadam": ["optimizer.sparse.name: 'lazyadam'", "lazy_adam"],
     "optimizer.sparse=[]": ["optimizer.sparse: []", "a group of keys"],
     "model.hidden=400": ["model.hidden: 400 (int)", "a list", "hidden: [1024, 1024]"],

@@ -95,9 +95,9 @@ MISFITS = [
         ["deep.C1.sizes", "16 columns", "[8, 8]"],
     ),
     (
-        "{scheme: 1, tables: {deep.C1: {sbp: S(1), sizes: [16, 0]}}}",
+        "{scheme: 1, tables: {wide.*: {sbp: S(1)}}}",
         2,
-        ["without columns", "[8, 8]"],
+        ["wide.C1xC2 has 1; use S(0), or 1 rank, or explicit sizes, or a table of 2 columns"],
     ),
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), sizes: [25, 25]}}}",
@@ -154,6 +154,15 @@ def test_a_grid_takes_row_sizes_and_column_sizes(resolve):
     assert layout.part_shape((50, 16), 3) == (49, 12)
 
 
+def test_a_rank_may_hold_no_column_if_sizes_say_so(resolve):
+    rules = "deep.C1: {sbp: S(1), sizes: [16, 0]}, wide.*: {sbp: S(1), sizes: [0, 1]}"
+    found = resolve(f"{{scheme: 1, tables: {{{rules}}}}}", 2)
+    assert found["deep.C1"].layout.part_shape((50, 16), 1) == (50, 0)
+    assert found["wide.C1xC2"].layout.part_shape((100, 1), 1) == (100, 1)
+    text = f"{{scheme: 1, tables: {{deep.C1: {{{GRID}, sizes: [[25, 25], [16, 0]]}}}}}}"
+    assert resolve(text, 4)["deep.C1"].layout.part_shape((50, 16), 1) == (25, 0)
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
@@ -163,8 +172,10 @@ def test_a_grid_takes_row_sizes_and_column_sizes(resolve):
         ('{sbp: "(S(1), S(0))", ranks: [[0, 1], [2, 3]]}', "is no layout of a table"),
         ("{sbp: S(0), ranks: [[0, 1], [2, 3]]}", "has 2 axes, S(0) has 1"),
         (f"{{{GRID}, sizes: [25, 25]}}", "takes row sizes and column sizes"),
+        (f"{{{GRID}, sizes: [[25, 25]]}}", "takes row sizes and column sizes"),
+        (f"{{{GRID}, sizes: [[25, 25], [8, 8], [1]]}}", "for example sizes: [[60, 40], [8, 8]]"),
+        (f"{{{GRID}, sizes: []}}", "takes row sizes and column sizes"),
         (f"{{{GRID}, sizes: [[25, 26], [8, 8]]}}", "[25, 26] sum to 51, deep.C1 has 50 rows"),
-        (f"{{{GRID}, sizes: [[25, 25], [16, 0]]}}", "leave a rank without columns"),
         (f"{{{GRID}, exchange: columns}}", "columns does not go with (S(0), S(1))"),
         ("{sbp: S(0), sizes: [[25, 25], [8, 8]]}", "S(0) has one axis"),
     ],

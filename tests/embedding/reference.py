@@ -43,7 +43,8 @@ class ReferenceTable:
                 w = w - lr * grad
             elif rule.name in ("adagrad", "rowwise_adagrad"):
                 shape = (len(self.weights),) + ((width,) if rule.name == "adagrad" else ())
-                total = self.state.setdefault("sum", np.full(shape, rule.initial_accumulator))
+                start = np.full(shape, float(rule.initial_accumulator))
+                total = self.state.setdefault("sum", start)
                 total[row] += grad**2 if rule.name == "adagrad" else np.mean(grad**2)
                 w = w - lr * grad / (np.sqrt(total[row]) + rule.eps)
             elif rule.name == "lazy_adam":

@@ -119,6 +119,20 @@ def test_uneven_row_shards_and_rank_subsets_equal_the_reference(ranks, optimizer
     check(ranks, 3, case)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ranks_without_a_column_equal_the_reference(ranks, optimizer):
+    case = make_case(
+        "reduce",
+        "columns",
+        optimizer,
+        wide_a=Spec("S(1)", "columns", sizes=(0, 0, 1, 0)),
+        deep_a=Spec("S(1)", "columns", sizes=(0, 6, 0, 0)),
+        deep_b=Spec("S(1)", "columns", ranks=(2, 0), sizes=(6, 0)),
+        deep_c=Spec("(S(0), S(1))", "reduce", ranks=GRID, grid_sizes=((41, 23), (0, 6))),
+    )
+    check(ranks, 4, case)
+
+
 GRID = ((0, 1), (3, 2))
 
 

@@ -154,6 +154,38 @@ def test_ids_that_no_table_looks_up_may_be_any(policy):
         assert one.out_of_range.tolist() == [1, 0]
 
 
+def plan_shared(policy: str, big: int = 1000) -> EmbeddingPlan:
+    tables = tuple(
+        TableConfig(name=name, features=("x",), num_rows=rows, dim=4)
+        for name, rows in (("small", 10), ("big", big))
+    )
+    layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
+    outputs = [OutputConfig(name=t.name, tables=(t,)) for t in tables]
+    layouts = {table.name: layout for table in tables}
+    features = (FeatureConfig(name="x"),)
+    return plan_tables(outputs, layouts, size=2, features=features, policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["clamp", "hash"])
+def test_an_id_has_no_one_substitute_in_tables_of_different_sizes(policy):
+    message = (
+        f"feature x: out_of_range {policy} would give .* row of small \\(10 rows\\), "
+        "big \\(1000 rows\\); .* equal num_rows, or out_of_range: error"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan_shared(policy)
+    ids = reader(plan_shared(policy, big=10)).read(torch.tensor([[500], [3]])).matrix
+    assert 0 <= int(ids[0, 0]) < 10
+    assert int(ids[1, 0]) == 3
+
+
+def test_an_id_must_be_a_row_of_every_table_that_looks_it_up():
+    one = reader(plan_shared("error"))
+    assert one.read(torch.tensor([[9]])).matrix.tolist() == [[9]]
+    with pytest.raises(DataError, match=r"field x: id 500 in row 0.*use 0\.\.9"):
+        one.read(torch.tensor([[500]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("policy", ["clamp", "hash"])
 def test_ids_out_of_range_get_a_row_and_are_counted(policy, dtype):

@@ -22,6 +22,7 @@ from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.errors import DataError
 from tests.embedding.cases import Spec
 from tests.embedding.mixes import Mix, as_input, expected, make_collection, train
+from tests.embedding.reference import ReferenceTable
 
 RULES = [
     SparseOptimizer(name="sgd", lr=0.1, weight_decay=0.3),
@@ -281,6 +282,15 @@ def test_a_grid_may_have_more_columns_of_ranks_than_the_table_has(ranks, rule):
         world_size=4,
     )
     check(ranks, mix, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "ftrl"])
+def test_the_reference_keeps_fractions_beside_a_whole_start(name):
+    rows = {0: np.full(2, 0.5)}
+    for start in (1, 1.0):
+        table = ReferenceTable(np.ones((3, 2)), "sum")
+        table.update(SparseOptimizer(name=name, lr=0.1, initial_accumulator=start), rows, 1, 0.1)
+        assert np.all(table.state["sum"][0] == 1.25)
 
 
 def small_gradient(world, exchange: str, wire: torch.dtype | None) -> float:

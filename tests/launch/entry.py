@@ -20,6 +20,13 @@ def main() -> int | None:
     import torch
     import torch.distributed as dist
 
+    if mode == "world":
+        from sbpflow.dist import World
+
+        World.start("cpu", timeout_s=float(os.environ["TIMEOUT_S"]))
+        (ready / f"rank{rank}").write_text(str(os.getpid()))
+        return None
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     (ready / f"rank{rank}").write_text(str(os.getpid()))
     if mode == "mistake_on_one" and rank == 1:

@@ -75,6 +75,50 @@ def test_ranks_started_by_hand_agree_on_one_message(tmp_path):
     assert "" in outputs, "one rank prints for both"
 
 
+def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "world"):
+    """Outputs and exit codes of the ranks in ``here`` (rank -> its patience in seconds)."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
+    ranks = [
+        start(mode, folder, RANK=rank, TIMEOUT_S=timeout_s, **address)
+        for rank, timeout_s in here.items()
+    ]
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    return outputs, [process.returncode for process in ranks]
+
+
+@pytest.mark.parametrize("patience", [(6, 6), (3, 30), (30, 3)])
+def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
+    """Also where another rank than 0 gives up first, and where others would wait much longer."""
+    outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
+    assert codes == [3, 3]
+    for output in outputs:
+        (line,) = [line for line in output.splitlines() if line]
+        assert line.startswith(
+            f"error: rank 1 did not join: 2 of 3 ranks were there within {min(patience)} s; check"
+        )
+        assert "MASTER_ADDR" in line
+        assert "parallel.timeout_s" in line
+
+
+def test_rank_0_alone_names_all_others(tmp_path):
+    (output,), codes = start_some(tmp_path, 4, {0: 2})
+    assert codes == [3]
+    assert output.count("error: ranks 1, 2, 3 did not join: 1 of 4 ranks were there") == 1
+    assert "Traceback" not in output
+
+
+def test_ranks_that_all_come_start(tmp_path):
+    outputs, codes = start_some(tmp_path, 3, {2: 60, 1: 60, 0: 60})
+    assert codes == [0, 0, 0], outputs
+    assert "error" not in "".join(outputs)
+    assert len(list(tmp_path.glob("rank*"))) == 3
+
+
+def test_torch_waiting_for_clients_is_no_bug_either():
+    error = RuntimeError("Timed out after 7 seconds waiting for clients. 2/3 clients joined.")
+    assert classify(error)[1] == 3
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_an_environment_that_is_no_number(monkeypatch, name):
     monkeypatch.setenv(name, "two")
@@ -91,6 +135,7 @@ def test_an_environment_without_a_meeting_place(monkeypatch):
 
 
 MISTAKE, LOST = Words("mistake", "a: no"), Words("lost_peer", "closed by peer")
+ABSENT = Words("absent", "rank 2 did not join")
 CRASH, TERMINATED, INTERRUPT = Words("crash"), Words("terminated"), Words("interrupt")
 
 
@@ -109,6 +154,9 @@ CRASH, TERMINATED, INTERRUPT = Words("crash"), Words("terminated"), Words("inter
         ([TERMINATED, None], "error: rank 1 died or does not answer; "),
         ([LOST, None], "error: rank 1 died or does not answer; "),
         ([LOST, None, None], "error: ranks 1, 2 died or does not answer; "),
+        ([ABSENT, ABSENT, None], "error: rank 2 did not join"),
+        ([MISTAKE, ABSENT, None], "error: a: no [rank 0]"),
+        ([CRASH, ABSENT, None], "error: rank 2 did not join"),
         ([LOST, TERMINATED], "error: a connection between ranks broke although all ranks are "),
     ],
 )

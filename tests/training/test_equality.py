@@ -131,6 +131,32 @@ def test_a_grid_and_uneven_rows_train_like_one_process(ranks):
     check_float64(ranks, 4, config, "rowwise_adagrad", "sgd")
 
 
+def columns_on_some_ranks(dim: int) -> dict[str, TableRule]:
+    return {
+        "deep.C1": TableRule(sbp="S(1)", sizes=(dim, 0)),
+        "deep.C2": TableRule(sbp="S(1)", sizes=(0, dim)),
+        "deep.C3": TableRule(sbp="(S(0), S(1))", ranks=((1, 0),), sizes=((53,), (0, dim))),
+        "wide.*": TableRule(sbp="S(1)", sizes=(0, 1)),
+    }
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
+    config = make_config("1", sparse, tables=columns_on_some_ranks(5))
+    check_float64(ranks, 2, config, sparse, "sgd")
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
+    # As below: FBGEMM serves d = 8, and sums round apart by 1e-7 a step.
+    rules = columns_on_some_ranks(8)
+    config = make_config("1", sparse, dtype="float32", dim=8, tables=rules)
+    alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
+    (single,) = ranks(1, train, alone, 10)
+    for result in ranks(2, train, config, 10):
+        np.testing.assert_allclose(result["losses"], single["losses"], rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):

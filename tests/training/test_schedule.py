@@ -9,6 +9,7 @@ import torch
 
 from sbpflow.config import Ftrl, OptimizerConfig, ScheduleConfig
 from sbpflow.dist import World
+from sbpflow.embedding.initial import stream_key
 from sbpflow.errors import ConfigError
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.schedule import constant, make_schedule
@@ -30,6 +31,27 @@ def test_a_decay_inside_the_warm_up_is_refused():
         ConfigError, match=r"decay_start: 2 is before the end of the warm-up; use 5"
     ):
         ScheduleConfig(warmup_steps=5, decay_start=2, decay_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"decay_start": 20, "end_factor": 0.0}, "decay_start: 20 without"),
+        ({"end_factor": 0.1}, "end_factor: 0.1 without"),
+        ({"power": 2.0, "warmup_steps": 3}, "power: 2.0 without"),
+        ({"decay_steps": 10, "end_factor": 5.0}, r"end_factor: 5.0 .*0 to 1.*end_factor: 0.1"),
+        ({"decay_steps": 10, "end_factor": -0.5}, r"end_factor: -0.5 .*0 to 1"),
+    ],
+)
+def test_a_fall_that_would_not_happen_is_refused(given, said):
+    with pytest.raises(ConfigError, match=f"^optimizer.schedule.{said}"):
+        ScheduleConfig(**given)
+
+
+def test_a_fall_may_end_where_it_began_or_at_nothing():
+    for end in (0.0, 1.0):
+        config = ScheduleConfig(decay_start=2, decay_steps=2, end_factor=end)
+        assert make_schedule(config)(9) == end
 
 
 def test_ftrl_has_no_schedule():
@@ -100,6 +122,37 @@ def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, spars
         for name, (r0, r1, c0, c1), weights, _ in result["pieces"]:
             want = tables[name][r0:r1, c0:c1]
             np.testing.assert_allclose(weights, want, rtol=0, atol=1e-9, err_msg=name)
+
+
+def mask_seeds(world: World, together: int) -> list[int]:
+    """The seed of every training pass over 6 batches, ``together`` of them to a step."""
+    world.checked = False
+    job = make_job(world, make_config("dp", "sgd"))
+    model = type(job.model)
+    seeds, real = [], model.logits
+
+    def logits(self, *args, seed, **kwargs):
+        seeds.append(seed)
+        return real(self, *args, seed=seed, **kwargs)
+
+    model.logits = logits
+    try:
+        batches = [batch.part(world.rank, world.size) for batch in make_batches(6, 30)]
+        for start in range(0, 6, together):
+            job.trainer.step(batches[start : start + together])
+    finally:
+        model.logits = real
+    return seeds
+
+
+def test_every_accumulated_batch_has_dropout_masks_of_its_own(ranks):
+    one, three = ranks(2, mask_seeds, 1)[0], ranks(2, mask_seeds, 3)
+    assert three[0] == three[1]
+    assert len(set(three[0])) == len(set(one)) == 6
+    # The first batch of a step keeps the seed of a step of one batch, as recorded results have it.
+    assert [three[0][0], three[0][3]] == one[:2]
+    seed = make_config("dp", "sgd").run.seed
+    assert one == [stream_key(seed, f"dropout/{step}") for step in range(1, 7)]
 
 
 class Switch:

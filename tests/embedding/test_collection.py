@@ -1,0 +1,94 @@
+"""The collection and its optimizers as a caller of the library meets them."""
+
+import pytest
+import torch
+
+from sbpflow.boxing import Boxing
+from sbpflow.dist import World
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.errors import ConfigError, SbpError
+from tests.embedding.cases import SEED, Case, Spec
+
+CASE = Case(
+    tables={"deep": (("deep.a", 9, 4),)},
+    specs={"deep.a": Spec("S(0)", "unique")},
+    optimizer=SparseOptimizer(name="sgd", lr=1.0),
+)
+IDS = torch.tensor([[3], [5]])
+
+
+def make(world: World) -> EmbeddingCollection:
+    return EmbeddingCollection(CASE.plan(world.size), world, Boxing(world), seed=SEED)
+
+
+def forward_twice(world: World) -> None:
+    collection = make(world)
+    mine = IDS[world.rank : world.rank + 1] if world.size > 1 else IDS
+
+    def forward(training: bool = True) -> torch.Tensor:
+        return collection.forward(mine, 2, training=training)["deep"]
+
+    first = forward()
+    first.sum().backward()
+    forward(training=False)  # an evaluation between the two loses nothing
+    with pytest.raises(SbpError, match=r"call apply_gradients\(\) .*begin.*collect.*update\(\)"):
+        forward()
+    collection.apply_gradients()  # the first batch is still there
+    second = forward()
+    torch.testing.assert_close(second, first - 1.0)
+    with pytest.raises(RuntimeError, match="output deep has no gradient"):
+        collection.apply_gradients()
+    forward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_training_batch_does_not_lose_the_gradients_of_the_first(ranks, world_size):
+    ranks(world_size, forward_twice)
+
+
+def accumulate(world: World) -> torch.Tensor:
+    """The way that the message names: two batches, one update."""
+    collection = make(world)
+    before = collection.forward(IDS, 2, training=False)["deep"]
+    for _ in range(2):
+        passage = collection.begin(IDS, 2, training=True)
+        collection.look_up(passage)
+        collection.outputs(passage)["deep"].sum().backward()
+        collection.push(passage)
+        collection.collect(passage)
+    collection.update()
+    return collection.forward(IDS, 2, training=False)["deep"] - before
+
+
+def test_moves_accumulate_batches(ranks):
+    (change,) = ranks(1, accumulate)
+    torch.testing.assert_close(change, torch.full_like(change, -2.0))
+
+
+WRONG = {
+    "lr": (0.0, -1.0, float("inf"), float("nan")),
+    "eps": (-1.0, float("nan"), float("inf")),
+    "initial_accumulator": (-0.1, float("nan")),
+    "weight_decay": (-0.1, float("inf")),
+    "l1": (-1.0,),
+    "l2": (-1.0,),
+    "beta": (-1.0,),
+    "betas": ((2, 2), (0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.9, 0.9), (float("nan"), 0.9)),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, vs in WRONG.items() for v in vs])
+def test_a_constant_out_of_range_is_named_with_one_that_would_pass(key, value):
+    with pytest.raises(ConfigError) as error:
+        SparseOptimizer(**{"name": "sgd", "lr": 0.1, key: value})
+    start, _, passes = str(error.value).partition("; use ")
+    assert start == f"sparse optimizer sgd: {key} {value}"
+    assert "0" in passes
+    example = passes.partition(f"for example {key}=")[2]
+    SparseOptimizer(**{"name": "sgd", "lr": 0.1, key: eval(example)})  # noqa: S307 -- our message
+
+
+def test_constants_at_their_bounds_are_taken():
+    zero = dict.fromkeys(("eps", "initial_accumulator", "weight_decay", "l1", "l2", "beta"), 0)
+    SparseOptimizer(name="lazy_adam", lr=1e-9, betas=(0, 0.999999), **zero)

@@ -1,0 +1,45 @@
+"""The Python of the README runs as it is printed, and does what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_block(tmp_path: Path, num_ranks: int) -> list[str]:
+    """What each rank prints that runs the one Python block of the README."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    # Each rank's output in a file of its own: in one pipe they mix within a line.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    torchrun += ["--redirects", "1", "--log-dir", str(tmp_path / "log")]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *(torchrun if num_ranks > 1 else []), str(script)],
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    if num_ranks == 1:
+        return [done.stdout]
+    return [path.read_text() for path in sorted(tmp_path.glob("log/*/*/*/stdout.log"))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_block_trains(tmp_path, num_ranks):
+    outputs = run_block(tmp_path, num_ranks)
+    assert len(outputs) == num_ranks
+    for output in outputs:
+        lines = output.splitlines()
+        assert [line.rpartition(" ")[0] for line in lines] == [f"{n} [2, 24]" for n in range(3)]
+        losses = [float(line.rpartition(" ")[2]) for line in lines]
+        assert losses == sorted(set(losses), reverse=True), "every step lowers it"
