@@ -76,9 +76,11 @@ class Layout:
         return None if slices is None else tuple(s.stop - s.start for s in slices)
 
     def check_user(self, shape: tuple[int, ...]) -> None:
-        """Raise SbpError if a balanced split would leave some ranks of a user's tensor empty.
+        """Raise SbpError if this does not fit ``shape``, on every rank alike.
 
-        A dim of 0 is legal, and so are explicit sizes with zeros: those were asked for.
+        So if a split names no dim, if explicit sizes do not add up to what the axes before left of
+        the dim, or if a balanced split would leave some ranks of a user's tensor empty. A dim of 0
+        is legal, and so are explicit sizes with zeros: those were asked for.
         """
         lengths = [{length} for length in shape]
         for axis, sbp in enumerate(self.nd_sbp):
@@ -95,6 +97,8 @@ class Layout:
             parts = self.placement.shape[axis]
             here = lengths[sbp.dim]
             if sbp.sizes is not None:
+                for length in here:
+                    split_sizes(sbp, length, parts)
                 lengths[sbp.dim] = set(sbp.sizes)
                 continue
             if short := [length for length in here if 0 < length < parts]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
-from sbpflow.op_apply import Out, apply, cached_rule, check_ndim, letters_for
+from sbpflow.op_apply import Out, apply, cached_rule, check_ndim, check_tensors, letters_for
 from sbpflow.signature import Choice
 
 _ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -23,6 +23,7 @@ def gather(
     checked mode all. This reads the ids once more, and on CUDA waits for the device.
     """
     check_ndim("gather", "the table", table, 2)
+    check_tensors("gather", table, ids)
     if ids.dtype not in _ID_DTYPES:
         raise SbpError(f"gather: ids are {ids!r}; they must be whole numbers, as torch.int64")
     dims = letters_for(ids.ndim, "rd")

@@ -2,22 +2,33 @@
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 from torch import Tensor
 
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
-from sbpflow.op_apply import apply, cached_rule, checked_dim, letters_for
+from sbpflow.op_apply import (
+    apply,
+    cached_rule,
+    check_tensors,
+    checked_dim,
+    letters_for,
+    whole_numbers,
+)
 from sbpflow.signature import Choice
 
 
-def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> GlobalTensor:
-    """View as ``shape`` (one entry may be -1).
+def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = None) -> GlobalTensor:
+    """View as ``shape`` (one entry may be -1; a whole number alone is the only dim).
 
     A split survives where its dim starts a group of dims that are merged or cut: [b, f, d] split
-    along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim.
+    along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim. Other
+    splits are converted first: where pieces do not divide, or where two axes split one dim into
+    pieces that the new dim's sizes cannot say.
     """
-    full = _resolve(x.shape, tuple(shape))
+    check_tensors("reshape", x)
+    full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
     letters, output, scales = _reshape_groups(x.shape, full)
     signatures = "".join(f"{a}->{a};" for a in letters if a and a in output) + "P->P"
     op_rule = cached_rule("reshape", (letters,), output, signatures, scales)
@@ -30,6 +41,7 @@ def reshape(x: GlobalTensor, shape: Sequence[int], *, id: str | None = None) -> 
 
 def flatten(x: GlobalTensor, start: int = 0, *, id: str | None = None) -> GlobalTensor:
     """Merge all dims from ``start`` on."""
+    check_tensors("flatten", x)
     start = checked_dim(x, start, "flatten") if x.ndim else 0
     return reshape(x, (*x.shape[:start], math.prod(x.shape[start:])), id=id)
 
@@ -53,6 +65,10 @@ def _reshape_groups(
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
+    if not math.prod(old):  # nothing to keep in order: only equal leading dims stay what they are
+        for n, _ in takewhile(lambda at: old[at[0]] == at[1], enumerate(new[: len(old)])):
+            output[n] = letters[n]
+        return tuple(letters), tuple(output), ()
     i = j = 0
     while i < len(old) and j < len(new):
         start_i, start_j = i, j

@@ -4,14 +4,12 @@ The rules are the table a reader scans; the kernels are plain torch on local par
 through them gives gradients in the dual layouts without further code.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sbpflow.boxing_kernels import neutral
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
@@ -20,14 +18,18 @@ from sbpflow.op_apply import (
     apply,
     cached_rule,
     check_floating,
+    check_list,
     check_ndim,
     check_same_dtype,
+    check_tensors,
     checked_dim,
-    checked_dims,
     choose,
     letters_for,
 )
 from sbpflow.op_gather import gather as gather
+from sbpflow.op_reduce import reduce_max as reduce_max
+from sbpflow.op_reduce import reduce_mean as reduce_mean
+from sbpflow.op_reduce import reduce_sum as reduce_sum
 from sbpflow.op_reshape import flatten as flatten
 from sbpflow.op_reshape import reshape as reshape
 from sbpflow.sbp import NdSbp, parse_nd_sbp
@@ -134,6 +136,7 @@ def nonlinear(
     id: str | None = None,
 ) -> GlobalTensor:
     """Any elementwise function of one tensor: S(i) -> S(i), B -> B."""
+    check_tensors(op, x)
     return apply(_elementwise(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
 
 
@@ -147,6 +150,7 @@ def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
     """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64."""
+    check_tensors("cast", x)
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
     op_rule = _elementwise("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
@@ -235,6 +239,9 @@ def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
 
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
     """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype."""
+    check_tensors("scale", x)
+    if isinstance(factor, GlobalTensor | Tensor):
+        raise SbpError("scale: the factor is a tensor, not a number; ops.mul multiplies tensors")
     if isinstance(factor, float):
         check_floating("scale", x)
     return apply(
@@ -246,8 +253,7 @@ def concat(
     tensors: Sequence[GlobalTensor], dim: int, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
     """Join along ``dim``, which no operand may be split along; P if all are P."""
-    if not tensors:
-        raise SbpError("concat: no tensors were given; it joins one or more")
+    check_list("concat", tensors, "dim")
     first = tensors[0]
     dim = checked_dim(first, dim, "concat")
     check_same_dtype("concat", tensors)
@@ -273,98 +279,6 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def reduce_sum(
-    x: GlobalTensor,
-    dims: Sequence[int] | None = None,
-    *,
-    keepdim: bool = False,
-    out: Out = None,
-    id: str | None = None,
-) -> GlobalTensor:
-    """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P.
-
-    Whole numbers add up in int64, as torch has it.
-    """
-
-    dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64
-
-    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
-        return part.sum(chosen, keepdim=keepdim, dtype=dtype) if chosen else part.to(dtype)
-
-    return _reduce("reduce_sum", "P", "P->P", kernel, x, dims, keepdim, out, id, dtype)
-
-
-def reduce_max(
-    x: GlobalTensor,
-    dims: Sequence[int] | None = None,
-    *,
-    keepdim: bool = False,
-    out: Out = None,
-    id: str | None = None,
-) -> GlobalTensor:
-    """Maximum over ``dims`` (all by default); over a split dim each rank has its own: P(max).
-
-    Gradient: within a part equal maxima share it evenly, as torch's ``amax`` has it; between parts
-    the first takes it.
-    """
-
-    if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
-        raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, hence no maximum")
-
-    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
-        if not chosen:
-            return part
-        if part.numel() or all(part.shape[n] for n in chosen):
-            return part.amax(chosen, keepdim=keepdim)
-        # An empty piece has nothing to say: the lowest value, tied to it for the backward.
-        return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
-
-    return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
-
-
-def _reduce(
-    op: str,
-    reduced: str,
-    more: str,
-    kernel: Callable[[Tensor, list[int]], Tensor],
-    x: GlobalTensor,
-    dims: Sequence[int] | None,
-    keepdim: bool,
-    out: Out,
-    id: str | None,
-    dtype: torch.dtype | None = None,
-) -> GlobalTensor:
-    """S(i) -> S(i) for a dim that stays, S(i) -> ``reduced`` for one that goes."""
-    chosen = checked_dims(x, dims, op)
-    letters = letters_for(x.ndim)
-    signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))
-    left = [n for n in range(x.ndim) if keepdim or n not in chosen]
-    output = tuple("" if n in chosen else letters[n] for n in left)
-    shape = tuple(1 if n in chosen else x.shape[n] for n in left)
-    op_rule = cached_rule(op, (letters,), output, signatures + more)
-    return apply(
-        op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id, dtype=dtype
-    )
-
-
-def reduce_mean(
-    x: GlobalTensor,
-    dims: Sequence[int] | None = None,
-    *,
-    keepdim: bool = False,
-    out: Out = None,
-    id: str | None = None,
-) -> GlobalTensor:
-    """Mean over ``dims`` of the full tensor: the sum by the global count.
-
-    So uneven parts weigh what they hold; over a split dim it comes out as P.
-    """
-    check_floating("reduce_mean", x)
-    count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))
-    total = reduce_sum(x, dims, keepdim=keepdim, out=out, id=id or "reduce_mean")
-    return scale(total, 1.0 / count if count else math.nan)
-
-
 def bce_with_logits(
     logits: GlobalTensor,
     labels: GlobalTensor,
@@ -379,6 +293,7 @@ def bce_with_logits(
     """
     if reduction not in ("none", "sum", "mean"):
         raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
+    check_tensors("bce_with_logits", logits, labels)
     check_floating("bce_with_logits", logits)
     letters = letters_for(logits.ndim)
     op_rule = cached_rule(

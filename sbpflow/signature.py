@@ -13,6 +13,7 @@ from itertools import product
 import torch
 
 from sbpflow.boxing_plan import plan_boxing
+from sbpflow.boxing_step import TERM_DTYPES
 from sbpflow.errors import SbpError
 from sbpflow.layout import Layout, split_sizes
 from sbpflow.placement import Placement
@@ -84,21 +85,32 @@ def _signature(text: str) -> Signature:
 
 @lru_cache(maxsize=16384)
 def deduce(
-    op_rule: Rule, operands: tuple[Operand, ...], backend: str, out: NdSbp | None = None
+    op_rule: Rule,
+    operands: tuple[Operand, ...],
+    backend: str,
+    out: NdSbp | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Choice:
     """The legal signature whose conversions send the fewest bytes.
 
     Ties go to the one that more operands already match, then to the rule's order. Nothing is ever
-    converted into P. ``out`` asks for an output layout. Raises SbpError if the operands are not on
-    one placement, their shapes do not fit, or no legal signature gives ``out``.
+    converted into P. ``out`` asks for an output layout; ``dtype`` is that of the output, of the
+    first operand by default: P is no output of a dtype that does not add up. Raises SbpError if the
+    operands are not on one placement, their shapes do not fit, ``out`` does not have one entry per
+    axis, or no legal signature gives it.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
+    if out is not None:
+        Layout(placement, out)  # refuses what has not one entry per axis
+    no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None
     for index, candidate in enumerate(_candidates(op_rule, operands, placement)):
         inputs, output = candidate
         if out is not None and not _gives(output.nd_sbp, out):
+            continue
+        if no_partial and any(isinstance(sbp, Partial) for sbp in output.nd_sbp):
             continue
         price = sum(
             _price(operand, layout, backend)
@@ -116,7 +128,7 @@ def _gives(output: NdSbp, wanted: NdSbp) -> bool:
     """Whether an output is the one asked for; a split asked for without sizes may have any."""
     bare = tuple(
         Split(have.dim) if isinstance(have, Split) and want == Split(have.dim) else have
-        for have, want in zip(output, wanted, strict=False)
+        for have, want in zip(output, wanted, strict=True)
     )
     return bare == wanted
 
@@ -131,18 +143,25 @@ def _price(operand: Operand, layout: Layout, backend: str) -> int:
 def _candidates(
     op_rule: Rule, operands: tuple[Operand, ...], placement: Placement
 ) -> Iterator[tuple[tuple[Layout, ...], Layout]]:
+    """Every product of signatures, one per axis, that fits the shapes of the operands."""
     per_axis = [list(_axis_options(op_rule, operands, axis)) for axis in range(placement.ndim)]
     for combination in product(*per_axis):
         layouts = [
             Layout(placement, tuple(inputs[n] for inputs, _ in combination))
             for n in range(len(operands))
         ]
-        output = Layout(placement, tuple(out for _, out in combination))
-        if all(
+        if not all(
             operand.layout == layout or _fits(layout, operand.shape)
             for operand, layout in zip(operands, layouts, strict=True)
         ):
-            yield tuple(layouts), output
+            continue
+        output = tuple(out for _, out in combination)
+        for scale in op_rule.scales:
+            output = _scaled(output, op_rule, scale, layouts[0], operands[0].shape)
+            if output is None:
+                break
+        else:
+            yield tuple(layouts), Layout(placement, output)
 
 
 def _axis_options(
@@ -160,9 +179,7 @@ def _axis_options(
                 break
             inputs.append(_sbp(token, dims, sizes[token]))
         else:
-            output = _output_sbp(op_rule, signature.output, sizes, operands, axis)
-            if output is not None:
-                yield tuple(inputs), output
+            yield tuple(inputs), _sbp(signature.output, op_rule.output, sizes[signature.output])
 
 
 def _sbp(token: str, dims: Dims, sizes: tuple[int, ...] | None) -> Sbp:
@@ -184,27 +201,41 @@ def _sizes_of(
     return None
 
 
-def _output_sbp(
-    op_rule: Rule,
-    token: str,
-    sizes: dict[str, tuple[int, ...] | None],
-    operands: tuple[Operand, ...],
-    axis: int,
-) -> Sbp | None:
-    """The output's sbp; ``None`` where a scaled dim cannot be cut where the input is cut."""
-    scale = next(((num, den) for letter, num, den in op_rule.scales if letter == token), (1, 1))
-    if scale == (1, 1):
-        return _sbp(token, op_rule.output, sizes.get(token))
-    operand = operands[0]
-    parts = operand.layout.placement.shape[axis]
-    dim = op_rule.inputs[0].index(token)
-    pieces = split_sizes(Split(dim, sizes[token]), operand.shape[dim], parts)
-    scaled = [divmod(piece * scale[0], scale[1]) for piece in pieces]
-    if any(rest for _, rest in scaled):
-        return None
-    lengths = tuple(length for length, _ in scaled)
-    even = lengths == balanced_sizes(sum(lengths), parts)
-    return Split(op_rule.output.index(token), None if even else lengths)
+def _scaled(
+    output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], given: Layout, shape: tuple[int, ...]
+) -> NdSbp | None:
+    """``output`` cut where the input is, along a dim whose length changes by a factor.
+
+    ``None`` where a piece does not scale to a whole number, or where the pieces that several axes
+    leave of the dim have no common sizes: such a layout cannot be written down.
+    """
+    letter, num, den = scale
+    if letter not in op_rule.output:
+        return output
+    src, dst = op_rule.inputs[0].index(letter), op_rule.output.index(letter)
+    scaled = list(output)
+    lengths = {shape[src]}  # of the pieces that the axes so far leave
+    for axis, (before, after) in enumerate(zip(given.nd_sbp, output, strict=True)):
+        if not (isinstance(before, Split) and after == Split(dst, before.sizes)):
+            continue
+        parts = given.placement.shape[axis]
+        pieces = [split_sizes(before, length, parts) for length in sorted(lengths)]
+        lengths = {piece for each in pieces for piece in each}
+        if any(piece * num % den for piece in lengths):
+            return None
+        cuts = {tuple(piece * num // den for piece in each) for each in pieces}
+        if all(_is_balanced(cut) for cut in cuts):
+            scaled[axis] = Split(dst)
+        elif len(cuts) == 1:
+            scaled[axis] = Split(dst, cuts.pop())
+        else:
+            return None
+    return tuple(scaled)
+
+
+def _is_balanced(cut: tuple[int, ...]) -> bool:
+    """Whether a balanced split gives these pieces, and may: it leaves no rank without any."""
+    return cut == balanced_sizes(sum(cut), len(cut)) and (all(cut) or not any(cut))
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:

@@ -1,10 +1,14 @@
 """linear_of_parts equals concat and linear, forward and backward, under any dense layout."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from sbpflow import ops
 from sbpflow.boxing import Boxing
+from sbpflow.boxing_dry import DryBoxing
 from sbpflow.dist import World
 from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
@@ -56,14 +60,46 @@ def test_the_parts_give_what_their_concatenation_gives(ranks, world_size, weight
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
 
 
-def refused(world: World) -> str:
-    boxing, line = Boxing(world), Layout(Placement.line("cpu", 1), parse_nd_sbp("B"))
-    *xs, w, b = [GlobalTensor.from_full(value, line, boxing) for value in values()]
-    with pytest.raises(SbpError) as error:
-        linear_of_parts(xs[:2], w, b)
-    return str(error.value)
+def without_bias(world: World, weight: str) -> torch.Tensor:
+    boxing, line = Boxing(world), Placement.line("cpu", world.size)
+    *xs, w, _ = [
+        GlobalTensor.from_full(value, Layout(line, parse_nd_sbp(text)), boxing)
+        for value, text in zip(values(), ["S(0)"] * 3 + [weight, "B"], strict=True)
+    ]
+    return linear_of_parts(xs, w).full().numpy()
 
 
-def test_widths_that_do_not_add_up_are_refused(ranks):
-    (message,) = ranks(1, refused)
-    assert "inputs of widths [3, 8] need a weight of 11 columns" in message
+@pytest.mark.parametrize("weight", ["B", "S(0)", "S(1)"])
+def test_a_bias_may_be_left_out(ranks, weight):
+    *xs, w, _ = values()
+    for got in ranks(2, without_bias, weight):
+        want = F.linear(torch.cat(xs, 1), w)
+        torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
+
+
+def dry(*values: torch.Tensor) -> list[GlobalTensor]:
+    line, boxing = Layout(Placement.line("cpu", 1), parse_nd_sbp("B")), DryBoxing(1)
+    return [GlobalTensor(v.to("meta"), line, tuple(v.shape), boxing) for v in values]
+
+
+REFUSED = {
+    "inputs of widths [3, 8] need a weight of 11 columns": lambda xs, w, b: (xs[:2], w, b),
+    "no tensors were given; it joins one or more": lambda xs, w, b: ([], w, b),
+    "it takes a list of tensors, not GlobalTensor(float64[7, 3]": lambda xs, w, b: (xs[0], w, b),
+    "input 1 has 1 dim, GlobalTensor(float64[5]": lambda xs, w, b: ([xs[0], b], w, b),
+    "operand 1 is a plain tensor of shape [7]": lambda xs, w, b: ([xs[0], torch.ones(7)], w, b),
+    "weight has 1 dim": lambda xs, w, b: (xs, b, b),
+    "weight is None, not a GlobalTensor": lambda xs, w, b: (xs, None, b),
+    "operand 4 is a plain tensor of shape [5]": lambda xs, w, b: (xs, w, torch.ones(5)),
+    "shapes [[7, 3], [7, 8], [7, 1], [5, 12], [5, 12]] do not fit": lambda xs, w, b: (xs, w, w),
+    "operands are float32, float64, float64, float64, float64; they must be of one dtype": (
+        lambda xs, w, b: ([ops.cast(xs[0], torch.float32), *xs[1:]], w, b)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_operands_that_do_not_fit_are_refused(text):
+    *xs, w, b = dry(*values())
+    with pytest.raises(SbpError, match=f"^linear_of_parts: {re.escape(text)}"):
+        linear_of_parts(*REFUSED[text](xs, w, b))

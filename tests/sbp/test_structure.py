@@ -12,7 +12,8 @@ LAYER = ["sbp", "placement", "layout", "boxing_moves", "boxing_step", "boxing_se
          "boxing_plan", "boxing_kernels", "boxing_program", "boxing", "boxing_dry", "staging",
          "comm_log", "dist",
          "conversion", "extremum", "global_tensor", "global_shape", "gradients", "signature",
-         "op_apply", "op_gather", "op_reshape", "ops", "interchange"]  # fmt: skip
+         "op_apply", "op_gather", "op_linear", "op_reduce", "op_reshape", "ops",
+         "interchange"]  # fmt: skip
 # What may be imported without torch.distributed or any tensor: the values.
 PURE = ["sbp", "placement", "layout", "errors"]
 COLLECTIVES = {"all_to_all_single", "all_reduce", "all_gather_single", "reduce_scatter_single",
