@@ -15,7 +15,7 @@ from sbpflow.boxing_plan import plan_boxing
 from sbpflow.boxing_step import check_dtype
 from sbpflow.conversion import Steps, Way, convert, run_part
 from sbpflow.errors import SbpError
-from sbpflow.extremum import convert_extremum
+from sbpflow.extremum import ExtremumWay, convert_extremum
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
@@ -127,14 +127,17 @@ class GlobalTensor:
         if dst == self.layout and grad_sbp is None:
             return self
         check_user(dst, self.shape)
+        promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)
         boxing, shape, dtype = self.boxing, self.shape, self.dtype
         forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
         if not (self.part.requires_grad and torch.is_grad_enabled()):
             part = run_part(boxing, forward, self.part, self.layout, channel)
         elif self.layout.has_extremum or dst.has_extremum:
-            part = convert_extremum(self.part, self.layout, dst, shape, boxing, forward, channel)
+            incoming = None if dst.has_extremum else promised or dst.dual()
+            way = ExtremumWay(self.layout, forward, dst, incoming, shape, channel)
+            part = convert_extremum(self.part, boxing, way)
         else:
-            incoming = dst.dual() if grad_sbp is None else _grad_layout(dst, grad_sbp)
+            incoming = promised or dst.dual()
             backward = _plan(incoming, self.layout.dual(), shape, dtype, f"{id}/bwd", boxing)
             part = convert(self.part, boxing, Way(self.layout, forward, dst, backward, channel))
         return GlobalTensor(part, dst, shape, boxing)
@@ -216,6 +219,16 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
     """The layout a consumer promises for the gradient; its parts must have the shape of dst's."""
     given = parse_nd_sbp(grad_sbp) if isinstance(grad_sbp, str) else grad_sbp
     layout = Layout(dst.placement, given)
+    if dst.has_extremum:
+        raise SbpError(
+            f"grad_sbp {format_nd_sbp(given)}: a result laid out {format_nd_sbp(dst.nd_sbp)} has "
+            "its gradient where its terms are, and no choice of it; leave grad_sbp out"
+        )
+    if layout.has_extremum:
+        raise SbpError(
+            f"grad_sbp {format_nd_sbp(given)}: a gradient is a sum of terms, not a max or min; "
+            "along B and P axes it is B, equal on all ranks, or P, terms that add up"
+        )
     for mine, theirs in zip(dst.nd_sbp, given, strict=True):
         splits = isinstance(mine, Split) or isinstance(theirs, Split)
         if splits and mine != theirs:

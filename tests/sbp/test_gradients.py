@@ -7,6 +7,8 @@ import torch
 
 from sbpflow import ops
 from sbpflow.boxing import Boxing
+from sbpflow.boxing_dry import DryBoxing
+from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.gradients import GradientSync, sync_gradients
 from sbpflow.layout import Layout
@@ -130,14 +132,41 @@ def test_grad_sbp_on_a_grid(ranks):
     ranks(4, _overrides_on_grid)
 
 
-def test_grad_sbp_must_have_the_shape_of_the_result(ranks):
-    with pytest.raises(AssertionError, match=r"grad_sbp S\(1\) does not fit a result"):
-        ranks(2, _bad_override)
+@pytest.mark.parametrize(
+    ("src", "dst", "grad_sbp", "message"),
+    [
+        ("B", "S(0)", "S(1)", r"grad_sbp S\(1\) does not fit a result"),
+        ("B", "B", "P(max)", r"grad_sbp P\(max\): a gradient is a sum of terms, .* it is B,"),
+        ("S(0)", "B", "P(min)", r"grad_sbp P\(min\): a gradient is a sum of terms"),
+        ("B", "P(max)", "B", r"laid out P\(max\) has its gradient where .*leave grad_sbp out"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_gradient_that_cannot_lie_so(src, dst, grad_sbp, message, trains):
+    """Refused on every rank, also where nothing requires a gradient."""
+    layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
+    part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
+    x = GlobalTensor(part, layout, (4, 4), DryBoxing(2))
+    with pytest.raises(SbpError, match=message):
+        x.to(dst, grad_sbp=grad_sbp)
 
 
-def _bad_override(world):
-    x = _leaf(world, Boxing(world), whole_numbers((4, 4), torch.float64), _line(world, B))
-    x.to("S(0)", grad_sbp="S(1)")
+def _second_derivative(world, src, dst):
+    boxing = Boxing(world)
+    layout = _line(world, *parse_nd_sbp(src))
+    x = GlobalTensor.from_full(torch.tensor([1.0, 2, 3, 4]), layout, boxing).requires_grad_()
+    y = x.to(dst).part
+    (gradient,) = torch.autograd.grad((y**3).sum(), x.part, create_graph=True)
+    with pytest.raises(SbpError, match=r"@\[0, 1\] has a first derivative only; take second"):
+        torch.autograd.grad((gradient * x.part).sum(), x.part)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [("S(0)", "B"), ("B", "S(0)"), ("P(max)", "B"), ("S(0)", "P(max)")]
+)
+def test_a_second_derivative_is_refused(ranks, src, dst):
+    """Also where another term has one; the first is there, under create_graph as without."""
+    ranks(2, _second_derivative, src, dst)
 
 
 def _round_trip(world, nd_sbp):
