@@ -18,9 +18,9 @@ from sbpflow.errors import SbpError
 from sbpflow.extremum import ExtremumWay, convert_extremum
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
+from sbpflow.sbp import Broadcast, NdSbp, Sbp, Split, format_nd_sbp
 
-Where = Layout | NdSbp | str
+Where = Layout | NdSbp | Sbp | str
 
 
 class GlobalTensor:
@@ -111,7 +111,7 @@ class GlobalTensor:
     def to(
         self,
         where: Where,
-        grad_sbp: NdSbp | str | None = None,
+        grad_sbp: NdSbp | Sbp | str | None = None,
         *,
         id: str = "to",
         channel: str = "main",
@@ -176,8 +176,7 @@ class GlobalTensor:
     def _layout_of(self, where: Where) -> Layout:
         if isinstance(where, Layout):
             return where
-        nd_sbp = parse_nd_sbp(where) if isinstance(where, str) else where
-        return Layout(self.layout.placement, nd_sbp)
+        return Layout(self.layout.placement, where)
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
@@ -215,10 +214,10 @@ def _plan(
     return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend_of(dst))
 
 
-def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
+def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
     """The layout a consumer promises for the gradient; its parts must have the shape of dst's."""
-    given = parse_nd_sbp(grad_sbp) if isinstance(grad_sbp, str) else grad_sbp
-    layout = Layout(dst.placement, given)
+    layout = Layout(dst.placement, grad_sbp)
+    given = layout.nd_sbp
     if dst.has_extremum:
         raise SbpError(
             f"grad_sbp {format_nd_sbp(given)}: a result laid out {format_nd_sbp(dst.nd_sbp)} has "

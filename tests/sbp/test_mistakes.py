@@ -364,6 +364,21 @@ def _no_such_rank(world):
     infer_shape(torch.zeros(2), Layout(Placement.of("cpu", [0, 7]), (Split(0),)), Boxing(world))
 
 
+def _sizes_do_not_add_up(world):
+    layout = Layout(Placement.of("cpu", [0, 1]), "S(0)[3, 3]")
+    part = torch.ones(3) if world.rank in layout.placement else None
+    GlobalTensor.from_local(part, layout, (5,), Boxing(world))
+
+
+def test_sizes_are_checked_on_every_rank(ranks):
+    """Also on rank 2, which has no part: it would wait for the others in what comes next."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, _sizes_do_not_add_up)
+    assert len(caught.value.errors) == 3
+    text = "S(0)[3, 3] has sizes summing to 6; the dim has 5"
+    assert all(text in error for error in caught.value.errors.values())
+
+
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
