@@ -30,11 +30,12 @@ class Way:
     channel: str
 
 
-def run_part(boxing: Boxing, steps: Steps, part: Tensor, src: Layout, channel: str) -> Tensor:
+def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor:
     """``boxing.run`` with empty parts in place of None."""
     if not steps:
         return part
-    out = boxing.run(steps, part if boxing.world.rank in src.placement else None, channel)
+    # Empty parts are passed as they are: whether they require grad is compared in checked mode.
+    out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
     return out
@@ -56,7 +57,7 @@ class _Convert(torch.autograd.Function):
         way: Way,
     ) -> Tensor:
         ctx.state = boxing, way
-        return run_part(boxing, way.forward, part, way.src, way.channel)
+        return run_part(boxing, way.forward, part, way.channel)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,7 +67,7 @@ class _Convert(torch.autograd.Function):
         boxing, way = ctx.state
 
         def adjoint(gradient: Tensor) -> Tensor:
-            return run_part(boxing, way.backward, gradient, way.dst, way.channel)
+            return run_part(boxing, way.backward, gradient, way.channel)
 
         return once(f"{way.src} -> {way.dst}", adjoint, gradient), None, None
 

@@ -86,7 +86,7 @@ class _OutOf(torch.autograd.Function):
         boxing: Boxing,
         way: ExtremumWay,
     ) -> Tensor:
-        out = run_part(boxing, way.forward, part, way.src, way.channel)
+        out = run_part(boxing, way.forward, part, way.channel)
         ctx.save_for_backward(part, out)
         ctx.state = boxing, way
         return out
@@ -105,7 +105,7 @@ class _OutOf(torch.autograd.Function):
             backend = world.backend_of(end)
             id = f"{name}/bwd/{what}"
             steps = plan_boxing(start, end, way.shape, x.dtype, id=id, backend=backend)
-            return run_part(boxing, steps, x, start, way.channel)
+            return run_part(boxing, steps, x, way.channel)
 
         def adjoint(gradient: Tensor) -> Tensor:
             home = _value_home(src)
@@ -130,7 +130,7 @@ class _Into(torch.autograd.Function):
         way: ExtremumWay,
     ) -> Tensor:
         ctx.state = boxing.world.rank, part.shape, way
-        return run_part(boxing, way.forward, part, way.src, way.channel)
+        return run_part(boxing, way.forward, part, way.channel)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]

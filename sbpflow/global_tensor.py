@@ -4,6 +4,7 @@ The face of ``boxing`` for models and people. The gradient of a tensor laid out 
 dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
 """
 
+import math
 from functools import lru_cache
 from typing import Literal
 
@@ -56,18 +57,26 @@ class GlobalTensor:
         boxing: Boxing,
         *,
         dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
         replicas: Literal["equal", "first"] = "equal",
     ) -> "GlobalTensor":
         """Declare local parts to be a global tensor of ``shape``.
 
-        ``part`` may be None outside the placement, where ``dtype`` then says what the others hold.
+        ``part`` may be None outside the placement, where ``dtype`` and ``requires_grad`` then say
+        what the others hold: a rank whose empty part requires no grad would not join a backward.
         Along B axes ``replicas="equal"`` trusts the caller and sends nothing; "first" spreads the
         data of the first coordinate over the others. The gradient of ``part`` arrives in the dual
         layout: whole for P, as terms that add up over the ranks for B. ``infer_shape`` finds the
         shape where no rank knows it.
         """
         if part is None:
-            part = torch.empty(0, dtype=dtype, device=boxing.world.device_of(layout))
+            device = boxing.world.device_of(layout)
+            part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
+        elif requires_grad and not part.requires_grad:
+            raise SbpError(
+                f"from_local: requires_grad=True, but the part of rank {boxing.world.rank} does "
+                "not; it speaks for ranks without a part. Use requires_grad_() on the result"
+            )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
         return x if replicas == "equal" else _spread_first(x)
 
@@ -131,7 +140,8 @@ class GlobalTensor:
         boxing, shape, dtype = self.boxing, self.shape, self.dtype
         forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
         if not (self.part.requires_grad and torch.is_grad_enabled()):
-            part = run_part(boxing, forward, self.part, self.layout, channel)
+            plain = self.part.detach() if forward and self.part.requires_grad else self.part
+            part = run_part(boxing, forward, plain, channel)
         elif self.layout.has_extremum or dst.has_extremum:
             incoming = None if dst.has_extremum else promised or dst.dual()
             way = ExtremumWay(self.layout, forward, dst, incoming, shape, channel)
@@ -152,9 +162,14 @@ class GlobalTensor:
         whole = self.detach().to(Layout(everyone, (Broadcast(),)), id="full").part
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
-    def item(self) -> float:
-        """The value of a tensor with one element, on every rank of the world."""
-        return float(self.full().item())
+    def item(self) -> int | float:
+        """The value of a tensor with one element, on every rank; an int if it is a whole number."""
+        if math.prod(self.shape) != 1:
+            raise SbpError(
+                f"item() reads one element, not {self!r}; reduce it with ops.reduce_mean or "
+                "ops.reduce_sum, or take all with full()"
+            )
+        return self.full().item()
 
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
         """Propagate from a tensor with one element, or from any with its ``gradient`` given.
@@ -170,6 +185,17 @@ class GlobalTensor:
                     "ops.reduce_mean or ops.reduce_sum, or pass gradient="
                 )
             gradient = ones_like(self)
+        elif gradient.shape != self.shape:
+            raise SbpError(
+                f"backward(): gradient is {gradient!r}, of another shape than {self!r}; it has one "
+                "number per element"
+            )
+        if not self.part.requires_grad:
+            raise SbpError(
+                f"backward(): on rank {self.boxing.world.rank} nothing that {self!r} came from "
+                "requires grad; call requires_grad_() on the GlobalTensor, on every rank, or give "
+                "from_local requires_grad=True where the part is None"
+            )
         seed = gradient.to(self.layout.dual(), id="seed").part.to(self.dtype)
         torch.autograd.backward([self.part], [seed], retain_graph=retain_graph)
 

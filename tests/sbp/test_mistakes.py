@@ -18,6 +18,7 @@ from sbpflow.boxing_plan import plan_boxing
 from sbpflow.errors import SbpError
 from sbpflow.global_shape import infer_shape
 from sbpflow.global_tensor import GlobalTensor
+from sbpflow.gradients import GradientSync
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
@@ -128,6 +129,99 @@ def wrong(text, call):
 def test_shapes_and_dims(call, text):
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
+
+
+def trained(*shape):
+    return dry(*shape).requires_grad_()
+
+
+SAME = trained(3)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (
+            [trained(2), ops.relu(trained(4))],
+            "gradients: parameter 1, GlobalTensor(float32[4] B@[0, 1]), is not a leaf: its "
+            "gradient went on to what it was computed from; pass the tensors",
+        ),
+        (
+            [SAME, trained(2), SAME],
+            "gradients: parameter 2, GlobalTensor(float32[3] B@[0, 1]), is parameter 0 again, and "
+            "would count twice; pass each once",
+        ),
+        (
+            [dry(4)],
+            "gradients: parameter 0, GlobalTensor(float32[4] B@[0, 1]), requires no grad; leave it "
+            "out, or call requires_grad_() on it, on every rank",
+        ),
+        (
+            [trained(2), dry(4, dtype=torch.int64)],
+            "gradients: parameter 1, GlobalTensor(int64[4] B@[0, 1]), requires no grad; leave it",
+        ),
+        (
+            [trained(2), dry(4, sbp="S(0)")],
+            "gradients: parameter 1, GlobalTensor(float32[4] S(0)@[0, 1]), requires no grad;",
+        ),
+    ],
+    ids=["result", "twice", "frozen", "integer", "frozen split"],
+)
+def test_what_has_no_gradient_of_its_own_is_not_synced(parameters, text):
+    for bucket_bytes in (8, 1 << 20):
+        with pytest.raises(SbpError, match=re.escape(text)):
+            GradientSync(parameters, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        wrong(
+            "item() reads one element, not GlobalTensor(float32[5, 2] B@[0, 1]); reduce it",
+            lambda: dry(5, 2).item(),
+        ),
+        wrong(
+            "item() reads one element, not GlobalTensor(float32[0] B@[0, 1])",
+            lambda: dry(0).item(),
+        ),
+        wrong(
+            "backward(): gradient is GlobalTensor(float32[5] B@[0, 1]), of another shape than "
+            "GlobalTensor(float32[3] B@[0, 1])",
+            lambda: trained(3).backward(dry(5)),
+        ),
+        wrong("of another shape than", lambda: trained(3).backward(dry(1))),
+        wrong(
+            "backward(): on rank 0 nothing that GlobalTensor(float32[] B@[0, 1]) came from",
+            lambda: dry().backward(),
+        ),
+        wrong(
+            "from_local: requires_grad=True, but the part of rank 0 does not; it speaks for ranks "
+            "without a part. Use requires_grad_() on the result",
+            lambda: GlobalTensor.from_local(
+                torch.empty(2, device="meta"),
+                line_layout("cpu", 2, Broadcast()),
+                (2,),
+                DryBoxing(2),
+                requires_grad=True,
+            ),
+        ),
+    ],
+)
+def test_one_element_and_shapes_of_gradients(call, text):
+    with pytest.raises(SbpError, match=re.escape(text)):
+        call()
+
+
+def _items(world):
+    values = [torch.tensor([[2**53 + 1]]), torch.tensor(2.5), torch.tensor([True])]
+    layout = line_layout("cpu", world.size, Broadcast())
+    return [GlobalTensor.from_full(value, layout, Boxing(world)).item() for value in values]
+
+
+def test_an_item_is_of_the_kind_of_its_tensor(ranks):
+    for values in ranks(2, _items):
+        assert values == [2**53 + 1, 2.5, True]
+        assert [type(value) for value in values] == [int, float, bool]
 
 
 F64, I64 = torch.float64, torch.int64
