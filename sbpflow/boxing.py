@@ -1,8 +1,8 @@
 """Runs planned conversions on plain local tensors.
 
 Follows the steps of ``boxing_plan`` and decides nothing. Collectives of c10d are called here and in
-the embedding exchange, nowhere else. No autograd: ``global_tensor`` pairs each conversion with its
-adjoint.
+the embedding exchange, nowhere else. No autograd: results have no history, and ``global_tensor``
+pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,8 +70,9 @@ class Boxing:
         Returns the new part, or ``None`` outside the destination. It may share memory with
         ``part`` where nothing had to be copied. ``donate`` allows ``part`` to be overwritten, which
         saves an all-reduce its copy. Raises SbpError if ``part`` does not have the
-        shape or dtype of the first step.
+        shape or dtype of the first step. The result is detached, also where nothing is sent.
         """
+        part = _without_history(part)
         for step in steps:
             part = self._issue(step, part, channel, donate)()
         return part
@@ -85,6 +86,7 @@ class Boxing:
         donate: bool = False,
     ) -> Pending:
         """As ``run``, but returns once the first transfer is under way."""
+        part = _without_history(part)
         for index, step in enumerate(steps):
             finish = self._issue(step, part, channel, donate)
             if step.groups:
@@ -148,9 +150,11 @@ class Boxing:
         except SbpError as error:
             fault = error
         what = f"{step.src} -> {step.dst} {step.dtype}{list(step.shape)}"
+        trains = part is not None and part.requires_grad
         self.world.check(
             step.id,
-            f"{step.collective}, {step.total_bytes} bytes, {what}, channel {channel}",
+            f"{step.collective}{' with gradient' * trains}, {step.total_bytes} bytes, {what}, "
+            f"channel {channel}",
             "" if fault is None else str(fault),
         )
         if fault is not None:  # a world of one, where nobody else is asked
@@ -175,6 +179,13 @@ class Boxing:
         if step.src.placement.device_type != step.dst.placement.device_type:
             return part.to(self.world.device_of(step.dst))
         return part
+
+
+def _without_history(part: Tensor | None) -> Tensor | None:
+    """The part as a plain tensor. Inside an autograd function, where no graph grows, it stays."""
+    if part is not None and part.requires_grad and torch.is_grad_enabled():
+        return part.detach()
+    return part
 
 
 def _record(program: Program, channel: str) -> CommRecord:

@@ -1,9 +1,10 @@
 """A conversion that autograd goes through: planned steps, and those of the adjoint back.
 
 A rank outside a placement has an empty part here instead of None, so that it keeps its place in the
-graph and joins the collectives of the backward.
+graph and joins the collectives of the backward. Conversions are differentiable once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.boxing_plan import BoxingStep
+from sbpflow.errors import SbpError
 from sbpflow.layout import Layout
 
 Steps = tuple[BoxingStep, ...]
@@ -28,11 +30,12 @@ class Way:
     channel: str
 
 
-def run_part(boxing: Boxing, steps: Steps, part: Tensor, src: Layout, channel: str) -> Tensor:
+def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor:
     """``boxing.run`` with empty parts in place of None."""
     if not steps:
         return part
-    out = boxing.run(steps, part if boxing.world.rank in src.placement else None, channel)
+    # Empty parts are passed as they are: whether they require grad is compared in checked mode.
+    out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
     return out
@@ -54,7 +57,7 @@ class _Convert(torch.autograd.Function):
         way: Way,
     ) -> Tensor:
         ctx.state = boxing, way
-        return run_part(boxing, way.forward, part, way.src, way.channel)
+        return run_part(boxing, way.forward, part, way.channel)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -62,4 +65,36 @@ class _Convert(torch.autograd.Function):
         gradient: Tensor,
     ) -> tuple[Tensor, None, None]:
         boxing, way = ctx.state
-        return run_part(boxing, way.backward, gradient, way.dst, way.channel), None, None
+
+        def adjoint(gradient: Tensor) -> Tensor:
+            return run_part(boxing, way.backward, gradient, way.channel)
+
+        return once(f"{way.src} -> {way.dst}", adjoint, gradient), None, None
+
+
+def once(what: str, adjoint: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    """``adjoint(gradient)``, through which no second derivative goes: that raises SbpError."""
+    if gradient.requires_grad and torch.is_grad_enabled():  # under create_graph only
+        return _Once.apply(gradient, adjoint, what)  # pyright: ignore[reportReturnType]
+    return adjoint(gradient)
+
+
+class _Once(torch.autograd.Function):
+    """An adjoint inside a graph that create_graph keeps."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        gradient: Tensor,
+        adjoint: Callable[[Tensor], Tensor],
+        what: str,
+    ) -> Tensor:
+        ctx.what = what
+        return adjoint(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:  # noqa: ANN401 -- torch gives it no public type
+        raise SbpError(
+            f"{ctx.what} has a first derivative only; take second ones where nothing is converted, "
+            "on a plain tensor or within one part"
+        )

@@ -23,6 +23,7 @@ from sbpflow.layout import Layout
 from sbpflow.roll_call import await_ranks
 
 HEADER_BYTES = 512
+LENGTH_BYTES = 8  # of a header's end: how long this rank's reason to refuse is, 0 for none
 DEFAULT_TIMEOUT_S = 600.0
 
 # torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
@@ -164,23 +165,33 @@ class World:
         """
         if not self.checked or self.size == 1:
             return
-        gathered = torch.empty(self.size * HEADER_BYTES, dtype=torch.uint8)
-        group = self.group(range(self.size), "check")
-        all_gather_single(gathered, _encode(f"{step_id} ({operation})\n{refused}"), group=group)
-        headers = [_decode(row).split("\n", 1) for row in gathered.view(self.size, HEADER_BYTES)]
-        if len({header[0] for header in headers}) > 1:
-            lines = "; ".join(f"rank {rank} is at {h[0]}" for rank, h in enumerate(headers))
+        reason = refused.encode()
+        step = _cut(f"{step_id} ({operation})".encode(), HEADER_BYTES - LENGTH_BYTES)
+        headers = self._exchange(step + len(reason).to_bytes(LENGTH_BYTES, "little"))
+        steps = [_decode(header[:-LENGTH_BYTES]) for header in headers]
+        if len(set(steps)) > 1:
+            lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(steps))
             raise SbpError(
                 f"ranks take different steps: {lines}. Every rank must call the same conversions "
-                "in the same order, also those outside a placement"
+                "in the same order, and requires_grad_() on the same tensors, also outside a "
+                "placement"
             )
-        reasons = [header[1] if len(header) > 1 else "" for header in headers]
-        if any(reasons):
-            raise SbpError(
-                reasons[0]
-                if len(set(reasons)) == 1
-                else "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
-            )
+        longest = max(int.from_bytes(header[-LENGTH_BYTES:], "little") for header in headers)
+        if not longest:
+            return
+        reasons = [_decode(row) for row in self._exchange(reason.ljust(longest, b"\0"))]
+        raise SbpError(
+            reasons[0]
+            if len(set(reasons)) == 1
+            else "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+        )
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """What each rank passed, all of one length."""
+        gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        all_gather_single(gathered, sent, group=self.group(range(self.size), "check"))
+        return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -260,14 +271,13 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return chosen
 
 
-def _encode(text: str) -> torch.Tensor:
-    raw = text.encode()
-    if len(raw) > HEADER_BYTES:  # cut, but still different where the texts are
-        digest = hashlib.sha256(raw).hexdigest()[:16]
-        raw = raw[: HEADER_BYTES - 20] + f"... {digest}".encode()
-    raw = raw.ljust(HEADER_BYTES, b"\0")
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+def _cut(raw: bytes, length: int) -> bytes:
+    """Exactly ``length`` bytes: cut if need be, but still different where the texts are."""
+    if len(raw) > length:
+        digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
+        raw = raw[: length - len(digest)] + digest
+    return raw.ljust(length, b"\0")
 
 
-def _decode(row: torch.Tensor) -> str:
-    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+def _decode(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

@@ -4,6 +4,7 @@ The face of ``boxing`` for models and people. The gradient of a tensor laid out 
 dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
 """
 
+import math
 from functools import lru_cache
 from typing import Literal
 
@@ -15,12 +16,12 @@ from sbpflow.boxing_plan import plan_boxing
 from sbpflow.boxing_step import check_dtype
 from sbpflow.conversion import Steps, Way, convert, run_part
 from sbpflow.errors import SbpError
-from sbpflow.extremum import convert_extremum
+from sbpflow.extremum import ExtremumWay, convert_extremum
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
+from sbpflow.sbp import Broadcast, NdSbp, Sbp, Split, format_nd_sbp
 
-Where = Layout | NdSbp | str
+Where = Layout | NdSbp | Sbp | str
 
 
 class GlobalTensor:
@@ -56,18 +57,26 @@ class GlobalTensor:
         boxing: Boxing,
         *,
         dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
         replicas: Literal["equal", "first"] = "equal",
     ) -> "GlobalTensor":
         """Declare local parts to be a global tensor of ``shape``.
 
-        ``part`` may be None outside the placement, where ``dtype`` then says what the others hold.
+        ``part`` may be None outside the placement, where ``dtype`` and ``requires_grad`` then say
+        what the others hold: a rank whose empty part requires no grad would not join a backward.
         Along B axes ``replicas="equal"`` trusts the caller and sends nothing; "first" spreads the
         data of the first coordinate over the others. The gradient of ``part`` arrives in the dual
         layout: whole for P, as terms that add up over the ranks for B. ``infer_shape`` finds the
         shape where no rank knows it.
         """
         if part is None:
-            part = torch.empty(0, dtype=dtype, device=boxing.world.device_of(layout))
+            device = boxing.world.device_of(layout)
+            part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
+        elif requires_grad and not part.requires_grad:
+            raise SbpError(
+                f"from_local: requires_grad=True, but the part of rank {boxing.world.rank} does "
+                "not; it speaks for ranks without a part. Use requires_grad_() on the result"
+            )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
         return x if replicas == "equal" else _spread_first(x)
 
@@ -111,7 +120,7 @@ class GlobalTensor:
     def to(
         self,
         where: Where,
-        grad_sbp: NdSbp | str | None = None,
+        grad_sbp: NdSbp | Sbp | str | None = None,
         *,
         id: str = "to",
         channel: str = "main",
@@ -127,14 +136,18 @@ class GlobalTensor:
         if dst == self.layout and grad_sbp is None:
             return self
         check_user(dst, self.shape)
+        promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)
         boxing, shape, dtype = self.boxing, self.shape, self.dtype
         forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
         if not (self.part.requires_grad and torch.is_grad_enabled()):
-            part = run_part(boxing, forward, self.part, self.layout, channel)
+            plain = self.part.detach() if forward and self.part.requires_grad else self.part
+            part = run_part(boxing, forward, plain, channel)
         elif self.layout.has_extremum or dst.has_extremum:
-            part = convert_extremum(self.part, self.layout, dst, shape, boxing, forward, channel)
+            incoming = None if dst.has_extremum else promised or dst.dual()
+            way = ExtremumWay(self.layout, forward, dst, incoming, shape, channel)
+            part = convert_extremum(self.part, boxing, way)
         else:
-            incoming = dst.dual() if grad_sbp is None else _grad_layout(dst, grad_sbp)
+            incoming = promised or dst.dual()
             backward = _plan(incoming, self.layout.dual(), shape, dtype, f"{id}/bwd", boxing)
             part = convert(self.part, boxing, Way(self.layout, forward, dst, backward, channel))
         return GlobalTensor(part, dst, shape, boxing)
@@ -149,9 +162,14 @@ class GlobalTensor:
         whole = self.detach().to(Layout(everyone, (Broadcast(),)), id="full").part
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
-    def item(self) -> float:
-        """The value of a tensor with one element, on every rank of the world."""
-        return float(self.full().item())
+    def item(self) -> int | float:
+        """The value of a tensor with one element, on every rank; an int if it is a whole number."""
+        if math.prod(self.shape) != 1:
+            raise SbpError(
+                f"item() reads one element, not {self!r}; reduce it with ops.reduce_mean or "
+                "ops.reduce_sum, or take all with full()"
+            )
+        return self.full().item()
 
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
         """Propagate from a tensor with one element, or from any with its ``gradient`` given.
@@ -167,14 +185,24 @@ class GlobalTensor:
                     "ops.reduce_mean or ops.reduce_sum, or pass gradient="
                 )
             gradient = ones_like(self)
+        elif gradient.shape != self.shape:
+            raise SbpError(
+                f"backward(): gradient is {gradient!r}, of another shape than {self!r}; it has one "
+                "number per element"
+            )
+        if not self.part.requires_grad:
+            raise SbpError(
+                f"backward(): on rank {self.boxing.world.rank} nothing that {self!r} came from "
+                "requires grad; call requires_grad_() on the GlobalTensor, on every rank, or give "
+                "from_local requires_grad=True where the part is None"
+            )
         seed = gradient.to(self.layout.dual(), id="seed").part.to(self.dtype)
         torch.autograd.backward([self.part], [seed], retain_graph=retain_graph)
 
     def _layout_of(self, where: Where) -> Layout:
         if isinstance(where, Layout):
             return where
-        nd_sbp = parse_nd_sbp(where) if isinstance(where, str) else where
-        return Layout(self.layout.placement, nd_sbp)
+        return Layout(self.layout.placement, where)
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
@@ -212,10 +240,20 @@ def _plan(
     return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend_of(dst))
 
 
-def _grad_layout(dst: Layout, grad_sbp: NdSbp | str) -> Layout:
+def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
     """The layout a consumer promises for the gradient; its parts must have the shape of dst's."""
-    given = parse_nd_sbp(grad_sbp) if isinstance(grad_sbp, str) else grad_sbp
-    layout = Layout(dst.placement, given)
+    layout = Layout(dst.placement, grad_sbp)
+    given = layout.nd_sbp
+    if dst.has_extremum:
+        raise SbpError(
+            f"grad_sbp {format_nd_sbp(given)}: a result laid out {format_nd_sbp(dst.nd_sbp)} has "
+            "its gradient where its terms are, and no choice of it; leave grad_sbp out"
+        )
+    if layout.has_extremum:
+        raise SbpError(
+            f"grad_sbp {format_nd_sbp(given)}: a gradient is a sum of terms, not a max or min; "
+            "along B and P axes it is B, equal on all ranks, or P, terms that add up"
+        )
     for mine, theirs in zip(dst.nd_sbp, given, strict=True):
         splits = isinstance(mine, Split) or isinstance(theirs, Split)
         if splits and mine != theirs:

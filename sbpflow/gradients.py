@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Pending
 from sbpflow.boxing_plan import BoxingStep, plan_boxing
+from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor, part_shape
 from sbpflow.layout import Layout
 from sbpflow.sbp import Broadcast, Partial, Split
@@ -69,7 +70,8 @@ class GradientSync:
     """Built once for a list of parameters; ``run`` after each backward, before the optimizer.
 
     ``steps`` is what runs, for ``explain``. After ``run``, ``part.grad`` of each parameter is laid
-    out as the parameter; clear it before the next backward.
+    out as the parameter; clear it before the next backward. Raises SbpError for what has no
+    gradient of its own: results of ops, frozen or integer tensors, one tensor given twice.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class GradientSync:
         id: str = "dense",
         channel: str = "dense",
     ) -> None:
+        _check_leaves(parameters)
         self.channel = channel
         self._buckets = [
             _Bucket(
@@ -128,6 +131,25 @@ class PendingSync:
 def sync_gradients(parameters: Sequence[GlobalTensor], *, id: str = "dense") -> None:
     """``GradientSync(parameters).run()``, for scripts that call it once."""
     GradientSync(parameters, id=id).run()
+
+
+def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
+    seen: dict[int, int] = {}
+    for index, parameter in enumerate(parameters):
+        part = parameter.part
+        why = ""
+        if not part.requires_grad:
+            why = "requires no grad; leave it out, or call requires_grad_() on it, on every rank"
+        elif not part.is_leaf:
+            why = (
+                "is not a leaf: its gradient went on to what it was computed from; pass the "
+                "tensors that requires_grad_() was called on"
+            )
+        elif id(part) in seen:
+            why = f"is parameter {seen[id(part)]} again, and would count twice; pass each once"
+        if why:
+            raise SbpError(f"gradients: parameter {index}, {parameter!r}, {why}")
+        seen[id(part)] = index
 
 
 def _fill_buckets(parameters: Sequence[LaidT], bucket_bytes: int) -> list[list[LaidT]]:

@@ -66,14 +66,16 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """``layout`` with every split cut as torch.chunk cuts; unchanged where that is balanced."""
+    """``layout`` with every split cut as torch.chunk cuts; without sizes where that is balanced."""
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
+            # Sizes with empty parts stay explicit: a balanced split of a user may have none.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
+            even = even and (all(sizes) or not any(sizes))
             nested = any(
                 isinstance(s, Split) and s.dim == sbp.dim for s in layout.nd_sbp[axis + 1 :]
             )

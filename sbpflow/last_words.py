@@ -149,6 +149,7 @@ def _lost(silent: list[int]) -> str:
 
 
 def name_ranks(ranks: list[int]) -> str:
+    """``ranks`` in words, such as "ranks 1 and 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 

@@ -8,12 +8,21 @@ from functools import cached_property
 
 from sbpflow.errors import SbpError
 from sbpflow.placement import Placement
-from sbpflow.sbp import NdSbp, Partial, Sbp, Split, balanced_sizes, dual, format_nd_sbp
+from sbpflow.sbp import (
+    NdSbp,
+    Partial,
+    Sbp,
+    Split,
+    as_nd_sbp,
+    balanced_sizes,
+    dual,
+    format_nd_sbp,
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Layout:
-    """``nd_sbp`` has one entry per axis of ``placement``.
+    """``nd_sbp`` has one entry per axis of ``placement``; it may be given as text, "(S(0), B)".
 
     Axes that split the same dim apply one after the other: axis 0 splits the dim, axis 1 splits
     the piece axis 0 left.
@@ -22,7 +31,9 @@ class Layout:
     placement: Placement
     nd_sbp: NdSbp
 
-    def __post_init__(self) -> None:
+    def __init__(self, placement: Placement, nd_sbp: NdSbp | Sbp | str) -> None:
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "nd_sbp", as_nd_sbp(nd_sbp))
         if len(self.nd_sbp) != self.placement.ndim:
             raise SbpError(
                 f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, "
@@ -98,7 +109,7 @@ class Layout:
             here = lengths[sbp.dim]
             if sbp.sizes is not None:
                 for length in here:
-                    split_sizes(sbp, length, parts)
+                    split_sizes(sbp, length, parts)  # on all ranks alike, also those outside
                 lengths[sbp.dim] = set(sbp.sizes)
                 continue
             if short := [length for length in here if 0 < length < parts]:

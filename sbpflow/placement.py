@@ -9,11 +9,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 from sbpflow.errors import SbpError
+from sbpflow.sbp import whole
 
-NestedRanks = int | Sequence["NestedRanks"]
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+class RankArray(Protocol):
+    """Ranks as an array of numpy or torch has them."""
+
+    def tolist(self) -> Any:  # noqa: ANN401 -- nested lists of any depth
+        """The ranks as nested lists."""
+        ...
+
+
+NestedRanks = int | Sequence["NestedRanks"] | RankArray
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,10 @@ class Placement:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if self.device_type not in DEVICE_TYPES:
+            raise SbpError(
+                f"device type {self.device_type!r} is not known; use {' or '.join(DEVICE_TYPES)}"
+            )
         if not self.ranks:
             raise SbpError("a placement needs at least one rank")
         if math.prod(self.shape) != len(self.ranks):
@@ -36,9 +52,13 @@ class Placement:
 
     @staticmethod
     def of(device_type: str, ranks: NestedRanks) -> "Placement":
-        """Build from a nested list: ``[0, 1]`` is a line, ``[[0, 1], [2, 3]]`` a 2 x 2 grid."""
-        if isinstance(ranks, int):
-            return Placement(device_type, (ranks,), (1,))
+        """Build from a nested list: ``[0, 1]`` is a line, ``[[0, 1], [2, 3]]`` a 2 x 2 grid.
+
+        An array of numpy or torch will do, and so will one rank.
+        """
+        single = whole(_plain(ranks))
+        if single is not None:
+            return Placement(device_type, (single,), (1,))
         flat: list[int] = []
         shape: list[int] = []
         _flatten(ranks, 0, flat, shape)
@@ -113,8 +133,17 @@ def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
     return [_nest(ranks[n * row : (n + 1) * row], shape[1:]) for n in range(shape[0])]
 
 
-def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: list[int]) -> None:
+def _plain(ranks: NestedRanks) -> Any:  # noqa: ANN401 -- whatever was given, checked after
+    """An array as nested lists, anything else as it is."""
+    to_list = getattr(ranks, "tolist", None)
+    return ranks if to_list is None else to_list()
+
+
+def _flatten(given: NestedRanks, depth: int, flat: list[int], shape: list[int]) -> None:
     """Append all ranks to ``flat`` in order, and to ``shape`` the length of each new depth."""
+    ranks = _plain(given)
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str):
+        raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")
     if depth == len(shape):
         if flat:
             raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
@@ -123,10 +152,11 @@ def _flatten(ranks: Sequence[NestedRanks], depth: int, flat: list[int], shape: l
         raise SbpError(
             f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries"
         )
-    for entry in ranks:
-        if isinstance(entry, int):
+    for entry in map(_plain, ranks):
+        rank = whole(entry)
+        if rank is not None:
             if depth + 1 < len(shape):
                 raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
-            flat.append(entry)
+            flat.append(rank)
         else:
             _flatten(entry, depth + 1, flat, shape)

@@ -4,9 +4,11 @@ Values only: no ranks, no devices, no communication. Vocabulary and the balanced
 (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
 """
 
+import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from sbpflow.errors import SbpError
 
@@ -17,18 +19,28 @@ Reduction = Literal["sum", "max", "min"]
 class Split:
     """Each coordinate holds a consecutive piece of ``dim``.
 
-    ``sizes`` gives the pieces, one per coordinate (zero allowed); ``None`` means balanced: the
-    first ``n % parts`` pieces get one element more.
+    ``sizes`` gives the pieces, one per coordinate (zero allowed; a list will do); ``None`` means
+    balanced: the first ``n % parts`` pieces get one element more.
     """
 
     dim: int
     sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.dim < 0:
+        dim = whole(self.dim)
+        if dim is None or dim < 0:
             raise SbpError(f"S({self.dim}): the dim must be 0 or more; count from the front")
-        if self.sizes is not None and any(size < 0 for size in self.sizes):
-            raise SbpError(f"S({self.dim}): sizes {self.sizes} must be 0 or more")
+        object.__setattr__(self, "dim", dim)
+        if self.sizes is None:
+            return
+        given: Any = self.sizes
+        sizes = [whole(s) for s in given] if isinstance(given, Iterable) else [None]
+        if any(size is None or size < 0 for size in sizes):
+            raise SbpError(
+                f"S({dim}): sizes {given} must be whole numbers of 0 or more, one per coordinate, "
+                "such as (3, 5)"
+            )
+        object.__setattr__(self, "sizes", tuple(sizes))
 
     def __str__(self) -> str:
         """``S(0)``, with its sizes if it has any: ``S(0)[3, 5]``."""
@@ -48,6 +60,10 @@ class Partial:
     """Every coordinate holds a term of the full shape; the value is their sum (or max, or min)."""
 
     op: Reduction = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Reduction):
+            raise SbpError(f"P({self.op}): a reduction is one of {', '.join(get_args(Reduction))}")
 
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f"P({self.op})"
@@ -101,6 +117,28 @@ def parse_nd_sbp(text: str) -> NdSbp:
     if len(entries) > 1 and not entries[-1].strip():
         entries.pop()  # "(S(0),)" as Python writes it
     return tuple(parse_sbp(entry) for entry in entries)
+
+
+def as_nd_sbp(given: NdSbp | Sbp | str) -> NdSbp:
+    """One sbp per placement axis from what people write: a tuple of them, one, or their text."""
+    if isinstance(given, str):
+        return parse_nd_sbp(given)
+    if isinstance(given, Split | Broadcast | Partial):
+        return (given,)
+    entries: Any = given
+    if isinstance(entries, Iterable):
+        read: list[Any] = [parse_sbp(e) if isinstance(e, str) else e for e in entries]
+        if all(isinstance(entry, Split | Broadcast | Partial) for entry in read):
+            return tuple(read)
+    raise SbpError(f"{entries!r} is not a layout; {_FORMS}, one per axis: (S(0), B)")
+
+
+def whole(value: object) -> int | None:
+    """The value as an int if it is a whole number of any kind, numpy's included; else None."""
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType] -- that is the question
+    except TypeError:
+        return None
 
 
 def format_nd_sbp(nd_sbp: NdSbp) -> str:

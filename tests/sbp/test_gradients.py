@@ -7,6 +7,9 @@ import torch
 
 from sbpflow import ops
 from sbpflow.boxing import Boxing
+from sbpflow.boxing_dry import DryBoxing
+from sbpflow.boxing_plan import plan_boxing
+from sbpflow.errors import SbpError
 from sbpflow.global_tensor import GlobalTensor
 from sbpflow.gradients import GradientSync, sync_gradients
 from sbpflow.layout import Layout
@@ -14,6 +17,7 @@ from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from tests import oracle
 from tests.meter import Meter
+from tests.ranks import RanksFailed
 from tests.sbp.conversions import (
     check_conversion,
     check_parts,
@@ -130,14 +134,41 @@ def test_grad_sbp_on_a_grid(ranks):
     ranks(4, _overrides_on_grid)
 
 
-def test_grad_sbp_must_have_the_shape_of_the_result(ranks):
-    with pytest.raises(AssertionError, match=r"grad_sbp S\(1\) does not fit a result"):
-        ranks(2, _bad_override)
+@pytest.mark.parametrize(
+    ("src", "dst", "grad_sbp", "message"),
+    [
+        ("B", "S(0)", "S(1)", r"grad_sbp S\(1\) does not fit a result"),
+        ("B", "B", "P(max)", r"grad_sbp P\(max\): a gradient is a sum of terms, .* it is B,"),
+        ("S(0)", "B", "P(min)", r"grad_sbp P\(min\): a gradient is a sum of terms"),
+        ("B", "P(max)", "B", r"laid out P\(max\) has its gradient where .*leave grad_sbp out"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_gradient_that_cannot_lie_so(src, dst, grad_sbp, message, trains):
+    """Refused on every rank, also where nothing requires a gradient."""
+    layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
+    part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
+    x = GlobalTensor(part, layout, (4, 4), DryBoxing(2))
+    with pytest.raises(SbpError, match=message):
+        x.to(dst, grad_sbp=grad_sbp)
 
 
-def _bad_override(world):
-    x = _leaf(world, Boxing(world), whole_numbers((4, 4), torch.float64), _line(world, B))
-    x.to("S(0)", grad_sbp="S(1)")
+def _second_derivative(world, src, dst):
+    boxing = Boxing(world)
+    layout = _line(world, *parse_nd_sbp(src))
+    x = GlobalTensor.from_full(torch.tensor([1.0, 2, 3, 4]), layout, boxing).requires_grad_()
+    y = x.to(dst).part
+    (gradient,) = torch.autograd.grad((y**3).sum(), x.part, create_graph=True)
+    with pytest.raises(SbpError, match=r"@\[0, 1\] has a first derivative only; take second"):
+        torch.autograd.grad((gradient * x.part).sum(), x.part)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [("S(0)", "B"), ("B", "S(0)"), ("P(max)", "B"), ("S(0)", "P(max)")]
+)
+def test_a_second_derivative_is_refused(ranks, src, dst):
+    """Also where another term has one; the first is there, under create_graph as without."""
+    ranks(2, _second_derivative, src, dst)
 
 
 def _round_trip(world, nd_sbp):
@@ -197,6 +228,73 @@ def test_ranks_outside_a_placement_join_the_backward(ranks, stops):
     full = whole_numbers((6, 4), torch.float64)
     values = ranks(4, _through_other_ranks, stops)
     assert values == [(full @ full[:4]).sum().item()] * 4
+
+
+def _starts_outside(world, outside):
+    """A leaf of ranks 0 and 1 whose gradient comes from all three; None on rank 2."""
+    boxing = Boxing(world)
+    layout = Layout(Placement.of("cpu", [0, 1]), S0)
+    inside = world.rank < 2
+    part = torch.full((3,), float(world.rank), requires_grad=True) if inside else None
+    x = GlobalTensor.from_local(part, layout, (6,), boxing, **({} if inside else outside))
+    y = x.to(Layout(Placement.line("cpu", 3), S0))
+    ops.reduce_sum(ops.relu(y)).backward()
+    return x.part.grad.tolist()
+
+
+def test_a_rank_without_a_part_says_that_the_others_require_grad(ranks):
+    values = ranks(3, _starts_outside, {"requires_grad": True})
+    assert values == [[0.0] * 3, [1.0] * 3, []]
+
+
+def test_ranks_that_differ_in_what_requires_grad_are_named(ranks):
+    """Every rank raises at the conversion; without the checked mode the others would wait."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, _starts_outside, {})
+    assert len(caught.value.errors) == 3
+    for error in caught.value.errors.values():
+        assert "rank 1 is at to/fwd (all_to_all with gradient, " in error
+        assert "rank 2 is at to/fwd (all_to_all, " in error
+        assert "and requires_grad_() on the same tensors, also outside a placement" in error
+
+
+def _outside_unchecked(world):
+    """Without the checked mode rank 2 says what to do; the others are not kept waiting here."""
+    world.checked = False
+    try:
+        if world.rank == 2:
+            x = GlobalTensor.from_local(
+                None, Layout(Placement.of("cpu", [0]), B), (), Boxing(world)
+            )
+            with pytest.raises(
+                SbpError, match=r"on rank 2 nothing that .* requires_grad=True where"
+            ):
+                ops.relu(x).backward(x)
+    finally:
+        world.checked = True
+
+
+def test_a_backward_that_starts_nowhere_says_so(ranks):
+    ranks(3, _outside_unchecked)
+
+
+def _plain(world, side):
+    boxing = Boxing(world)
+    for a, b in itertools.product(["S(0)", "S(1)", "B", "P"], repeat=2):
+        src, dst = _line(world, *parse_nd_sbp(a)), _line(world, *parse_nd_sbp(b))
+        steps = plan_boxing(src, dst, (side, side), torch.float32, id="x", backend="gloo")
+        for run in (boxing.run, lambda *given: boxing.start(*given).wait()):
+            part = torch.ones(src.part_shape((side, side), world.rank), requires_grad=True)
+            out = run(steps, part)
+            assert not out.requires_grad, f"{a} -> {b}"
+            assert out.grad_fn is None, f"{a} -> {b}"
+            assert part.requires_grad, f"{a} -> {b}"
+
+
+@pytest.mark.parametrize("side", [4, 1200])
+def test_boxing_has_no_autograd(ranks, side):
+    """What is cut out of a part that requires grad is as plain as what was sent."""
+    ranks(2, _plain, side)
 
 
 def _sync(world, grid, specs, bucket_bytes):

@@ -79,6 +79,27 @@ def test_chunks_come_in_with_explicit_sizes(ranks):
     ranks(4, _from_theirs)
 
 
+def _short(world):
+    """Dims of fewer rows than ranks, which DTensor allows: in, out again, and ours out."""
+    boxing = Boxing(world)
+    line = Placement.line("cpu", 4)
+    mesh = to_mesh(line)
+    for count in range(8):
+        full = whole_numbers((count, 3), torch.float64)
+        theirs = distribute_tensor(full, mesh, [Shard(0)])
+        ours = from_dtensor(theirs, boxing)
+        check_parts(world, ours.part, ours.layout, full, f"{count} rows of a DTensor")
+        back = to_dtensor(ours, mesh)
+        assert torch.equal(back.to_local(), theirs.to_local())
+        assert torch.equal(back.full_tensor(), full)
+        mine = GlobalTensor.from_full(full, Layout(line, Split(0, (0, count, 0, 0))), boxing)
+        assert torch.equal(to_dtensor(mine, mesh).full_tensor(), full)
+
+
+def test_fewer_rows_than_ranks(ranks):
+    ranks(4, _short)
+
+
 def _agree(world, shape):
     """redistribute of DTensor and ``to`` give equal parts for shapes that divide evenly."""
     boxing = Boxing(world)

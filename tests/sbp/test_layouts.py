@@ -1,15 +1,20 @@
 """The values: parsing, printing, splits, placements, parts. No rank runs."""
 
 import itertools
+import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbpflow.boxing_dry import DryBoxing
 from sbpflow.boxing_moves import find_moves
 from sbpflow.errors import SbpError
 from sbpflow.global_shape import full_shape
+from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import (
@@ -119,6 +124,48 @@ def test_layouts_print_all_that_makes_them_differ():
     assert str(line_layout("cpu", 2, Split(1, (3, 5)))) == "S(1)[3, 5]@[0, 1]"
 
 
+@pytest.mark.parametrize(
+    ("written", "nd_sbp"),
+    [
+        ("B", (B,)),
+        ("P", (P,)),
+        ("P(max)", (Partial("max"),)),
+        ("S(0)[3, 2]", (Split(0, (3, 2)),)),
+        (S0, (S0,)),
+        ([B], (B,)),
+        (("S(1)",), (S1,)),
+    ],
+    ids=repr,
+)
+def test_a_layout_may_be_written(written, nd_sbp):
+    """Text, one sbp or a list: equal to the tuple, of the same hash, and read by everyone alike."""
+    line = Placement.line("cpu", 2)
+    layout = Layout(line, written)
+    assert layout == Layout(line, nd_sbp)
+    assert hash(layout) == hash(Layout(line, nd_sbp))
+    assert layout.nd_sbp == nd_sbp
+    whole = Layout(line, (B,))
+    x = GlobalTensor(torch.empty(5, 4, device="meta"), whole, (5, 4), DryBoxing(2))
+    assert x.to(written).layout == layout
+
+
+def test_text_has_an_entry_per_axis():
+    grid = Placement.of("cpu", [[0, 1], [2, 3]])
+    assert Layout(grid, "(S(0)[1, 2], B)") == Layout(grid, (Split(0, (1, 2)), B))
+    assert replace(Layout(grid, "(S(0), B)"), nd_sbp="(B, P)") == Layout(grid, (B, P))
+
+
+def test_numbers_may_come_from_arrays():
+    assert Split(np.int64(1), [np.int64(3), 2]) == Split(1, (3, 2))
+    assert hash(Split(0, [3, 2])) == hash(Split(0, (3, 2)))
+    for ranks in (np.arange(4).reshape(2, 2), torch.arange(4).view(2, 2), [np.arange(2), [2, 3]]):
+        assert Placement.of("cpu", ranks) == Placement.of("cpu", [[0, 1], [2, 3]])
+    assert Placement.of("cpu", [np.int64(2)]).ranks == (2,)
+    assert Placement.of("cpu", np.int64(2)) == Placement.of("cpu", 2)
+    assert Placement.of("cpu", torch.ones(1, 1).int()).shape == (1, 1)
+    assert json.dumps(Placement.of("cpu", [np.int64(2)]).nested()) == "[2]"
+
+
 def test_dual():
     assert [dual(s) for s in (S0, B, P)] == [S0, P, B]
     assert Layout(Placement.of("cpu", [[0, 1]]), (B, S1)).dual().nd_sbp == (P, S1)
@@ -189,7 +236,19 @@ def test_placement_groups():
         (lambda: Placement.of("cpu", [-1]), "must be 0 or more"),
         (lambda: Placement("cpu", (0, 1, 2), (2, 2)), "do not fill a grid"),
         (lambda: Split(-1), "count from the front"),
-        (lambda: Split(0, (2, -1)), "must be 0 or more"),
+        (lambda: Split(0, (2, -1)), r"sizes \(2, -1\) must be whole numbers of 0 or more"),
+        (lambda: Split(0, [2.0, 1]), r"sizes \[2.0, 1\] must be whole numbers"),
+        (lambda: Split(0, 3), r"sizes 3 must be whole numbers .* such as \(3, 5\)"),
+        (lambda: Split("0"), "the dim must be 0 or more"),
+        (lambda: Partial("mean"), r"P\(mean\): a reduction is one of sum, max, min"),
+        (lambda: Placement("gpu", (0,), (1,)), "device type 'gpu' is not known; use cpu or cuda"),
+        (lambda: Placement.of("cpu", "01"), r"ranks '01' are not whole numbers; write \[0, 1\]"),
+        (lambda: Placement.of("cpu", [0, 1.5]), "ranks 1.5 are not whole numbers"),
+        (lambda: Placement.of("cpu", np.ones(2)), "ranks 1.0 are not whole numbers"),
+        (lambda: Layout(Placement.line("cpu", 2), "SP"), "'SP' is not a layout; write"),
+        (lambda: Layout(Placement.line("cpu", 2), "(B, B)"), "2 entries, the placement has 1 axes"),
+        (lambda: Layout(Placement.line("cpu", 2), (0,)), r"\(0,\) is not a layout; write S\(0\)"),
+        (lambda: Layout(Placement.line("cpu", 2), None), "None is not a layout; write"),
         (lambda: line_layout("cpu", 3, Split(0, (1, 2))), "needs 3 of them"),
         (lambda: Layout(Placement.line("cpu", 2), (S0, B)), "2 entries, the placement has 1 axes"),
         (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes reductions"),
@@ -212,6 +271,7 @@ def test_impossible_values_say_why(make, message):
         ((Split(2),), (4, 4), r"splits dim 2, but the shape \[4, 4\] has only 2 dims; use S\(0\)"),
         ((S1,), (8,), r"has only 1 dim; use S\(0\), B or P"),
         ((S0,), (), "splits a tensor without dims; use B or P"),
+        ((Split(0, (1, 2, 0, 1)),), (5,), r"S\(0\)\[1, 2, 0, 1\] has sizes summing to 4; .* has 5"),
     ],
 )
 def test_a_user_tensor_must_fill_its_ranks(nd_sbp, shape, message):

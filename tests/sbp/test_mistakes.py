@@ -18,6 +18,7 @@ from sbpflow.boxing_plan import plan_boxing
 from sbpflow.errors import SbpError
 from sbpflow.global_shape import infer_shape
 from sbpflow.global_tensor import GlobalTensor
+from sbpflow.gradients import GradientSync
 from sbpflow.layout import Layout, line_layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
@@ -130,66 +131,97 @@ def test_shapes_and_dims(call, text):
         call()
 
 
-PLAIN = torch.ones(5, 7)
-LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
+def trained(*shape):
+    return dry(*shape).requires_grad_()
+
+
+SAME = trained(3)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (
+            [trained(2), ops.relu(trained(4))],
+            "gradients: parameter 1, GlobalTensor(float32[4] B@[0, 1]), is not a leaf: its "
+            "gradient went on to what it was computed from; pass the tensors",
+        ),
+        (
+            [SAME, trained(2), SAME],
+            "gradients: parameter 2, GlobalTensor(float32[3] B@[0, 1]), is parameter 0 again, and "
+            "would count twice; pass each once",
+        ),
+        (
+            [dry(4)],
+            "gradients: parameter 0, GlobalTensor(float32[4] B@[0, 1]), requires no grad; leave it "
+            "out, or call requires_grad_() on it, on every rank",
+        ),
+        (
+            [trained(2), dry(4, dtype=torch.int64)],
+            "gradients: parameter 1, GlobalTensor(int64[4] B@[0, 1]), requires no grad; leave it",
+        ),
+        (
+            [trained(2), dry(4, sbp="S(0)")],
+            "gradients: parameter 1, GlobalTensor(float32[4] S(0)@[0, 1]), requires no grad;",
+        ),
+    ],
+    ids=["result", "twice", "frozen", "integer", "frozen split"],
+)
+def test_what_has_no_gradient_of_its_own_is_not_synced(parameters, text):
+    for bucket_bytes in (8, 1 << 20):
+        with pytest.raises(SbpError, match=re.escape(text)):
+            GradientSync(parameters, bucket_bytes=bucket_bytes)
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         wrong(
-            "add: operand 1 is the number 1.0, not a GlobalTensor; ops.scale(x, 1.0) multiplies by "
-            "it; else make it a tensor: GlobalTensor.from_full(torch.tensor(1.0), layout, boxing)",
-            lambda: ops.add(dry(5, 7), 1.0),
+            "item() reads one element, not GlobalTensor(float32[5, 2] B@[0, 1]); reduce it",
+            lambda: dry(5, 2).item(),
         ),
-        wrong("mul: operand 0 is the number 2, not", lambda: ops.mul(2, dry(5))),
         wrong(
-            f"relu: operand 0 is a plain tensor of shape [5, 7], not a GlobalTensor; {LAY_OUT}",
-            lambda: ops.relu(PLAIN),
+            "item() reads one element, not GlobalTensor(float32[0] B@[0, 1])",
+            lambda: dry(0).item(),
         ),
-        wrong("relu: operand 0 is None, not a GlobalTensor; give one", lambda: ops.relu(None)),
-        wrong("cast: operand 0 is a plain", lambda: ops.cast(PLAIN, torch.float64)),
-        wrong("scale: operand 0 is a plain", lambda: ops.scale(PLAIN, 2)),
-        wrong("ops.mul multiplies tensors", lambda: ops.scale(dry(5, 7), dry(5, 7))),
-        wrong("dropout: operand 0 is a plain", lambda: ops.dropout(PLAIN, 0.5, 0)),
-        wrong("matmul: the second operand is a plain", lambda: ops.matmul(dry(5, 7), PLAIN)),
-        wrong("linear: weight is a plain", lambda: ops.linear(dry(5, 7), PLAIN)),
-        wrong("linear: operand 2 is a plain", lambda: ops.linear(dry(5, 7), dry(5, 7), PLAIN)),
-        wrong("bias_add: operand 1 is a plain", lambda: ops.bias_add(dry(5, 7), PLAIN)),
-        wrong("gather: operand 1 is a list", lambda: ops.gather(dry(5, 7), [0, 1])),
-        wrong("bce_with_logits: operand 1", lambda: ops.bce_with_logits(dry(5, 7), PLAIN)),
-        wrong("reshape: operand 0 is a plain", lambda: ops.reshape(PLAIN, (7, 5))),
-        wrong("flatten: operand 0 is a plain", lambda: ops.flatten(PLAIN)),
-        wrong("reduce_sum: operand 0 is a plain", lambda: ops.reduce_sum(PLAIN)),
-        wrong("reduce_max: operand 0 is a plain", lambda: ops.reduce_max(PLAIN, 0)),
-        wrong("reduce_mean: operand 0 is a plain", lambda: ops.reduce_mean(PLAIN)),
         wrong(
-            "concat: it takes a list of tensors, not GlobalTensor(float32[5, 7] B@[0, 1]): "
-            "concat([a, b], dim)",
-            lambda: ops.concat(dry(5, 7), 0),
+            "backward(): gradient is GlobalTensor(float32[5] B@[0, 1]), of another shape than "
+            "GlobalTensor(float32[3] B@[0, 1])",
+            lambda: trained(3).backward(dry(5)),
         ),
-        wrong("concat: operand 1 is a plain", lambda: ops.concat([dry(5, 7), PLAIN], 0)),
+        wrong("of another shape than", lambda: trained(3).backward(dry(1))),
         wrong(
-            "concat: dim None must be a whole number, such as 0 or -1",
-            lambda: ops.concat([dry(5, 7)], None),
+            "backward(): on rank 0 nothing that GlobalTensor(float32[] B@[0, 1]) came from",
+            lambda: dry().backward(),
         ),
-        wrong("reduce_sum: dims 0.5 must be", lambda: ops.reduce_sum(dry(5, 7), 0.5)),
-        wrong("reduce_max: dims ['a'] must be", lambda: ops.reduce_max(dry(5, 7), ["a"])),
-        wrong("reshape: shape (5, 7.0) must be", lambda: ops.reshape(dry(5, 7), (5, 7.0))),
-        wrong("flatten: dim (0, 1) must be a whole number", lambda: ops.flatten(dry(5, 7), (0, 1))),
+        wrong(
+            "from_local: requires_grad=True, but the part of rank 0 does not; it speaks for ranks "
+            "without a part. Use requires_grad_() on the result",
+            lambda: GlobalTensor.from_local(
+                torch.empty(2, device="meta"),
+                line_layout("cpu", 2, Broadcast()),
+                (2,),
+                DryBoxing(2),
+                requires_grad=True,
+            ),
+        ),
     ],
 )
-def test_what_is_no_global_tensor_or_no_dim(call, text):
+def test_one_element_and_shapes_of_gradients(call, text):
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
 
 
-def test_one_whole_number_is_one_dim():
-    x = dry(4, 6, sbp="S(0)")
-    assert ops.reduce_sum(x, 1).shape == (4,)
-    assert ops.reduce_max(x, -1, keepdim=True).shape == (4, 1)
-    assert ops.reduce_mean(x, 0).shape == (6,)
-    assert ops.reshape(x, -1).shape == (24,)
+def _items(world):
+    values = [torch.tensor([[2**53 + 1]]), torch.tensor(2.5), torch.tensor([True])]
+    layout = line_layout("cpu", world.size, Broadcast())
+    return [GlobalTensor.from_full(value, layout, Boxing(world)).item() for value in values]
+
+
+def test_an_item_is_of_the_kind_of_its_tensor(ranks):
+    for values in ranks(2, _items):
+        assert values == [2**53 + 1, 2.5, True]
+        assert [type(value) for value in values] == [int, float, bool]
 
 
 F64, I64 = torch.float64, torch.int64
@@ -424,6 +456,21 @@ def _too_deep(world):
 
 def _no_such_rank(world):
     infer_shape(torch.zeros(2), Layout(Placement.of("cpu", [0, 7]), (Split(0),)), Boxing(world))
+
+
+def _sizes_do_not_add_up(world):
+    layout = Layout(Placement.of("cpu", [0, 1]), "S(0)[3, 3]")
+    part = torch.ones(3) if world.rank in layout.placement else None
+    GlobalTensor.from_local(part, layout, (5,), Boxing(world))
+
+
+def test_sizes_are_checked_on_every_rank(ranks):
+    """Also on rank 2, which has no part: it would wait for the others in what comes next."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, _sizes_do_not_add_up)
+    assert len(caught.value.errors) == 3
+    text = "S(0)[3, 3] has sizes summing to 6; the dim has 5"
+    assert all(text in error for error in caught.value.errors.values())
 
 
 @pytest.mark.parametrize(

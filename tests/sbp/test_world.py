@@ -198,6 +198,42 @@ def test_a_part_that_does_not_fit_is_refused(ranks, kind, message):
         ranks(2, _bad_part, kind)
 
 
+LONG_ID = "tower." * 40 + "weight/fwd"
+
+
+def _one_refuses(world):
+    Boxing(world).run(
+        _steps(4, S0, B, (8, 4), LONG_ID), torch.zeros(3 if world.rank == 1 else 2, 4)
+    )
+
+
+def _one_refuses_many_sizes(world):
+    """What 16 ranks with explicit sizes would compare, on two."""
+    sizes = tuple(100_000 + n for n in range(16))
+    src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)
+    step = f"all_to_all, 123 bytes, {src} -> {dst} torch.float32[{sum(sizes)}, 64], channel main"
+    world.check(LONG_ID, step, f"{src} has no part of {'3 x ' * 300}end" if world.rank else "")
+
+
+@pytest.mark.parametrize(
+    ("size", "fn", "reason"),
+    [
+        (4, _one_refuses, "rank 1: TOWERS: rank 1 passed torch.float32[3, 4]; under S(0)@[0, 1, 2, "
+         "3] its part of [8, 4] is torch.float32[2, 4]"),
+        (2, _one_refuses_many_sizes, "rank 1: S(0)[100000, 100001, "),
+        (2, _one_refuses_many_sizes, "3 x " * 300 + "end"),
+    ],
+)  # fmt: skip
+def test_a_reason_is_never_cut(ranks, size, fn, reason):
+    """However long the step is called, and however much there is to say."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks(size, fn)
+    assert len(caught.value.errors) == size
+    for error in caught.value.errors.values():
+        assert reason.replace("TOWERS", LONG_ID) in error
+        assert "take different steps" not in error
+
+
 def _inferred(world, lengths):
     boxing = Boxing(world)
     layout = Layout(Placement.of("cpu", [0, 2]), (S0,))

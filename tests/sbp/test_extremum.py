@@ -1,0 +1,135 @@
+"""Gradients through P(max) and P(min) on grids and for promised gradients, held against torch."""
+
+import itertools
+
+import pytest
+import torch
+
+from sbpflow import ops
+from sbpflow.boxing import Boxing
+from sbpflow.global_tensor import GlobalTensor
+from sbpflow.layout import Layout
+from sbpflow.placement import Placement
+from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from tests import oracle
+from tests.sbp.conversions import check_parts, sum_over_ranks
+
+B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
+GRIDS = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2, 3]], [[1], [2], [0]]]
+
+
+def _distinct(shape):
+    """Whole numbers, all different, in no order."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 7 % 37).view(shape).double()
+
+
+def _destinations(grid):
+    """All layouts of one dim on the grid, and some elsewhere."""
+    for nd_sbp in itertools.product([S0, B, P], repeat=grid.ndim):
+        yield Layout(grid, nd_sbp)
+    for line in ([2, 0], [1]):
+        for sbp in (S0, B, P):
+            yield Layout(Placement.of("cpu", line), (sbp,))
+
+
+def _reduced(world, ranks):
+    boxing = Boxing(world)
+    grid = Placement.of("cpu", ranks)
+    full = _distinct((4, 8))
+    for dim, nd_sbp in itertools.product((0, 1), itertools.product([S0, S1, B], repeat=2)):
+        plain = full.clone().requires_grad_()
+        best = plain.amax(dim)
+        weights = torch.arange(1.0, 1 + len(best), dtype=torch.float64)
+        (best * weights).sum().backward()
+        for dst in _destinations(grid):
+            x = GlobalTensor.from_full(full, Layout(grid, nd_sbp), boxing).requires_grad_()
+            y = ops.reduce_max(x, [dim])
+            what = f"max over {dim} of {x.layout}, {y.layout} -> {dst}"
+            y = y.to(dst)
+            everywhere = Layout(dst.placement, (B,) * dst.placement.ndim)
+            factor = GlobalTensor.from_full(weights, everywhere, boxing)
+            ops.reduce_sum(ops.mul(y, factor)).backward()
+            check_parts(world, x.part.grad, x.layout.dual(), plain.grad, f"gradient of {what}")
+
+
+@pytest.mark.parametrize("ranks_of", [GRIDS[0], GRIDS[3]], ids=str)
+def test_a_maximum_counts_once_on_every_grid(ranks, ranks_of):
+    """Copies along B axes are one value: together they have the gradient of one process."""
+    ranks(4, _reduced, ranks_of)
+
+
+def _terms(world, ranks, op):
+    """Leaves that are P(max) already: terms with ties, of which the first takes all."""
+    boxing = Boxing(world)
+    grid = Placement.of("cpu", ranks)
+    extremum = Partial(op)
+    best_of = torch.amax if op == "max" else torch.amin
+    for nd_sbp in itertools.product([S0, B, extremum], repeat=2):
+        layout = Layout(grid, nd_sbp)
+        if not layout.has_extremum:
+            continue
+        count = [n if s == extremum else 1 for s, n in zip(nd_sbp, grid.shape, strict=True)]
+        terms = (torch.arange(8 * count[0] * count[1]) * 5 % 3).view(*count, 8).double()
+        best = best_of(terms, (0, 1))
+        first = (terms == best).reshape(-1, 8).int().argmax(0)
+        weights = torch.arange(1.0, 9, dtype=torch.float64)
+        for dst in _destinations(grid):
+            part = torch.zeros(0, dtype=torch.float64)
+            if world.rank in grid:
+                at = [c if n > 1 else 0 for c, n in zip(grid.coord(world.rank), count, strict=True)]
+                part = oracle.cut(terms[*at], oracle.extent(layout, (8,), world.rank))
+            x = GlobalTensor.from_local(part.clone(), layout, (8,), boxing).requires_grad_()
+            y = x.to(dst)
+            check_parts(world, y.part.detach(), dst, best, f"{layout} -> {dst}")
+            everywhere = Layout(Placement.of("cpu", [0]), (B,))
+            y.backward(GlobalTensor.from_full(weights, everywhere, boxing))
+            got = torch.zeros(*count, 8, dtype=torch.float64)
+            if world.rank in grid:
+                oracle.cut(got[*at], oracle.extent(layout, (8,), world.rank)).add_(x.part.grad)
+            expected = torch.zeros(count[0] * count[1], 8, dtype=torch.float64)
+            expected[first, torch.arange(8)] = weights
+            got = sum_over_ranks(world, got).view(-1, 8)
+            assert torch.equal(got, expected), f"{layout} -> {dst}: {got.tolist()}"
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("ranks_of", GRIDS, ids=str)
+def test_the_first_holder_gets_the_gradient_of_all_copies(ranks, ranks_of, op):
+    ranks(4, _terms, ranks_of, op)
+
+
+def _into(world, ranks):
+    boxing = Boxing(world)
+    grid = Placement.of("cpu", ranks)
+    full, weights = _distinct((4, 8)), _distinct((4, 8)) + 1
+    extremum = Partial("max")
+    for src in itertools.product([S0, B], [S1, B]):
+        for dst in itertools.product([src[0], extremum], [src[1], extremum]):
+            if extremum not in dst:
+                continue
+            x = GlobalTensor.from_full(full, Layout(grid, src), boxing).requires_grad_()
+            y = x.to(dst).to((B, B))
+            y.backward(GlobalTensor.from_full(weights, y.layout, boxing))
+            check_parts(world, x.part.grad, x.layout.dual(), weights, f"{src} -> {dst} -> B")
+
+
+@pytest.mark.parametrize("ranks_of", GRIDS, ids=str)
+def test_into_a_maximum_and_out_is_the_identity(ranks, ranks_of):
+    ranks(4, _into, ranks_of)
+
+
+def _promised(world, grad_sbp):
+    """The consumer's gradient is that of one process on each rank, or a half of it."""
+    boxing = Boxing(world)
+    layout = Layout(Placement.line("cpu", 2), parse_nd_sbp("P(max)"))
+    part = torch.tensor([1.0, 2]) if world.rank else torch.tensor([3.0, 1])
+    x = GlobalTensor.from_local(part, layout, (2,), boxing).requires_grad_()
+    share = 0.5 if grad_sbp in (None, "P") else 1.0
+    (x.to("B", grad_sbp=grad_sbp).part * share).sum().backward()
+    return x.part.grad.tolist()
+
+
+@pytest.mark.parametrize("grad_sbp", [None, "P", "B"])
+def test_a_promised_gradient_holds_out_of_a_maximum(ranks, grad_sbp):
+    assert ranks(2, _promised, grad_sbp) == [[1.0, 0.0], [0.0, 1.0]]

@@ -1,0 +1,71 @@
+"""Operands and dims that are not what an op takes are refused by name."""
+
+import re
+
+import pytest
+import torch
+
+from sbpflow import ops
+from sbpflow.errors import SbpError
+from tests.sbp.test_mistakes import dry, wrong
+
+PLAIN = torch.ones(5, 7)
+LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        wrong(
+            "add: operand 1 is the number 1.0, not a GlobalTensor; ops.scale(x, 1.0) multiplies by "
+            "it; else make it a tensor: GlobalTensor.from_full(torch.tensor(1.0), layout, boxing)",
+            lambda: ops.add(dry(5, 7), 1.0),
+        ),
+        wrong("mul: operand 0 is the number 2, not", lambda: ops.mul(2, dry(5))),
+        wrong(
+            f"relu: operand 0 is a plain tensor of shape [5, 7], not a GlobalTensor; {LAY_OUT}",
+            lambda: ops.relu(PLAIN),
+        ),
+        wrong("relu: operand 0 is None, not a GlobalTensor; give one", lambda: ops.relu(None)),
+        wrong("cast: operand 0 is a plain", lambda: ops.cast(PLAIN, torch.float64)),
+        wrong("scale: operand 0 is a plain", lambda: ops.scale(PLAIN, 2)),
+        wrong("ops.mul multiplies tensors", lambda: ops.scale(dry(5, 7), dry(5, 7))),
+        wrong("dropout: operand 0 is a plain", lambda: ops.dropout(PLAIN, 0.5, 0)),
+        wrong("matmul: the second operand is a plain", lambda: ops.matmul(dry(5, 7), PLAIN)),
+        wrong("linear: weight is a plain", lambda: ops.linear(dry(5, 7), PLAIN)),
+        wrong("linear: operand 2 is a plain", lambda: ops.linear(dry(5, 7), dry(5, 7), PLAIN)),
+        wrong("bias_add: operand 1 is a plain", lambda: ops.bias_add(dry(5, 7), PLAIN)),
+        wrong("gather: operand 1 is a list", lambda: ops.gather(dry(5, 7), [0, 1])),
+        wrong("bce_with_logits: operand 1", lambda: ops.bce_with_logits(dry(5, 7), PLAIN)),
+        wrong("reshape: operand 0 is a plain", lambda: ops.reshape(PLAIN, (7, 5))),
+        wrong("flatten: operand 0 is a plain", lambda: ops.flatten(PLAIN)),
+        wrong("reduce_sum: operand 0 is a plain", lambda: ops.reduce_sum(PLAIN)),
+        wrong("reduce_max: operand 0 is a plain", lambda: ops.reduce_max(PLAIN, 0)),
+        wrong("reduce_mean: operand 0 is a plain", lambda: ops.reduce_mean(PLAIN)),
+        wrong(
+            "concat: it takes a list of tensors, not GlobalTensor(float32[5, 7] B@[0, 1]): "
+            "concat([a, b], dim)",
+            lambda: ops.concat(dry(5, 7), 0),
+        ),
+        wrong("concat: operand 1 is a plain", lambda: ops.concat([dry(5, 7), PLAIN], 0)),
+        wrong(
+            "concat: dim None must be a whole number, such as 0 or -1",
+            lambda: ops.concat([dry(5, 7)], None),
+        ),
+        wrong("reduce_sum: dims 0.5 must be", lambda: ops.reduce_sum(dry(5, 7), 0.5)),
+        wrong("reduce_max: dims ['a'] must be", lambda: ops.reduce_max(dry(5, 7), ["a"])),
+        wrong("reshape: shape (5, 7.0) must be", lambda: ops.reshape(dry(5, 7), (5, 7.0))),
+        wrong("flatten: dim (0, 1) must be a whole number", lambda: ops.flatten(dry(5, 7), (0, 1))),
+    ],
+)
+def test_what_is_no_global_tensor_or_no_dim(call, text):
+    with pytest.raises(SbpError, match=re.escape(text)):
+        call()
+
+
+def test_one_whole_number_is_one_dim():
+    x = dry(4, 6, sbp="S(0)")
+    assert ops.reduce_sum(x, 1).shape == (4,)
+    assert ops.reduce_max(x, -1, keepdim=True).shape == (4, 1)
+    assert ops.reduce_mean(x, 0).shape == (6,)
+    assert ops.reshape(x, -1).shape == (24,)
