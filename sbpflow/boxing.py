@@ -73,8 +73,8 @@ class Boxing:
         shape or dtype of the first step. The result is detached, also where nothing is sent.
         """
         part = _without_history(part)
-        for step in steps:
-            part = self._issue(step, part, channel, donate)()
+        for index, step in enumerate(steps):
+            part = self._issue(step, _between(index, part), channel, donate)()
         return part
 
     def start(
@@ -88,7 +88,7 @@ class Boxing:
         """As ``run``, but returns once the first transfer is under way."""
         part = _without_history(part)
         for index, step in enumerate(steps):
-            finish = self._issue(step, part, channel, donate)
+            finish = self._issue(step, _between(index, part), channel, donate)
             if step.groups:
                 return Pending(partial(self._go_on, steps[index + 1 :], finish, channel))
             part = finish()
@@ -186,6 +186,13 @@ def _without_history(part: Tensor | None) -> Tensor | None:
     if part is not None and part.requires_grad and torch.is_grad_enabled():
         return part.detach()
     return part
+
+
+def _between(index: int, part: Tensor | None) -> Tensor | None:
+    """What the step at ``index`` takes: after a step that only passed the part on, a plain tensor,
+    as ranks outside that step have it. The checked mode compares who requires grad.
+    """
+    return part.detach() if index and part is not None and part.requires_grad else part
 
 
 def _record(program: Program, channel: str) -> CommRecord:
