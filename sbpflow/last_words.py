@@ -149,7 +149,7 @@ def _lost(silent: list[int]) -> str:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """``ranks`` in words, such as "ranks 1 and 3"."""
+    """Such as "rank 1" or "ranks 1, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
@@ -197,10 +197,12 @@ def _no_store(host: str, port: int, serves: bool, error: BaseException) -> Confi
 
 
 def is_port_in_use(error: BaseException) -> bool:
+    """Whether a store could not be served because somebody else has its port."""
     return "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
 
 
 def port_in_use(port: int | str) -> ConfigError:
+    """The message for it, with what to do."""
     return ConfigError(
         f"MASTER_PORT: port {port} is in use, probably by another run; start with torchrun "
         f"--standalone, or give a free port such as --master-port {int(port) % 60000 + 1101}"
