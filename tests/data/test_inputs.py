@@ -56,6 +56,7 @@ OTHER_FORMATS = {
     "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "zstd"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
     "plain.tsv.gz": (TEXT, "cut short or damaged"),
+    "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),
 }
 
 
@@ -247,6 +248,9 @@ def test_an_option_out_of_range_is_one_message(tmp_path, capsys, source, argumen
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
         ("sparse: [C1]\ndense: [__split]\n", "'__split' is a name of prepare's own"),
+        ('dense: ["*"]\nsparse: [C1]\n', "'*' is a pattern and no name"),
+        ('dense: ["^d.*$"]\nsparse: [C1]\n', "'^d.*$' is a pattern and no name"),
+        ('label: "^.*$"\nsparse: [C1]\n', "'^.*$' is a pattern and no name"),
         ("sparse: [a/b]\n", "'a/b' must be letters"),
         ("sparse: [[C1]]\n", "sparse has ['C1'], which is no name"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is the name of another column"),
