@@ -79,9 +79,9 @@ def held():
     return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def settled(last):
+def settled(first):
     for _ in range(50):  # a run of an abandoned read may still be under way
-        if held() == last:
+        if all(now <= then for now, then in zip(held(), first, strict=True)):
             break
         time.sleep(0.1)
     return held()
@@ -93,9 +93,11 @@ for epoch in range(8):
         if epoch % 2 and batch.step == 3:
             break
     del batch
-    after.append(settled(after[-1]) if after else held())
-assert len(set(after)) == 1, after
-assert after[0][0] == 300, after
+    after.append(settled(after[0]) if after else held())
+for maps, descriptors, threads in after:  # libraries end some threads of theirs after a while
+    assert maps == 300, after
+    assert descriptors <= after[0][1], after
+    assert threads <= after[0][2], after
 print("ok")
 """
 
