@@ -2,7 +2,8 @@
 
 Wide & Deep, by train_wdl.py, on 2,000,000 generated rows for each of the given vocabulary scales:
 its test AUC against the best possible one that the manifest states, and the share of the lookups
-of the first half of each large table. Writes benchmarks/results/faithful.jsonl.
+of the first half of each large table. Writes benchmarks/results/faithful.jsonl; with other rows,
+scales, ranks or settings than the defaults it prints only.
 """
 
 import argparse
@@ -52,15 +53,15 @@ def train(folder: Path, run: Path, ranks: int, settings: list[str]) -> dict[str,
     return json.loads(lines[-1])
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Generate, train, compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--vocab-scale", type=float, nargs="+", default=[0.01, 1.0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of train_wdl.py")
-    args = parser.parse_intermixed_args()
-    results = Results("faithful")
+    args = parser.parse_intermixed_args(argv)
+    results = Results("faithful", recorded=args == parser.parse_intermixed_args([]))
     for scale in args.vocab_scale:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "set"

@@ -41,17 +41,22 @@ class Results:
     """Prints each line and appends it to a file.
 
     The file is written anew; with ``benchmark``, only the lines of that one are, so that the
-    questions of a module can be asked one at a time.
+    questions of a module can be asked one at a time. Lines that are not ``recorded`` are printed
+    and the file stays as it is: for sizes other than those the recorded figures are of.
     """
 
-    def __init__(self, name: str, benchmark: str | None = None) -> None:
-        RESULTS.mkdir(exist_ok=True)
+    def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
         self.path = RESULTS / f"{name}.jsonl"
         self._benchmark = {} if benchmark is None else {"benchmark": benchmark}
+        self._recorded = recorded
+        self._provenance = provenance()
+        if not recorded:
+            sys.stderr.write(f"not the sizes of {self.path.name}: printed, not recorded\n")
+            return
+        RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []
         kept = [line for line in kept if json.loads(line)["benchmark"] != benchmark]
         self.path.write_text("".join(line + "\n" for line in kept))
-        self._provenance = provenance()
 
     def add(self, **values: object) -> None:
         """One measurement: value names end in their unit (``_ms``, ``_bytes``)."""
@@ -60,8 +65,9 @@ class Results:
     def _write(self, values: Mapping[str, object]) -> None:
         sys.stdout.write(json.dumps(dict(values)) + "\n")
         sys.stdout.flush()
-        with self.path.open("a") as file:
-            file.write(json.dumps({**values, **self._provenance}) + "\n")
+        if self._recorded:
+            with self.path.open("a") as file:
+                file.write(json.dumps({**values, **self._provenance}) + "\n")
 
 
 def _version(name: str) -> str | None:

@@ -166,7 +166,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {where or args.command}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        ends = {
+            "prepare": "; the same command goes on from here",
+            "synth": "; the same command starts anew",
+        }
+        print(f"stopped{ends.get(args.command, '')}", file=sys.stderr)
         return 130
     if manifest is not None:
         print(_summary(manifest))

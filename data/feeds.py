@@ -137,8 +137,16 @@ def dali_feed(
 
     gpu = device.type == "cuda"
 
+    source = [blocks]
+    """Emptied at the end: DALI's operators refer to each other, and one of them to this function,
+    so what it reads from would stay until the garbage collector runs."""
+    del blocks
+
     def next_blocks() -> list[list[Words]]:
         """A batch of one sample for every output; without rows where the epoch is over."""
+        if not source:
+            raise StopIteration
+        blocks = source[0]
         first = next(blocks)
         rest = [next(blocks, first[:0]) for _ in range(_BLOCKS_PER_RUN - 1)]
         return [[words] for words in (first, *rest)]
@@ -178,6 +186,7 @@ def dali_feed(
     finally:
         for future in pending:
             future.cancel()
+        source.clear()
 
 
 FEEDS: dict[Backend, Feed] = {"memmap": memmap_feed, "dali": dali_feed}

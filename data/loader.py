@@ -7,6 +7,7 @@ the rows of the epoch that were not yet delivered.
 
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -116,8 +117,12 @@ class RowLoader:
 
     @property
     def num_dropped_rows(self) -> int:
-        """Rows at the end of each epoch that ``tail="drop"`` leaves out."""
-        return self._rows.num_rows % self._batch_size if self._tail == "drop" else 0
+        """Rows at the end of the epoch being read or restored that ``tail="drop"`` leaves out.
+
+        A read restored with another batch size has its steps from the cursor on, not from row 0.
+        """
+        left = self._rows.num_rows - self._cursor
+        return left % self._batch_size if self._tail == "drop" else 0
 
     def _num_steps(self, cursor: int) -> int:
         left = self._rows.num_rows - cursor
@@ -146,29 +151,33 @@ class RowLoader:
         """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored.
 
         A loader has one cursor, so one read at a time: this call ends any earlier one, whose
-        iterator raises DataError if it is used again.
+        iterator raises DataError if it is used again. Raises DataError, too, when the set in the
+        folder is no longer the one that was opened.
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
-        if self._is_closed:
-            raise DataError(f"epoch({epoch}): this loader was closed; open another")
+        self._check_open("epoch")
+        # Maps of this epoch alone: a batch may be a view of them, and a consumer may write into it.
+        rows = SplitRows(self._manifest, self._split)
         self._begin(epoch)
         self._read += 1
-        return self._deliver(epoch, self._read)
+        return self._deliver(epoch, self._read, rows)
+
+    def _check_open(self, call: str) -> None:
+        if self._is_closed:
+            raise DataError(f"{call}(): this loader was closed; open another")
 
     def _check_read(self, number: int) -> None:
-        if number != self._read:
+        if number != self._read or self._is_closed:
             raise DataError(
                 "this read was ended by a later epoch(), load_state_dict() or close(); open a "
                 "second loader to read twice at a time"
             )
 
-    def _deliver(self, epoch: int, number: int) -> Iterator[Batch]:
+    def _deliver(self, epoch: int, number: int, rows: SplitRows) -> Iterator[Batch]:
         self._check_read(number)
         order, steps = self._order(epoch), self._steps(self._cursor)
         filled = [step for step in steps if step.stop > step.start]
         buffers = Buffers(self._rows.num_words)
-        # Maps of this epoch alone: a batch may be a view of them, and a consumer may write into it.
-        rows = SplitRows(self._manifest, self._split)
 
         def read(index: int) -> Words:
             step = filled[index]
@@ -189,12 +198,19 @@ class RowLoader:
         feed = FEEDS[self._backend](blocks, self._split_words, self._device, self._threads)
         for step in steps:
             self._check_read(number)
-            parts = next(feed) if step.stop > step.start else self._split_words(self._no_rows())
+            if step.stop > step.start:
+                try:
+                    parts = next(feed)
+                except (CancelledError, RuntimeError):  # another thread closes the threads it reads
+                    self._check_read(number)
+                    raise
+            else:
+                parts = self._split_words(self._no_rows())
             self._cursor = step.end
             yield Batch(*parts, num_rows=step.num_rows, step=step.number)
 
     def _begin(self, epoch: int) -> None:
-        if not self._restored or (epoch, self._cursor) == (self._epoch + 1, self._end()):
+        if not self._restored or (epoch == self._epoch + 1 and self._is_over()):
             self._epoch, self._cursor = epoch, 0
         elif epoch != self._epoch:
             raise DataError(
@@ -203,8 +219,8 @@ class RowLoader:
             )
         self._restored = False
 
-    def _end(self) -> int:
-        return self._rows.num_rows - self.num_dropped_rows
+    def _is_over(self) -> bool:
+        return self._num_steps(self._cursor) == 0
 
     def _no_rows(self) -> Tensor:
         return torch.from_numpy(self._new(0)).to(self._device)
@@ -221,6 +237,7 @@ class RowLoader:
         on: none when it is over. Another ``epoch`` is shown from its start.
         """
         _check_integer("num_batches", num_batches, 0, MAX_SEED)
+        self._check_open("peek")
         epoch = self._epoch if epoch is None else epoch
         _check_integer("epoch", epoch, 0, MAX_SEED)
         order = self._order(epoch)
@@ -246,6 +263,7 @@ class RowLoader:
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
+        self._check_open("load_state_dict")
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(

@@ -155,6 +155,28 @@ def load_manifest(path: str | Path) -> Manifest:
     return Manifest(folder, _checked(folder / MANIFEST, raw))
 
 
+def check_unchanged(manifest: Manifest) -> None:
+    """DataError unless the set in the folder of ``manifest`` still is the one it describes.
+
+    Shards are opened by name, so a set prepared anew in the same folder would be read as this one.
+    """
+    file = manifest.path / MANIFEST
+    try:
+        raw: object = json.loads(file.read_text(encoding="ascii"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{file}: the set was removed or damaged since it was opened ({error}); restore it, "
+            "or start again with another"
+        ) from error
+    now = cast("dict[str, Any]", raw).get("fingerprint") if isinstance(raw, dict) else None
+    if now != manifest.fingerprint:
+        raise DataError(
+            f"{manifest.path}: the set was replaced since it was opened (fingerprint "
+            f"{str(now)[:16]}, opened as {manifest.fingerprint[:16]}); load its manifest again and "
+            "start a new read, or put the old set back"
+        )
+
+
 def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(f"{file}: not the manifest of a prepared set; {HOW_TO_MAKE}")

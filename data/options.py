@@ -1,6 +1,6 @@
 """What ``prepare`` was asked to do, as one value; two equal values give byte-identical sets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -70,10 +70,15 @@ def check_ranges(*checks: tuple[str, float, float, float]) -> None:
 
 
 def by_column(
-    key: str, text: str, number: Callable[[str], Number], example: str
+    key: str, text: str, number: Callable[[str], Number], example: str, every: Sequence[str] = ()
 ) -> tuple[tuple[str, Number], ...]:
-    """Read ``C1=3,C20=12``; ConfigError for other forms and for a column named twice."""
+    """Read ``C1=3,C20=12``, or one number for the columns ``every``.
+
+    ConfigError for other forms and for a column named twice.
+    """
     try:
+        if every and "=" not in text:
+            return tuple((name, number(text)) for name in every)
         pairs = [item.split("=") for item in text.split(",")]
         values = tuple((name.strip(), number(value)) for name, value in pairs)
     except ValueError as error:
@@ -86,7 +91,5 @@ def by_column(
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """Read ``1000000`` (every field) or ``C3=1000000,C12=500000``."""
-    if "=" not in text:
-        text = ",".join(f"{name}={text}" for name in fields)
     example = "a number of table rows or like C3=1000000,C12=500000"
-    return by_column("--hash-size", text, int, example)
+    return by_column("--hash-size", text, int, example, fields)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
-from data.parse import LABELS, BadLines, Piece, key_expression
+from data.parse import DENSE_PATTERN, LABELS, PATTERNS, BadLines, Piece, key_expression
 from data.schema import Kind, Schema
 from sbpflow.errors import DataError
 
@@ -68,14 +68,14 @@ def _typed_piece(frame: pl.DataFrame, schema: Schema) -> Piece:
         pl.col(pl.Float32, pl.Float64).fill_nan(None),
         *(
             pl.col(name).replace("", None)
-            for name in schema.sparse
+            for name in (*schema.dense, *schema.sparse)
             if frame[name].dtype == pl.String
         ),
     )
     label = _label(frame[schema.label])
     typed = frame.select(
         label,
-        *(_integer(name) for name in schema.dense),
+        *(_integer(frame[name]) for name in schema.dense),
         *(_key(frame[n], k) for n, k in zip(schema.sparse, schema.kinds, strict=True)),
     )
     faults = _faults(frame, typed, schema)
@@ -97,17 +97,25 @@ def _label(cells: pl.Series) -> pl.Series:
     return cells.set(~fits.fill_null(False), None).cast(pl.UInt8)
 
 
-def _integer(name: str) -> pl.Expr:
-    """int32, null where the cell is no whole number of 32 bits."""
-    number = pl.col(name).cast(pl.Float64, strict=False)
-    return pl.when(number == number.floor()).then(number.cast(pl.Int32, strict=False)).alias(name)
+def _integer(cells: pl.Series) -> pl.Expr:
+    """int32, null where the cell is no whole number of 32 bits (text: written as in text files)."""
+    cell = pl.col(cells.name)
+    if cells.dtype == pl.String:
+        pattern = f"^{DENSE_PATTERN}$"
+        plain = cell.str.replace(pattern, "${1}${2}")
+        number = plain.str.to_integer(dtype=pl.Int32, strict=False)
+        return pl.when(cell.str.contains(pattern)).then(number).alias(cells.name)
+    number = cell.cast(pl.Float64, strict=False)
+    whole = number == number.floor()
+    return pl.when(whole).then(number.cast(pl.Int32, strict=False)).alias(cells.name)
 
 
 def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
     if cells.dtype == pl.String:
         key = key_expression(pl.col(cells.name), kind)
-        fits = pl.col(cells.name).str.contains("^[0-9a-fA-F]{8}$")
-        return pl.when(fits).then(key) if kind == "hex" else key
+        if kind not in PATTERNS:
+            return key
+        return pl.when(pl.col(cells.name).str.contains(f"^({PATTERNS[kind]})$")).then(key)
     if cells.dtype == pl.Boolean:
         return pl.lit(None, dtype=pl.UInt32 if kind == "hex" else pl.UInt64).alias(cells.name)
     if cells.dtype.is_float():  # 7.0 is the category 7, 7.5 is none
@@ -132,6 +140,8 @@ def _faults(frame: pl.DataFrame, typed: pl.DataFrame, schema: Schema) -> pl.Data
 
     def lost(names: tuple[str, ...]) -> pl.Series:
         flags = [frame[name].is_not_null() & typed[name].is_null() for name in names]
+        if not flags:
+            return pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
         return pl.DataFrame(flags).select(pl.any_horizontal(pl.all())).to_series()
 
     return pl.DataFrame(

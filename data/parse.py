@@ -15,7 +15,10 @@ import polars as pl
 from data.schema import Kind, Schema
 from sbpflow.errors import DataError
 
-_PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
+PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
+DENSE_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
+"""Leading blanks and a plus sign are what Polars accepts, so every way must; eleven digits, leading
+zeros aside, are too many (and Python refuses to convert thousands)."""
 _EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
 LABELS = ("0", "1")
 """A label is one of these to the letter: " 1", "01" and "1.0" are bad lines."""
@@ -90,6 +93,8 @@ def _parse_clean(
         return None
     if len(frame) != num_lines or frame[schema.label].null_count():
         return None
+    if not checked and not _dense_fits(text, schema):
+        return None
     # All columns at once: a call of Polars goes through its own threads, and back.
     hexes = [n for n, kind in zip(schema.sparse, schema.kinds, strict=True) if kind == "hex"]
     checks = [pl.col(schema.label).is_in(LABELS), pl.col(hexes).str.len_bytes() == 8]
@@ -107,9 +112,30 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
         return False
     if b"\r" in text:
         return False  # Polars drops one at the end of any cell
-    if any(kind in _PATTERNS for kind in schema.kinds) and b"+" in text:
+    if any(kind in PATTERNS for kind in schema.kinds) and b"+" in text:
         return False  # to_integer reads +1234567 as a number
     return text.isascii() or _is_utf8(text)
+
+
+def _dense_fits(text: bytes, schema: Schema) -> bool:
+    """Whether no dense cell is of blanks alone or has a tab, which Polars reads too kindly.
+
+    Looked at as text only where a blank or tab occurs outside of the separators, so hardly ever.
+    """
+    odd = [blank for blank in " \t" if blank != schema.separator and blank.encode() in text]
+    if not odd or not schema.dense:
+        return True
+    types = dict.fromkeys(schema.columns, pl.String)
+    cells = pl.read_csv(
+        io.BytesIO(text),
+        separator=schema.separator,
+        has_header=False,
+        schema=types,
+        columns=sorted(schema.columns.index(name) for name in schema.dense),
+        quote_char=None,
+    )
+    fits = cells.select(pl.all().str.contains(f"^{DENSE_PATTERN}$").all())
+    return all(fits.row(0))
 
 
 def _count(text: bytes, byte: str) -> int:
@@ -202,16 +228,14 @@ def _fault(line: bytes, schema: Schema) -> str | None:
 
 def _fits(kind: Kind, cell: str) -> bool:
     """Whether a cell is a category of its kind; integers are of 64 bits, as the fast parser's."""
-    if kind not in _PATTERNS:
+    if kind not in PATTERNS:
         return True
-    if not re.fullmatch(_PATTERNS[kind], cell):
+    if not re.fullmatch(PATTERNS[kind], cell):
         return False
     digits = cell.lstrip("-0") or "0"
     return kind == "hex" or int(digits) < 2**63 + cell.startswith("-")
 
 
 def _is_int32(cell: str) -> bool:
-    # Leading blanks and a plus sign are what Polars accepts, so both ways must.
-    # Python refuses to convert thousands of digits; leading zeros aside, eleven are too many.
-    match = re.fullmatch(r" *([+-]?)0*([0-9]{1,10})", cell)
+    match = re.fullmatch(DENSE_PATTERN, cell)
     return match is not None and -(2**31) <= int(match[1] + match[2]) < 2**31

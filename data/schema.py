@@ -24,6 +24,7 @@ SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Characters that no number has; \\x01 is Hive's."""
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 _KINDS = ("hex", "string", "integer")
 _KEYS = ("label", "columns", "dense", "sparse", "separator")
 
@@ -73,6 +74,11 @@ class Schema:
             raise ConfigError(
                 f"{key}: sparse column {odd[0]!r} must be letters, digits, '_', '-' and '.', a "
                 "letter or digit first: files and options are named after it"
+            )
+        if patterns := [name for name in used if _PATTERN.fullmatch(name)]:
+            raise ConfigError(
+                f"{key}: {patterns[0]!r} is a pattern and no name to Polars, which reads the "
+                "columns; rename it, for example to 'd1'"
             )
         if SPLIT_COLUMN in used:
             raise ConfigError(f"{key}: {SPLIT_COLUMN!r} is a name of prepare's own; rename it")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.manifest import Manifest, Shard
+from data.manifest import Manifest, Shard, check_unchanged
 from sbpflow.errors import DataError
 
 Words = NDArray[np.int32]
@@ -51,7 +51,7 @@ def file_crc32(path: Path) -> int:
     return checksum
 
 
-def _open(path: Path, shard: Shard, num_words: int) -> Words:
+def _check_shard(path: Path, shard: Shard, num_words: int) -> None:
     header = _header(shard.rows, num_words)
     try:
         with path.open("rb") as file:
@@ -65,9 +65,26 @@ def _open(path: Path, shard: Shard, num_words: int) -> Words:
             f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) "
             "that the manifest names; it was changed or cut short, prepare the set again"
         )
-    shape = (shard.rows, num_words)
-    mapped = np.memmap(path, dtype="<i4", mode="c", offset=_HEADER_BYTES, shape=shape)
-    return np.asarray(mapped)
+
+
+def _map(path: Path, shard: Shard, num_words: int) -> Words:
+    """A private map of a checked shard: writing into it changes no file.
+
+    By torch, whose maps hold no file descriptor; numpy's hold one each, and a set may have more
+    shards than a process may have open files.
+    """
+    import torch  # here, so that prepare and verify do without
+
+    _check_shard(path, shard, num_words)
+    size = _HEADER_BYTES // 4 + shard.rows * num_words
+    try:
+        words = torch.from_file(str(path), shared=False, size=size, dtype=torch.int32).numpy()
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"{path}: cannot be mapped into memory ({error}); free some memory, or raise the limit "
+            "on maps (sysctl vm.max_map_count)"
+        ) from error
+    return words[_HEADER_BYTES // 4 :].reshape(shard.rows, num_words)
 
 
 def _as_rows(words: Words) -> "NDArray[np.void]":
@@ -79,12 +96,16 @@ class SplitRows:
     """The rows of one split across its shards; row numbers count from the split's first row.
 
     The maps are copy-on-write: who writes into a view changes no file, but does change what this
-    object reads afterwards.
+    object reads afterwards. They are of the set that ``manifest`` describes: one that was put in
+    its place since raises DataError.
     """
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         shards = [shard for shard in manifest.shards(split) if shard.rows]
-        self._maps = [_open(manifest.path / s.file, s, manifest.num_words) for s in shards]
+        try:
+            self._maps = [_map(manifest.path / s.file, s, manifest.num_words) for s in shards]
+        finally:  # also where a shard does not fit: that the set was replaced says more
+            check_unchanged(manifest)
         self._starts = [0, *accumulate(shard.rows for shard in shards)]
         self.num_rows = self._starts[-1]
         self.num_words = manifest.num_words
@@ -111,6 +132,8 @@ class SplitRows:
 
     def gather(self, rows: NDArray[np.int64], out: Words) -> None:
         """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""
+        if not len(rows):
+            return
         index = np.searchsorted(self._starts, rows, side="right") - 1
         order = np.argsort(index, kind="stable")
         shards, firsts = np.unique(index[order], return_index=True)
@@ -123,12 +146,48 @@ class SplitRows:
         self._maps = []
 
 
+class RowFiles:
+    """The rows of one split for a pass from start to end: read from the files, none kept open."""
+
+    def __init__(self, manifest: Manifest, split: str) -> None:
+        self._shards = [shard for shard in manifest.shards(split) if shard.rows]
+        self._folder = manifest.path
+        for shard in self._shards:
+            _check_shard(self._folder / shard.file, shard, manifest.num_words)
+        self._starts = [0, *accumulate(shard.rows for shard in self._shards)]
+        self.num_rows = self._starts[-1]
+        self.num_words = manifest.num_words
+
+    def read(self, start: int, stop: int) -> Words:
+        """Rows [start, stop) as a new array [stop - start, words]."""
+        out = np.empty((stop - start, self.num_words), dtype=np.int32)
+        index = bisect.bisect_right(self._starts, start) - 1
+        done = 0
+        while done < len(out):
+            first = start + done - self._starts[index]
+            here = min(self._shards[index].rows - first, len(out) - done)
+            self._read(self._shards[index], first, out[done : done + here])
+            done, index = done + here, index + 1
+        return out
+
+    def _read(self, shard: Shard, first: int, out: Words) -> None:
+        path = self._folder / shard.file
+        try:
+            with path.open("rb") as file:
+                file.seek(_HEADER_BYTES + 4 * first * self.num_words)
+                num_bytes = file.readinto(out.data)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error}); prepare the set again") from error
+        if num_bytes != out.nbytes:
+            raise DataError(f"{path}: was cut short while it was read; prepare the set again")
+
+
 def verify_shards(manifest: Manifest, workers: int) -> None:
     """Compare every shard with its checksum; DataError names the first that differs."""
 
     def verify(shard: Shard) -> None:
         path = manifest.path / shard.file
-        _open(path, shard, manifest.num_words)
+        _check_shard(path, shard, manifest.num_words)
         if file_crc32(path) != shard.crc32:
             raise DataError(f"{path}: checksum differs from the manifest; prepare the set again")
 

@@ -97,7 +97,7 @@ def _check_start(source: Input) -> None:
         return
     with source.path.open("rb") as raw:
         if source.is_gzip:
-            with _gzip_errors(source.path), gzip.GzipFile(fileobj=raw) as file:
+            with _gzip_errors(source.path), _unpacked(raw) as file:
                 start = file.read(6)
         else:
             start = raw.read(6)
@@ -108,7 +108,7 @@ def _check_start(source: Input) -> None:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(p or -1) if p.isdigit() else -1, p) for p in re.split(r"(\d+)", path.name)]
+    return [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", path.name)]
 
 
 def read_piece(path: Path, index: int, size: int) -> bytes:
@@ -139,7 +139,7 @@ def _no_line_end(path: Path) -> DataError:
 
 def gzip_pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
     """The pieces of a gzip file in order, each with the compressed bytes it took."""
-    with _gzip_errors(path), path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+    with _gzip_errors(path), path.open("rb") as raw, _unpacked(raw) as file:
         taken = 0
         while head := file.read(size):
             tail = b"" if head.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
@@ -147,6 +147,14 @@ def gzip_pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
                 raise _no_line_end(path)
             yield head + tail, raw.tell() - taken
             taken = raw.tell()
+
+
+def _unpacked(raw: IO[bytes]) -> gzip.GzipFile:
+    """The unpacked bytes of ``raw``; EOFError for no bytes, which gzip takes for an empty text."""
+    if not raw.read(1):
+        raise EOFError("it has no bytes")
+    raw.seek(0)
+    return gzip.GzipFile(fileobj=raw)
 
 
 @contextmanager

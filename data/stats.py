@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from data.manifest import Manifest
 from data.schema import MISSING_ID, RARE_ID, Field
-from data.shards import SplitRows, Words
+from data.shards import RowFiles, Words
 from sbpflow.errors import DataError
 
 TOP = (1, 16, 1024, 65536)
@@ -91,13 +91,13 @@ def tail_exponent(falling: NDArray[np.int64]) -> float | None:
 
 def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
     """Distinct ids per lookup by field and batch size, over a few spread batches of train."""
-    rows = SplitRows(manifest, "train")
+    rows = RowFiles(manifest, "train")
     ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
     for size in (size for size in BATCH_SIZES if size <= rows.num_rows):
         sums = np.zeros(len(manifest.fields))
         starts = np.linspace(0, rows.num_rows - size, _SAMPLED_BATCHES).astype(np.int64)
         for start in np.unique(starts):
-            words = _read(rows, int(start), int(start) + size)
+            words = rows.read(int(start), int(start) + size)
             sums += [len(np.unique(ids)) / ids.size for ids in field_ids(manifest, words)]
         for field, ratio in zip(manifest.fields, sums / len(np.unique(starts)), strict=True):
             ratios[field.name][size] = float(ratio)
@@ -112,18 +112,12 @@ def field_ids(manifest: Manifest, words: Words) -> Iterator[Words]:
         column += field.hot
 
 
-def _read(rows: SplitRows, start: int, stop: int) -> Words:
-    words = np.empty((stop - start, rows.num_words), dtype=np.int32)
-    rows.read(start, stop, words)
-    return words
-
-
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
     """Lookups per table row of the named fields, by one pass over the train part."""
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
-    rows = SplitRows(manifest, "train")
+    rows = RowFiles(manifest, "train")
     for start in range(0, rows.num_rows, _BLOCK_ROWS):
-        words = _read(rows, start, min(start + _BLOCK_ROWS, rows.num_rows))
+        words = rows.read(start, min(start + _BLOCK_ROWS, rows.num_rows))
         for field, ids in zip(manifest.fields, field_ids(manifest, words), strict=True):
             if field.name in counts:
                 found, times = np.unique(ids, return_counts=True)

@@ -1,7 +1,7 @@
 """What ``synth`` was asked to generate; two equal values give byte-identical sets."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -67,15 +67,14 @@ def parse_hot(text: str) -> tuple[tuple[str, int], ...]:
 
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
     """Read ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
-    if "=" not in text:
-        text = ",".join(f"{name}={text}" for name in CRITEO.sparse)
-    return _by_column("--skew", text, float, "a number or like C1=3,C20=0.5")
+    example = "a number or like C1=3,C20=0.5"
+    return _by_column("--skew", text, float, example, CRITEO.sparse)
 
 
 def _by_column(
-    key: str, text: str, number: Callable[[str], Number], example: str
+    key: str, text: str, number: Callable[[str], Number], example: str, every: Sequence[str] = ()
 ) -> tuple[tuple[str, Number], ...]:
-    values = by_column(key, text, number, example)
+    values = by_column(key, text, number, example, every)
     if unknown := [name for name, _ in values if name not in CRITEO.sparse]:
         raise ConfigError(f"{key}: {unknown[0]!r} is no column; there are C1..C26")
     return values

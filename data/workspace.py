@@ -7,6 +7,7 @@ that carries our mark is ever emptied; anything else of that name is a user's.
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,18 +24,30 @@ class DamagedWork(DataError):
 def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write the record of a part that is done."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="ascii")
+    full = {"content": content, "crc32": _record_crc32(path, content)}
+    partial.write_text(json.dumps(full), encoding="ascii")
     os.replace(partial, path)
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """The record of a part; None where there is none or it is damaged, so the part is not done."""
+    """The record of a part; None where there is none, or it is not what was written under this
+    name, so the part is not done.
+    """
     try:
         raw: object = json.loads(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    fits = isinstance(raw, dict) and set(cast("dict[str, Any]", raw)) == set(keys)
-    return cast("dict[str, Any]", raw) if fits else None
+    full = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+    content = full.get("content")
+    if not isinstance(content, dict) or full.get("crc32") != _record_crc32(path, content):
+        return None
+    known = cast("dict[str, Any]", content)
+    return known if set(known) == set(keys) else None
+
+
+def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
+    """Of the values and of the name, so that a record is of no use in another's place."""
+    return zlib.crc32(json.dumps([path.name, content], sort_keys=True).encode("ascii"))
 
 
 def work_folder(output: Path) -> Path:

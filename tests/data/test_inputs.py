@@ -56,6 +56,7 @@ OTHER_FORMATS = {
     "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "zstd"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
     "plain.tsv.gz": (TEXT, "cut short or damaged"),
+    "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),
 }
 
 
@@ -240,6 +241,38 @@ def test_an_option_out_of_range_is_one_message(tmp_path, capsys, source, argumen
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["prepare", "--input", "rows.tsv", "--hash-size", "abc"],
+        ["synth", "--rows", "3000", "--skew", "abc"],
+    ],
+)
+def test_one_value_for_every_column_is_shown_as_it_was_given(tmp_path, capsys, command):
+    assert main([*command, "--output", str(tmp_path / "set")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"error: {command[-2]}: 'abc' must be a number")
+    assert len(error) < 120
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "message"),
+    [
+        (["prepare", "--input", "rows.tsv"], "data.prepare.prepare", "goes on from here"),
+        (["synth", "--rows", "3000"], "data.synth.synth", "starts anew"),
+    ],
+)
+def test_what_the_same_command_does_after_an_interrupt(
+    tmp_path, capsys, monkeypatch, command, place, message
+):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupt)
+    assert main([*command, "--output", str(tmp_path / "set")]) == 130
+    assert capsys.readouterr().err == f"stopped; the same command {message}\n"
+
+
+@pytest.mark.parametrize(
     ("schema", "message"),
     [
         ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns names 'C1' twice"),
@@ -247,6 +280,9 @@ def test_an_option_out_of_range_is_one_message(tmp_path, capsys, source, argumen
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
         ("sparse: [C1]\ndense: [__split]\n", "'__split' is a name of prepare's own"),
+        ('dense: ["*"]\nsparse: [C1]\n', "'*' is a pattern and no name"),
+        ('dense: ["^d.*$"]\nsparse: [C1]\n', "'^d.*$' is a pattern and no name"),
+        ('label: "^.*$"\nsparse: [C1]\n', "'^.*$' is a pattern and no name"),
         ("sparse: [a/b]\n", "'a/b' must be letters"),
         ("sparse: [[C1]]\n", "sparse has ['C1'], which is no name"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is the name of another column"),

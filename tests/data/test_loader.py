@@ -284,3 +284,40 @@ def test_a_closed_loader_says_so(row_set):
         next(batches)
     with pytest.raises(DataError, match="was closed"):
         loader.epoch(1)
+
+
+def test_peek_on_a_rank_without_rows_shows_batches_without_rows(row_set):
+    """The last step has 5 rows for 7 ranks."""
+    for shuffle in SHUFFLES:
+        loader = open_loader(
+            row_set(9000), batch_size=8995, rank=6, world_size=7, shuffle=shuffle, backend="memmap"
+        )
+        assert [tuple(ids.shape) for ids in loader.peek(5)] == [(1285, 3), (0, 3)]
+
+
+def test_a_dropped_tail_is_that_of_the_steps_from_the_restored_cursor_on(row_set):
+    """2,000 of 9,000 rows, then steps of 3,000: two more, and 1,000 rows are left out."""
+
+    def fresh(batch_size):
+        return open_loader(
+            row_set(9000), batch_size=batch_size, tail="drop", backend="memmap", shuffle="none"
+        )
+
+    loader = fresh(2000)
+    next(loader.epoch(0))
+    state = loader.state_dict()
+    loader = fresh(3000)
+    loader.load_state_dict(state)
+    assert loader.num_dropped_rows == 1000
+    assert len(list(loader.epoch(0))) == 2
+    assert loader.num_dropped_rows == 1000
+    state = loader.state_dict()
+    assert state["cursor"] == 8000
+    again = fresh(3000)
+    again.load_state_dict(state)
+    assert rows_of(next(again.epoch(1)))[0] == 0
+    assert again.num_dropped_rows == 0
+    smaller = fresh(1000)  # which has a step left
+    smaller.load_state_dict(state)
+    with pytest.raises(DataError, match="finish that epoch first"):
+        smaller.epoch(1)

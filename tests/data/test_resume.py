@@ -1,5 +1,6 @@
 """Going on with an unfinished prepare: only what is left is done, and damage never gets in."""
 
+import json
 import random
 import shutil
 
@@ -98,20 +99,58 @@ def remove(path, _):
 @pytest.mark.parametrize("how", [flip, cut, remove])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step, how):
-    """One file at a time, each of the kinds there are; json may survive a flip of a digit."""
+    """One file at a time, each of the kinds there are."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     rng = random.Random(STEPS.index(step))
     output = tmp_path / "set"
     files = [p for p in sorted(whole.rglob("*")) if p.is_file() and p.name != "plan"]
     kinds = {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
-    if how is flip:  # a JSON record is written in one step, and has no checksum of its own
-        kinds = {kind: path for kind, path in kinds.items() if kind[1] != ".json"}
     for path in kinds.values():
         shutil.copytree(whole, tmp_path / "set.work")
         how(tmp_path / "set.work" / path.relative_to(whole), rng)
         run_prepare(output, source)
         assert folder_bytes(output) == clean, path
         shutil.rmtree(output)
+
+
+def edits(record):
+    """Copies of a record, each with one number or name in it changed."""
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from ({**record, key: inner} for inner in edits(value))
+            yield {**record, key: {**value, "other": 3}}
+        elif isinstance(value, list):
+            yield {**record, key: [*value, [0, "other", "line"]]}
+        else:
+            yield {**record, key: value + 1 if isinstance(value, int) else value + "x"}
+
+
+@pytest.mark.parametrize(("step", "folder"), [("stage", "stage"), ("encoded", "encoded")])
+def test_an_edited_record_is_not_believed(tmp_path, monkeypatch, source, clean, step, folder):
+    """Lines, counts and clamped values go into the manifest, and no shard shows them."""
+    whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
+    record = sorted((whole / folder).glob("*.json"))[1]
+    changed = list(edits(json.loads(record.read_text())))
+    for number, content in enumerate(changed):
+        output = tmp_path / str(number) / "set"
+        shutil.copytree(whole, output.with_name("set.work"))
+        (output.with_name("set.work") / folder / record.name).write_text(json.dumps(content))
+        run_prepare(output, source)
+        assert folder_bytes(output) == clean, content
+    assert len(changed) > 6
+
+
+@pytest.mark.parametrize(("step", "folder"), [("stage", "stage"), ("encoded", "encoded")])
+def test_records_that_changed_places_are_not_believed(
+    tmp_path, monkeypatch, source, clean, step, folder
+):
+    work = stopped_at(monkeypatch, step, tmp_path / "set", source)
+    first, second = sorted((work / folder).glob("*.json"))[:2]
+    raw = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(raw)
+    run_prepare(tmp_path / "set", source)
+    assert folder_bytes(tmp_path / "set") == clean
 
 
 def test_a_fault_that_is_not_of_an_earlier_run_is_no_reason_to_start_anew(

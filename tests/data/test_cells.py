@@ -1,0 +1,107 @@
+"""One cell, one meaning: beside good and bad neighbours, in text and in Parquet."""
+
+import polars as pl
+import pytest
+
+from data.parquet import parquet_piece
+from data.parse import parse_piece
+from data.schema import CRITEO, Schema
+from data.source import find_inputs
+from tests.data.rows import run_prepare, text_rows, write_rows
+
+ROWS = text_rows(20)
+COMMAS = Schema(
+    columns=("label", "d", "e", "s"),
+    label="label",
+    dense=("d", "e"),
+    sparse=("s",),
+    kinds=("string",),
+    separator=",",
+)
+IS_DENSE = "dense value is not a 32-bit integer"
+
+
+@pytest.mark.parametrize("column", [1, 7, 13])
+@pytest.mark.parametrize("cell", [" ", "   ", " 5", "5 ", " +", "+5", "-", " -7", "007"])
+def test_a_dense_cell_does_not_depend_on_its_neighbours(cell, column):
+    lines = ["\t".join(row) for row in ROWS]
+    lines[7] = "\t".join([*ROWS[7][:column], cell, *ROWS[7][column + 1 :]])
+    alone = parse_piece("\n".join(lines).encode(), CRITEO)
+    beside = parse_piece("\n".join([*lines, "zz"]).encode(), CRITEO)
+    is_number = cell.lstrip(" ").lstrip("+-").isdigit()
+    assert alone.bad.counts == ({} if is_number else {IS_DENSE: 1})
+    assert beside.bad.total == alone.bad.total + 1
+    assert alone.frame.equals(beside.frame)
+
+
+@pytest.mark.parametrize("cell", [" ", "\t", "\t\t", "\t5", " \t5", " 5", "5\t", ""])
+def test_blanks_and_tabs_in_dense_cells_of_a_table_of_commas(cell):
+    good = b"1,2,3,two words\n0,-2,,tab\there\n"
+    line = f"1,4,{cell},x\n".encode()
+    alone = parse_piece(good + line, COMMAS)
+    beside = parse_piece(good + line + b"zz\n", COMMAS)
+    is_good = cell in (" 5", "")
+    assert alone.bad.counts == ({} if is_good else {IS_DENSE: 1})
+    assert alone.frame.equals(beside.frame)
+    assert len(alone.frame) == 2 + is_good
+
+
+def test_blanks_in_string_categories_do_not_slow_a_piece(monkeypatch):
+    """The way line by line takes a hundred times as long."""
+
+    def slow(*_):
+        raise AssertionError("line by line")
+
+    monkeypatch.setattr("data.parse._sort_out", slow)
+    piece = parse_piece(b"1,2,3,two words\n0,-2,,a\tb\n1, 5,+6, \n", COMMAS)
+    assert piece.frame["d"].to_list() == [2, -2, 5]
+    assert piece.bad.total == 0
+
+
+CELLS = ["5", "+5", "-5", " 5", "5 ", " ", "", "1e1", "1.0", "007", "0x5", "nan", "inf", "-0",
+         "2147483647", "2147483648", "-2147483648", "99999999999", "9223372036854775807",
+         "9223372036854775808", "-9223372036854775808", "0" * 30 + "7", "5\n", "\u0665"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["hex", "string", "integer"])
+def test_text_cells_mean_the_same_in_parquet_as_in_text(tmp_path, kind):
+    """Each as a dense value and as a category, alone in its row; a line end is no cell of text."""
+    schema = Schema(
+        columns=("label", "d", "s"), label="label", dense=("d",), sparse=("s",), kinds=(kind,)
+    )
+    known = "0123abCD" if kind == "hex" else "7"
+    for cell in CELLS:
+        for dense, category in ((cell, known), ("3", cell)):
+            frame = pl.DataFrame({"label": ["1"], "d": [dense], "s": [category]})
+            frame.write_parquet(tmp_path / "r.parquet")
+            binary = parquet_piece(tmp_path / "r.parquet", 0, schema)
+            if "\n" in cell:
+                assert (binary.bad.total == 0) == (kind == "string" and category == cell)
+                continue
+            text = parse_piece(f"1\t{dense}\t{category}\n".encode(), schema)
+            assert binary.frame.equals(text.frame), (dense, category)
+            assert binary.bad.total == text.bad.total, (dense, category)
+
+
+def test_a_parquet_table_without_dense_columns_is_read(tmp_path):
+    schema = Schema(columns=("y", "c"), label="y", dense=(), sparse=("c",), kinds=("string",))
+    frame = pl.DataFrame({"y": [0, 1, 2], "c": ["a", None, "b"]})
+    frame.write_parquet(tmp_path / "r.parquet")
+    piece = parquet_piece(tmp_path / "r.parquet", 0, schema)
+    assert piece.frame["y"].to_list() == [0, 1]
+    assert piece.frame["c"].null_count() == 1
+    assert piece.bad.counts == {"label is not 0 or 1": 1}
+    made = run_prepare(
+        tmp_path / "set", tmp_path / "r.parquet", schema=schema, crosses=(), max_bad_fraction=0.5
+    )
+    assert made.num_words == 2
+
+
+def test_a_folder_with_odd_digits_in_its_names_is_sorted(tmp_path):
+    """A superscript two is a digit and no decimal; an Arabic-Indic three is both."""
+    for name in ("1\u00b22.tsv", "\u00b2.tsv", "10.tsv", "2.tsv", "\u0663.tsv"):
+        write_rows(tmp_path / name, ROWS[:2])
+    names = [source.path.name for source in find_inputs([tmp_path])]
+    assert sorted(names) != names
+    assert names.index("2.tsv") < names.index("\u0663.tsv") < names.index("10.tsv")
