@@ -1,4 +1,4 @@
-"""The Python of the README runs as it is printed, and does what it says."""
+"""The Python of docs/embeddings.md runs as it is printed, and does what it says."""
 
 import os
 import re
@@ -12,8 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_block(tmp_path: Path, num_ranks: int) -> list[str]:
-    """What each rank prints that runs the one Python block of the README."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """What each rank prints that runs the one Python block of the page."""
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "embeddings.md").read_text(), re.DOTALL
+    )
     script = tmp_path / "block.py"
     script.write_text(block)
     # Each rank's output in a file of its own: in one pipe they mix within a line.
