@@ -77,7 +77,7 @@ def test_no_legal_operands_are_refused(name):
     fulls = test_ops._operands(name)
     learns = [shape not in ("ids", "labels") for shape in shapes]
 
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=10, deadline=None, derandomize=True)
     @given(data=st.data())
     def check(data):
         placement = data.draw(st.sampled_from(PLACEMENTS))
@@ -109,7 +109,7 @@ def reshapes(draw):
     return grouped(), grouped()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_reshape_of_any_layout(data):
     """On every rank the kernel reshapes its part; where a split is kept, its rows stay its rows."""
