@@ -1,11 +1,11 @@
 """How every op on global tensors runs: choose a signature, box the operands, run a kernel."""
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -123,11 +123,7 @@ def check_tensor(op: str, what: str, x: object) -> None:
     raise SbpError(f"{op}: {what} is {given}, not a GlobalTensor; {instead}")
 
 
-def check_list(
-    op: str,
-    tensors: Any,  # noqa: ANN401 -- whatever was passed
-    rest: str,
-) -> None:
+def check_list(op: str, tensors: object, rest: str) -> None:
     """Raise SbpError unless ``tensors`` is a list or tuple of one or more global tensors."""
     if not isinstance(tensors, list | tuple):
         given = (
@@ -136,7 +132,7 @@ def check_list(
         raise SbpError(f"{op}: it takes a list of tensors, not {given}: {op}([a, b], {rest})")
     if not tensors:
         raise SbpError(f"{op}: no tensors were given; it joins one or more")
-    check_tensors(op, *tensors)
+    check_tensors(op, *cast("Sequence[object]", tensors))
 
 
 def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
@@ -162,14 +158,11 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
     return chosen
 
 
-def whole_numbers(
-    op: str,
-    what: str,
-    given: Any,  # noqa: ANN401 -- whatever was passed
-) -> tuple[int, ...]:
+def whole_numbers(op: str, what: str, given: object) -> tuple[int, ...]:
     """One whole number or several as a tuple; raises SbpError for anything else."""
     try:
-        return tuple(map(index, (given,) if isinstance(given, int) else given))
+        several = [given] if isinstance(given, int) else cast("Iterable[SupportsIndex]", given)
+        return tuple(map(index, several))
     except TypeError as error:
         raise SbpError(
             f"{op}: {what} {given!r} must be a whole number or several, such as 0 or (0, 1)"

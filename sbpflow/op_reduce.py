@@ -57,7 +57,6 @@ def reduce_max(
     Gradient: within a part equal maxima share it evenly, as torch's ``amax`` has it; between parts
     the first takes it.
     """
-
     if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
         raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, hence no maximum")
 

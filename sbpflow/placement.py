@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from sbpflow.errors import SbpError
 from sbpflow.sbp import whole
@@ -20,7 +20,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 class RankArray(Protocol):
     """Ranks as an array of numpy or torch has them."""
 
-    def tolist(self) -> Any:  # noqa: ANN401 -- nested lists of any depth
+    def tolist(self) -> object:
         """The ranks as nested lists."""
         ...
 
@@ -133,13 +133,13 @@ def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
     return [_nest(ranks[n * row : (n + 1) * row], shape[1:]) for n in range(shape[0])]
 
 
-def _plain(ranks: NestedRanks) -> Any:  # noqa: ANN401 -- whatever was given, checked after
+def _plain(ranks: object) -> object:
     """An array as nested lists, anything else as it is."""
     to_list = getattr(ranks, "tolist", None)
     return ranks if to_list is None else to_list()
 
 
-def _flatten(given: NestedRanks, depth: int, flat: list[int], shape: list[int]) -> None:
+def _flatten(given: object, depth: int, flat: list[int], shape: list[int]) -> None:
     """Append all ranks to ``flat`` in order, and to ``shape`` the length of each new depth."""
     ranks = _plain(given)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
@@ -152,7 +152,7 @@ def _flatten(given: NestedRanks, depth: int, flat: list[int], shape: list[int]) 
         raise SbpError(
             f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries"
         )
-    for entry in map(_plain, ranks):
+    for entry in map(_plain, cast("Sequence[object]", ranks)):
         rank = whole(entry)
         if rank is not None:
             if depth + 1 < len(shape):

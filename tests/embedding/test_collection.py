@@ -1,5 +1,7 @@
 """The collection and its optimizers as a caller of the library meets them."""
 
+from ast import literal_eval
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def test_a_constant_out_of_range_is_named_with_one_that_would_pass(key, value):
     assert start == f"sparse optimizer sgd: {key} {value}"
     assert "0" in passes
     example = passes.partition(f"for example {key}=")[2]
-    SparseOptimizer(**{"name": "sgd", "lr": 0.1, key: eval(example)})  # noqa: S307 -- our message
+    SparseOptimizer(**{"name": "sgd", "lr": 0.1, key: literal_eval(example)})
 
 
 def test_constants_at_their_bounds_are_taken():
