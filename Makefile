@@ -17,8 +17,10 @@ help:
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
+# Two tests at a time, for many of them wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 lint: .venv/.stamp
 	$(BIN)/ruff check .

@@ -13,29 +13,35 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.engine import many_tables
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
+from models.wdl import WdlSpec, WideDeep
+from sbpflow import ops
 from sbpflow.boxing import Boxing, Pending
 from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
-from sbpflow.embedding.collection import EmbeddingCollection, Passage
+from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange import Exchange
 from sbpflow.embedding.group_plan import ExchangeStep
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.plan import plan_embeddings
 from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.global_tensor import GlobalTensor
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Split
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+from sbpflow.training.trainer import Trainer
 
 Shape = tuple[list[TableConfig], list[FeatureConfig]]
 STAGES = ("serial, S(0) reduce", "+ overlap", "+ layout per table", "+ unique rows")
@@ -91,60 +97,87 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
     return layouts
 
 
+class Deep(WideDeep):
+    """The deep part over the tables; left out, the loss is of the vectors' means."""
+
+    left_out = False
+
+    def logits(
+        self,
+        vectors: Mapping[str, GlobalTensor],
+        dense: GlobalTensor,
+        *,
+        training: bool,
+        seed: int,
+    ) -> GlobalTensor:
+        if self.left_out:
+            return ops.reshape(ops.reduce_mean(vectors["deep"], 1), (dense.shape[0], 1))
+        return super().logits(vectors, dense, training=training, seed=seed)
+
+
+class Rows(NamedTuple):
+    labels: Tensor
+    dense: Tensor
+    ids: Tensor
+    num_rows: int
+
+
 class Loop:
-    """A click model around the tables, with the schedule of ``sbpflow/training/trainer.py``."""
+    """A click model around the tables, trained as a run trains."""
 
     def __init__(self, world: World, shape: Shape, stage: int) -> None:
         tables, features = shape
+        boxing, everyone = Boxing(world), Placement.line("cpu", world.size)
+        output = OutputConfig(name="deep", tables=tuple(tables))
         plan = plan_embeddings(
-            [OutputConfig(name="deep", tables=tuple(tables))],
+            [output],
             make_layouts(shape, stage, world.size),
             features=features,
             optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
             dtype=torch.float32,
-            world=Placement.line("cpu", world.size),
+            world=everyone,
             backend="gloo",
             batch_size=BATCH,
         )
-        self.tables = EmbeddingCollection(plan, world, Boxing(world), seed=1)
-        self.overlap = stage > 0
-        self.skip: set[str] = set()
-        torch.manual_seed(2)
-        width = plan.outputs[0].width
-        self.dense = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 1))
-        self.batches = [make_ids(shape, BATCH // world.size, world.rank, n) for n in range(4)]
-        self._step = 0
-        self._coming: Passage | None = None
-
-    def step(self, *, last: bool) -> float:
-        ids, tables = self.batches[self._step % 4], self.tables
-        passage = self._coming or tables.begin(ids, BATCH, training=True)
-        self._coming = None
-        self._step += 1
-        tables.look_up(passage)
-        if self.overlap and not last:
-            self._coming = tables.begin(self.batches[self._step % 4], BATCH, training=True)
-        (vectors,) = tables.outputs(passage).values()
-        loss = torch.zeros(())
-        if "dense" in self.skip:
-            vectors.grad = torch.zeros_like(vectors)
-        else:
-            loss = self.dense(vectors).square().mean()
-        if self._coming is not None:
-            tables.advance(self._coming)
-        if "dense" not in self.skip:
-            loss.backward()
-        tables.push(passage)
-        tables.collect(passage)
-        if "update" in self.skip:
-            for group in tables._groups:
-                group.take_collected()
-        else:
-            tables.update()
-        return float(loss.detach())
+        self.tables = EmbeddingCollection(plan, world, boxing, seed=1)
+        spec = WdlSpec(
+            outputs=(output,),
+            features=tuple(feature.name for feature in features),
+            num_dense=1,
+            layers=((output.width + 1, 64), (64, 1)),
+            dropout=0.0,
+        )
+        copied = {name: Layout(everyone, (Broadcast(),)) for name in spec.parameters()}
+        self.model = Deep(spec, copied, boxing, seed=2, dtype=torch.float32)
+        self.trainer = Trainer(
+            self.model,
+            self.tables,
+            torch.optim.SGD([p.part for p in self.model.parameters.values()], lr=0.05),
+            boxing,
+            dtype=torch.float32,
+            seed=3,
+            schedule=OVERLAPPED if stage else SERIAL,
+        )
+        self.skip = ""
+        self.batches = [make_rows(shape, world, number) for number in range(4)]
+        self._place = 0
 
     def run(self, steps: int) -> list[float]:
-        return [self.step(last=n + 1 == steps) for n in range(steps)]
+        losses = []
+        self.model.left_out = self.skip == "dense"
+        for step in range(steps):
+            batch, coming = (self.batches[(self._place + n) % 4] for n in (0, 1))
+            losses.append(self.trainer.step(batch, coming if step + 1 < steps else None))
+            self._place += 1
+        return [float(loss) for loss in losses]
+
+
+def make_rows(shape: Shape, world: World, number: int) -> Rows:
+    """This rank's rows of a batch."""
+    samples = BATCH // world.size
+    labels = torch.arange(samples).remainder(2).float()
+    ids = make_ids(shape, samples, world.rank, number)
+    return Rows(labels, torch.zeros(samples, 1), ids, BATCH)
 
 
 def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
@@ -160,25 +193,33 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 def leave_out(loop: Loop) -> None:
     """Transfers on the channels in ``loop.skip`` bring zeros instead."""
-    real_start, real_rows = Boxing.start, Exchange.start
+    real_start, real_rows, real_update = Boxing.start, Exchange.start, loop.tables.update
 
     def start(
         self: Boxing, steps: Sequence[BoxingStep], part: Tensor | None, channel: str
     ) -> Pending:
-        if channel not in loop.skip or not steps:
+        if channel != loop.skip or not steps:
             return real_start(self, steps, part, channel)
         shape = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank)
         zeros = None if shape is None else torch.zeros(shape, dtype=steps[-1].dtype)
-        return Pending(lambda: zeros)
+        return Pending(lambda: zeros, self.world)
 
     def rows(
         self: Exchange, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
     ) -> Pending:
-        if self._channel not in loop.skip or step.id.endswith("counts"):
+        if self._channel != loop.skip or step.id.endswith("counts"):
             return real_rows(self, step, send, out, into)
         zeros = send.new_zeros(sum(into), *send.shape[1:])
-        return Pending(lambda: zeros)
+        return Pending(lambda: zeros, self._world)
 
+    def update() -> None:
+        if loop.skip != "update":
+            real_update()
+            return
+        for group in loop.tables._groups:
+            group.take_collected()
+
+    mock.patch.object(loop.tables, "update", update).start()
     mock.patch.object(Boxing, "start", start).start()
     mock.patch.object(Exchange, "start", rows).start()
 
@@ -199,7 +240,7 @@ def work(args: argparse.Namespace) -> None:
         times: dict[str, list[float]] = {name: [] for name, _, _ in jobs}
         for repeat in range(args.repeats + 1):
             for name, loop, skip in jobs:
-                loop.skip = {skip}
+                loop.skip = skip
                 world.barrier()
                 start = time.perf_counter()
                 loop.run(args.steps)

@@ -9,7 +9,7 @@ from sbpflow.config import Config
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.explain import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
-from sbpflow.training.schedule import make_schedule
+from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
 
 
@@ -41,7 +41,7 @@ def build_job(config: Config, spec: WdlSpec, plan: RunPlan, boxing: Boxing) -> J
         boxing,
         dtype=dtype,
         seed=seed,
-        schedule=make_schedule(config.optimizer.schedule),
-        overlap=config.parallel.overlap,
+        rate_factor=rate_factor(config.optimizer.schedule),
+        schedule=plan.schedule,
     )
     return Job(trainer, model, embeddings, plan, boxing)

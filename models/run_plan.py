@@ -25,6 +25,7 @@ from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast
 from sbpflow.training.dense_optimizers import state_per_element
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import LOSS_SHAPE
 
 DTYPES = {
@@ -151,5 +152,6 @@ def plan_run(
         dense_forward=forward,
         dense_backward=backward,
         dense_gradients=plan_gradients([*dense, loss], backend=backend),
+        schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
         batch_size=config.data.batch_size,
     )

@@ -28,10 +28,15 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """A conversion under way. ``wait`` once; until then leave the input part as it is."""
+    """A conversion under way. ``wait`` once; until then leave the input part as it is.
 
-    def __init__(self, finish: Finish) -> None:
+    In a world that waits at once it is there already.
+    """
+
+    def __init__(self, finish: Finish, world: World) -> None:
         self._finish: Finish | None = finish
+        if world.wait_at_once:
+            self._finish = partial(_done, finish())
 
     def wait(self) -> Tensor | None:
         """The result, when it is there; ``None`` outside the destination."""
@@ -39,6 +44,10 @@ class Pending:
             raise SbpError("this conversion was waited for already; keep its first result")
         finish, self._finish = self._finish, None
         return finish()
+
+
+def _done(out: Tensor | None) -> Tensor | None:
+    return out
 
 
 class Boxing:
@@ -90,9 +99,10 @@ class Boxing:
         for index, step in enumerate(steps):
             finish = self._issue(step, _between(index, part), channel, donate)
             if step.groups:
-                return Pending(partial(self._go_on, steps[index + 1 :], finish, channel))
+                rest = partial(self._go_on, steps[index + 1 :], finish, channel)
+                return Pending(rest, self.world)
             part = finish()
-        return Pending(lambda: part)
+        return Pending(lambda: part, self.world)
 
     def _go_on(self, rest: Sequence[BoxingStep], finish: Finish, channel: str) -> Tensor | None:
         return self.run(rest, finish(), channel)

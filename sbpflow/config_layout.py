@@ -122,7 +122,8 @@ class ParallelConfig:
     ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
     Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
-    ``exchange_dtype``, both ``dtype`` by default. ``overlap`` lets ids travel one batch ahead.
+    ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
+    where it starts, and sends no ids ahead.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

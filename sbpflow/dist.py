@@ -70,6 +70,7 @@ class World:
         self.device = device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.checked = checked
+        self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}

@@ -18,6 +18,7 @@ from sbpflow.embedding.stack import Stack
 from sbpflow.embedding.tables import TableLayout, shards_of
 from sbpflow.layout import Layout
 from sbpflow.sbp import format_nd_sbp
+from sbpflow.training.step_schedule import Move, StepSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class RunPlan:
     dense_forward: tuple[BoxingStep, ...]
     dense_backward: tuple[BoxingStep, ...]
     dense_gradients: tuple[BoxingStep, ...]
+    schedule: StepSchedule
     batch_size: int
 
     @property
@@ -78,6 +80,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "batch_size": plan.batch_size,
         "tables": tables,
         "steps": steps,
+        "schedule": [_describe_move(*move) for move in plan.schedule.beside()],
         "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
@@ -147,6 +150,15 @@ def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
     }
 
 
+def _describe_move(move: Move, under_way: Sequence[str]) -> dict[str, Any]:
+    return {
+        "move": move.name,
+        "batch": "next" if move.ahead else "this",
+        "what": move.says,
+        "under_way": list(under_way),
+    }
+
+
 def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     held = [shard for table in tables for shard in table["shards"] if shard["rank"] == rank]
     itemsize = plan.embeddings.dtype.itemsize
@@ -163,7 +175,7 @@ def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int
 
 
 def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
-    """The plan as text: tables, then steps in order, then memory per rank."""
+    """The plan as text: tables, transfers, the order of a step's moves, then memory per rank."""
     facts = describe(plan)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
@@ -172,6 +184,8 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         "",
         *_step_lines(facts["steps"]),
         _total_line(facts),
+        "",
+        str(plan.schedule),
         "",
         *_rank_lines(facts["ranks"]),
         "batches, activations and exchange buffers come on top",

@@ -53,7 +53,7 @@ class Exchange:
         if world.log.enabled:
             sent = (sum(out) - out[world.rank]) * row.numel() * send.itemsize
             world.log.add(CommRecord(step.id, step.collective, self._channel, step.group, sent))
-        return Pending(partial(_arrived, step, work, received, send))
+        return Pending(partial(_arrived, step, work, received, send), world)
 
 
 def _arrived(step: ExchangeStep, work: dist.Work | None, received: Tensor, sent: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What overlap hides, measured within a run: some of its steps take turns with overlap and without.
 
-The numbers do not depend on overlap, so a run may switch it off for a few steps and compare.
+The numbers do not depend on the schedule, so a run may take another for a few steps and compare.
 """
 
 import statistics
@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from sbpflow.training.step_schedule import SERIAL
 from sbpflow.training.trainer import Trainer
 
 FIRST_STEP = 11  # by then everything is allocated and connected
@@ -21,10 +22,11 @@ class OverlapWatch:
 
     def __init__(self, trainer: Trainer, world_size: int, num_steps: int) -> None:
         self._trainer = trainer
+        self._overlapped = trainer.schedule
         self._why_not = ""
         if world_size == 1:
             self._why_not = "one rank, nothing to overlap"
-        elif not trainer.overlap:
+        elif trainer.schedule.wait_at_once:
             self._why_not = "off (parallel.overlap)"
         elif num_steps < MIN_RUN_STEPS:
             self._why_not = f"on; measured in runs of {MIN_RUN_STEPS} steps or more"
@@ -38,13 +40,13 @@ class OverlapWatch:
             yield
             return
         on = block % 2 == 0
-        self._trainer.overlap = on
+        self._trainer.schedule = self._overlapped if on else SERIAL
         start = time.perf_counter()
         yield
         if place:
             self._seconds[on].append(time.perf_counter() - start)
         if block == NUM_BLOCKS - 1 and place == BLOCK_STEPS - 1:
-            self._trainer.overlap = True
+            self._trainer.schedule = self._overlapped
 
     def summary(self) -> str:
         """One line for the end of a run."""

@@ -1,18 +1,12 @@
-"""One training step and one prediction, on the ranks of a world; the schedule of what overlaps.
+"""One training step and one prediction, on the ranks of a world.
 
-    rows of the batch looked up, vectors start      <- its ids came during the step before
-      beside them: the next batch's ids are checked, sorted and counted; the counts start
-    vectors arrive, dense forward
-      the counts are here: the next batch's ids start, beside the backward
-    dense backward, row gradients start, dense gradients start
-      beside those: row gradients arrive, rows are updated
-    dense gradients arrive, dense optimizer
-
-Nothing is used before the update it depends on, so the numbers are those of a run without overlap.
-The loss rides in the dense exchange.
+The moves that a step consists of are here; their order, and so what overlaps, is a
+``StepSchedule``. Nothing is used before the update it depends on, so the numbers are the same in
+every order. The loss rides in the dense exchange.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,11 +17,12 @@ from sbpflow.boxing import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection, Passage
 from sbpflow.embedding.initial import stream_key
 from sbpflow.global_tensor import GlobalTensor, parameter
-from sbpflow.gradients import GradientSync
+from sbpflow.gradients import GradientSync, PendingSync
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Split, balanced_sizes
-from sbpflow.training.schedule import Schedule, constant
+from sbpflow.training.learning_rate import RateFactor, constant
+from sbpflow.training.step_schedule import OVERLAPPED, Pass, StepSchedule
 
 LOSS_SHAPE = (1,)
 
@@ -89,10 +84,30 @@ class Model(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Pass(Pass):
+    """A batch's way through a step, and what its moves leave for later ones."""
+
+    batch: Batch
+    share: float = 1.0  # of the step's rows
+    number: int = 0  # within the step
+    passage: Passage | None = None
+    vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    loss: GlobalTensor | None = None
+
+    @property
+    def begun(self) -> Passage:
+        """After the move ``begin``."""
+        if self.passage is None:
+            raise RuntimeError("a move of a batch that has not begun")
+        return self.passage
+
+
 class Trainer:
     """Runs a model and its embeddings; ``optimizer`` holds the parts of the model's parameters.
 
-    With ``overlap`` a batch's ids travel during the step before it; the numbers are the same.
+    ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
+    gives the factor of all learning rates at a step.
     """
 
     def __init__(
@@ -104,8 +119,8 @@ class Trainer:
         *,
         dtype: torch.dtype,
         seed: int,
-        schedule: Schedule = constant,
-        overlap: bool = True,
+        rate_factor: RateFactor = constant,
+        schedule: StepSchedule = OVERLAPPED,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -113,8 +128,8 @@ class Trainer:
         self._boxing = boxing
         self._dtype = dtype
         self._seed = seed
-        self._schedule = schedule
-        self.overlap = overlap
+        self._rate_factor = rate_factor
+        self.schedule = schedule
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         # The loss is P like the gradients: as the "gradient" of one more number it costs no
         # collective of its own.
@@ -125,8 +140,9 @@ class Trainer:
             boxing,
         )
         self.gradients = GradientSync([*model.parameters.values(), self._loss])
+        self._gradients_under_way: PendingSync | None = None
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        self._coming: tuple[Batch, Passage] | None = None
+        self._coming: _Pass | None = None
         self.num_steps = 0
 
     def step(self, batches: Batch | list[Batch], ahead: Batch | None = None) -> Tensor:
@@ -134,69 +150,87 @@ class Trainer:
         their rows, 0-d, on every rank.
 
         Several batches are one step of the optimizers, of the mean gradient over all rows.
-        ``ahead`` is the first batch of the next step, whose ids may travel during this one. The
-        order of a batch's moves is spelled out in ``_pass``.
+        ``ahead`` is the first batch of the next step, whose ids may travel during this one.
         """
         self.num_steps += 1
-        self._set_learning_rates(self._schedule(self.num_steps))
-        passes = batches if isinstance(batches, list) else [batches]
-        num_rows = sum(batch.num_rows for batch in passes)
-        following = [*passes[1:], ahead]
-        passages = [
-            self._pass(batch, next_batch, batch.num_rows / num_rows, number)
-            for number, (batch, next_batch) in enumerate(zip(passes, following, strict=True))
-        ]
-        pending = self.gradients.start()
-        for passage in passages:  # beside the dense gradients' all-reduce
-            self._embeddings.collect(passage)
-        self._embeddings.update()
-        pending.wait()
+        self._set_learning_rates(self._rate_factor(self.num_steps))
+        passes = self._passes_of(batches if isinstance(batches, list) else [batches])
+        self._coming = None if ahead is None else _Pass(ahead)
+        self.schedule.run(
+            {
+                "begin": self._begin,
+                "advance": lambda one: self._embeddings.advance(one.begun),
+                "look_up": lambda one: self._embeddings.look_up(one.begun),
+                "outputs": self._outputs,
+                "forward": self._forward,
+                "backward": self._backward,
+                "push": lambda one: self._embeddings.push(one.begun),
+                "collect": lambda one: self._embeddings.collect(one.begun),
+            },
+            {
+                "send_dense": self._send_dense,
+                "receive_dense": self._receive_dense,
+                "update": self._embeddings.update,
+                "update_dense": self._update_dense,
+            },
+            passes,
+            self._coming,
+            self._boxing.world,
+        )
         if self._loss.part.grad is None:
             raise RuntimeError("the loss did not come back from its exchange")
         loss = self._loss.part.grad.squeeze(0)
         self._loss.part.grad = None
+        return loss
+
+    def _passes_of(self, batches: list[Batch]) -> list[_Pass]:
+        """The first may have begun during the step before."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.batch is not batches[0]:
+            raise RuntimeError("step: the batch is not the one that was announced as ahead")
+        passes = [_Pass(batch) for batch in batches]
+        if coming is not None:
+            passes[0] = coming
+        num_rows = sum(batch.num_rows for batch in batches)
+        for number, one in enumerate(passes):
+            one.number, one.share = number, one.batch.num_rows / num_rows
+        return passes
+
+    def _begin(self, one: _Pass) -> None:
+        one.passage = self._embeddings.begin(one.batch.ids, one.batch.num_rows, training=True)
+
+    def _outputs(self, one: _Pass) -> None:
+        one.vectors = self._embeddings.outputs(one.begun)
+
+    def _forward(self, one: _Pass) -> None:
+        batch, seed = one.batch, self._mask_seed(one.number)
+        logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
+        labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
+        loss = ops.bce_with_logits(logits, labels)
+        one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
+
+    def _backward(self, one: _Pass) -> None:
+        if one.loss is None:
+            raise RuntimeError("backward before forward")
+        one.loss.backward()
+        terms = one.loss.detach().to("P", id="loss").part.reshape(LOSS_SHAPE)
+        so_far = self._loss.part.grad
+        self._loss.part.grad = terms if so_far is None else so_far + terms
+        one.loss, one.vectors = None, {}
+
+    def _send_dense(self) -> None:
+        self._gradients_under_way = self.gradients.start()
+
+    def _receive_dense(self) -> None:
+        under_way, self._gradients_under_way = self._gradients_under_way, None
+        if under_way is None:
+            raise RuntimeError("receive_dense before send_dense")
+        under_way.wait()
+
+    def _update_dense(self) -> None:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def _pass(self, batch: Batch, ahead: Batch | None, share: float, number: int) -> Passage:
-        """Batch ``number`` of the step forward and backward; ``share`` is its part of the rows."""
-        embeddings = self._embeddings
-        passage = self._passage_of(batch)
-        embeddings.look_up(passage)  # waits for the ids; the vectors start
-        if self.overlap and ahead is not None:  # beside them: the next ids sorted, counted
-            self._coming = (ahead, self._begin(ahead))
-        vectors = embeddings.outputs(passage)  # waits for the vectors
-        loss = self._dense_loss(batch, vectors, number)
-        if self._coming is not None:  # their counts are here, the ids themselves may start
-            embeddings.advance(self._coming[1])
-        if share != 1.0:
-            loss = ops.scale(loss, share)
-        loss.backward()
-        terms = loss.detach().to("P", id="loss").part.reshape(LOSS_SHAPE)
-        so_far = self._loss.part.grad
-        self._loss.part.grad = terms if so_far is None else so_far + terms
-        embeddings.push(passage)  # the row gradients start
-        return passage
-
-    def _begin(self, batch: Batch) -> Passage:
-        return self._embeddings.begin(batch.ids, batch.num_rows, training=True)
-
-    def _passage_of(self, batch: Batch) -> Passage:
-        """Begun during the batch before, or now."""
-        coming, self._coming = self._coming, None
-        if coming is None:
-            return self._begin(batch)
-        announced, passage = coming
-        if announced is not batch:
-            raise RuntimeError("step: the batch is not the one that was announced as ahead")
-        return passage
-
-    def _dense_loss(self, batch: Batch, vectors: Mapping[str, Tensor], number: int) -> GlobalTensor:
-        logits = self._dense_logits(batch, vectors, training=True, seed=self._mask_seed(number))
-        labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        return ops.bce_with_logits(logits, labels)
 
     def _set_learning_rates(self, factor: float) -> None:
         self._embeddings.scale_lr(factor)

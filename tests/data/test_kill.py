@@ -15,16 +15,22 @@ from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
 
 @pytest.fixture(scope="module")
 def run_killed():
-    """``run_killed(function, arguments, seconds)``: True when it was killed after that time."""
+    """``run_killed(function, arguments, seconds, when)``: True when it was killed, after that time
+    or as soon as ``when()`` is true.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.data.victims"])
 
-    def run(function, arguments, seconds):
+    def run(function, arguments, seconds, when=None):
         ready = context.Event()
         process = context.Process(target=function, args=(ready, *arguments))
         process.start()
         assert ready.wait(60)
-        process.join(seconds)
+        deadline = time.monotonic() + seconds
+        while when is not None and not when() and process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.join(0 if when is not None else seconds)
         if process.is_alive():
             process.kill()
             process.join()
@@ -35,6 +41,7 @@ def run_killed():
     return run
 
 
+@pytest.mark.alone
 def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, run_killed):
     source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
     began = time.monotonic()
@@ -58,10 +65,13 @@ def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, 
 
 def test_an_unfinished_run_with_other_options_is_not_mixed_in(tmp_path, run_killed):
     source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
-    rng, encoded = random.Random(2), tmp_path / "set.work" / "encoded"
-    while not (encoded.exists() and any(encoded.iterdir())):
-        run_killed(victims.prepares, (source, tmp_path / "set"), rng.uniform(0.2, 1.5))
-        shutil.rmtree(tmp_path / "set", ignore_errors=True)
+    encoded = tmp_path / "set.work" / "encoded"
+
+    def has_encoded() -> bool:
+        return encoded.exists() and any(encoded.iterdir())
+
+    assert run_killed(victims.prepares, (source, tmp_path / "set"), 60, has_encoded)
+    assert has_encoded()
     run_prepare(tmp_path / "set", source, min_count=9)
     run_prepare(tmp_path / "clean", source, min_count=9)
     assert folder_bytes(tmp_path / "set") == folder_bytes(tmp_path / "clean")

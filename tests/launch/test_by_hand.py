@@ -86,6 +86,7 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     return outputs, [process.returncode for process in ranks]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("patience", [(6, 6), (3, 30), (30, 3)])
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
     """Also where another rank than 0 gives up first, and where others would wait much longer."""

@@ -177,6 +177,7 @@ def _carry(world, a, b, repeats):
     return carried, meter.bytes_sent, planned, mine
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(
     not Path("/sys/class/net/lo/statistics/tx_bytes").exists(), reason="no counters of lo here"
 )

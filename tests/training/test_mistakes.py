@@ -142,6 +142,7 @@ def test_a_mistake_is_said_once_by_two_ranks(synth_set):
     assert "error: model.wide.crosses: C1xC9 is not in the data" in output
 
 
+@pytest.mark.alone
 def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     run = training_run(synth_set, tmp_path)
     os.kill(run.ranks()[1], signal.SIGKILL)

@@ -32,6 +32,7 @@ from sbpflow.explain import describe
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.metrics import Evaluation
+from sbpflow.training.step_schedule import SERIAL
 from tests.training.wdl_case import make_batches, make_config, make_job
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,7 @@ class Recorder:
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
-        self.overlap = False
+        self.schedule = SERIAL
         self.world = self
         self.size = 1
         self.calls: list[tuple[Any, ...]] = []

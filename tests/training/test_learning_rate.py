@@ -11,18 +11,17 @@ from sbpflow.config import Ftrl, OptimizerConfig, ScheduleConfig
 from sbpflow.dist import World
 from sbpflow.embedding.initial import stream_key
 from sbpflow.errors import ConfigError
-from sbpflow.training.overlap import OverlapWatch
-from sbpflow.training.schedule import constant, make_schedule
+from sbpflow.training.learning_rate import constant, rate_factor
 from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
 
 
 def test_warm_up_plateau_and_decay():
     config = ScheduleConfig(warmup_steps=3, decay_start=5, decay_steps=4, power=2.0, end_factor=0.2)
-    factors = [make_schedule(config)(step) for step in range(1, 12)]
+    factors = [rate_factor(config)(step) for step in range(1, 12)]
     rise, plateau = [0.25, 0.5, 0.75], [1.0, 1.0]
     fall = [0.2 + 0.8 * left**2 for left in (0.75, 0.5, 0.25, 0.0, 0.0, 0.0)]
     assert factors == pytest.approx(rise + plateau + fall)
-    assert [make_schedule(ScheduleConfig())(step) for step in (1, 10**6)] == [1.0, 1.0]
+    assert [rate_factor(ScheduleConfig())(step) for step in (1, 10**6)] == [1.0, 1.0]
     assert constant(7) == 1.0
 
 
@@ -51,7 +50,7 @@ def test_a_fall_that_would_not_happen_is_refused(given, said):
 def test_a_fall_may_end_where_it_began_or_at_nothing():
     for end in (0.0, 1.0):
         config = ScheduleConfig(decay_start=2, decay_steps=2, end_factor=end)
-        assert make_schedule(config)(9) == end
+        assert rate_factor(config)(9) == end
 
 
 def test_ftrl_has_no_schedule():
@@ -73,21 +72,6 @@ def run(world: World, config: Any, together: int, announce: bool) -> dict[str, A
         ahead = batches[start + together] if start + together < 12 else None
         losses.append(float(job.trainer.step(group, ahead if announce else None)))
     return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
-
-
-@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
-def test_ids_sent_ahead_change_nothing(ranks, scheme):
-    config = make_config(scheme, "rowwise_adagrad", dense="adam")
-    with_it, without = ranks(3, run, config, 1, True), ranks(3, run, config, 1, False)
-    for one, other in zip(with_it, without, strict=True):
-        assert one["losses"] == other["losses"]
-        for name, value in one["dense"].items():
-            np.testing.assert_array_equal(value, other["dense"][name])
-        for (name, place, weights, _), (_, same, others, _) in zip(
-            one["pieces"], other["pieces"], strict=True
-        ):
-            assert place == same
-            np.testing.assert_array_equal(weights, others, err_msg=name)
 
 
 def run_whole(world: World, config: Any) -> dict[str, Any]:
@@ -153,37 +137,3 @@ def test_every_accumulated_batch_has_dropout_masks_of_its_own(ranks):
     assert [three[0][0], three[0][3]] == one[:2]
     seed = make_config("dp", "sgd").run.seed
     assert one == [stream_key(seed, f"dropout/{step}") for step in range(1, 7)]
-
-
-class Switch:
-    """A trainer as far as the watch knows it."""
-
-    overlap = True
-
-
-def test_the_watch_takes_turns_and_reports(monkeypatch):
-    trainer, now, seen = Switch(), [0.0], []
-    monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
-    watch = OverlapWatch(trainer, 2, 500)
-    for step in range(1, 61):
-        with watch.step(step):
-            seen.append(trainer.overlap)
-            now[0] += 0.002 if trainer.overlap else 0.005
-    assert seen[:10] == [True] * 10
-    assert seen[10:50] == ([True] * 5 + [False] * 5) * 4
-    assert seen[50:] == [True] * 10
-    assert watch.summary().startswith("hides 3.00 ms of a step of 5.00 ms (medians of 16 steps")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "overlap", "steps", "line"),
-    [(1, True, 500, "one rank"), (2, False, 500, "off"), (2, True, 199, "200 steps or more")],
-)
-def test_the_watch_says_why_it_did_not_measure(world_size, overlap, steps, line):
-    trainer = Switch()
-    trainer.overlap = overlap
-    watch = OverlapWatch(trainer, world_size, steps)
-    for step in range(1, 60):
-        with watch.step(step):
-            assert trainer.overlap == overlap
-    assert line in watch.summary()

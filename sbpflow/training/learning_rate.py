@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from sbpflow.config import ScheduleConfig
 
-Schedule = Callable[[int], float]
+RateFactor = Callable[[int], float]
 
 
 def constant(step: int) -> float:
@@ -13,7 +13,7 @@ def constant(step: int) -> float:
     return 1.0
 
 
-def make_schedule(config: ScheduleConfig) -> Schedule:
+def rate_factor(config: ScheduleConfig) -> RateFactor:
     """The factor at a step, counted from 1.
 
     Rises linearly to 1 over ``warmup_steps``; from ``decay_start`` falls to ``end_factor`` over
