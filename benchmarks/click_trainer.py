@@ -30,7 +30,7 @@ class ClickTrainer:
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
             "whole": {
-                name: TableRule(sbp="S(0)", ranks=(index % world.size,), exchange="columns")
+                name: TableRule(sbp="B", ranks=(index % world.size,), exchange="columns")
                 for index, name in enumerate(shape.names)
             },
         }
