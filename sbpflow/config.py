@@ -117,11 +117,14 @@ class Adagrad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowwiseAdagrad:
+    """One state number per row; ``row_state: per_shard`` keeps one per row and column shard."""
+
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
     lr: Rate = 0.05
     eps: Rate = 1e-8
     initial_accumulator: NonNegative = 0.0
     weight_decay: NonNegative = 0.0
+    row_state: Literal["logical", "per_shard"] = "logical"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,7 +116,6 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
         number = f".{sum(1 for g in groups if g.exchange == exchange)}" if same > 1 else ""
         stacks = _stacks_of(tables, context)
         optimizer = output.optimizer or context.optimizer
-        rowwise = optimizer.name == "rowwise_adagrad"
         groups.append(
             GroupPlan(
                 name=f"{output.name}/{exchange}{number}",
@@ -125,7 +124,9 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                 stacks=stacks,
                 optimizer=optimizer,
                 shared_state=tuple(
-                    i for i, stack in enumerate(stacks) if rowwise and stack.is_column_split()
+                    i
+                    for i, stack in enumerate(stacks)
+                    if optimizer.shares_row_state and stack.is_column_split()
                 ),
                 world=context.world,
                 dtype=context.dtype,

@@ -71,7 +71,7 @@ def choose_kernel(
         return KernelChoice("torch", "FBGEMM ignores weight decay in some modes")
     if width % 4:
         return KernelChoice("torch", f"width {width} is not a multiple of 4")
-    if column_split and optimizer.name == "rowwise_adagrad":
+    if column_split and optimizer.shares_row_state:
         return KernelChoice("torch", "the row's Adagrad state spans the ranks that share it")
     return KernelChoice("fbgemm", "same meaning, fused update")
 

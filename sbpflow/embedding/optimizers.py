@@ -2,7 +2,8 @@
 
 Each rule gets unique rows with their summed gradients, in the dtype they are computed with. State
 belongs to the logical row: rowwise Adagrad keeps one number per row, the mean of squares over the
-table's full width, whatever part of the columns is stored here. ``eps`` stands outside the root, as
+table's full width, whatever part of the columns is stored here (unless ``row_state`` says
+otherwise). ``eps`` stands outside the root, as
 in FBGEMM and torch.optim.Adagrad.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from sbpflow.errors import ConfigError
 
 SparseName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl"]
+RowState = Literal["logical", "per_shard"]
 SumOverColumns = Callable[[Tensor], Tensor]
 
 
@@ -25,7 +27,9 @@ class SparseOptimizer:
     """Which rule updates embedding rows, and its constants.
 
     ``weight_decay`` shrinks each touched row by lr * weight_decay before the rule (decoupled, as
-    AdamW); ``l1``, ``l2`` and ``beta`` are FTRL's. Raises ConfigError for a constant out of range.
+    AdamW); ``l1``, ``l2`` and ``beta`` are FTRL's. With ``row_state="per_shard"`` rowwise Adagrad
+    keeps a number per row and column shard, as TorchRec does: nothing is added up over ranks, and
+    results depend on the layout. Raises ConfigError for a constant out of range.
     """
 
     name: SparseName
@@ -37,17 +41,28 @@ class SparseOptimizer:
     l1: float = 0.0
     l2: float = 0.0
     beta: float = 0.0
+    row_state: RowState = "logical"
 
     def __post_init__(self) -> None:
         if self.name not in _STATES:
             raise ConfigError(f"sparse optimizer {self.name!r}; use {', '.join(_STATES)}")
         _check_constants(self)
+        if self.row_state != "logical" and self.name != "rowwise_adagrad":
+            raise ConfigError(
+                f"sparse optimizer {self.name}: row_state {self.row_state!r} is for "
+                "rowwise_adagrad; leave it out"
+            )
         if self.name == "ftrl" and self.weight_decay:
             raise ConfigError("sparse optimizer ftrl: takes l2 in place of weight_decay")
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return _STATES[self.name]
+
+    @property
+    def shares_row_state(self) -> bool:
+        """Whether ranks that hold different columns of a row need one another's gradients."""
+        return self.name == "rowwise_adagrad" and self.row_state == "logical"
 
     def state_shape(self, rows: int, width: int) -> tuple[int, ...]:
         """[rows] for rowwise state, [rows, width] for elementwise."""

@@ -70,8 +70,9 @@ class Storage(Protocol):
 class TorchStorage:
     """Device-resident rows with plain torch kernels: any width, dtype and optimizer.
 
-    ``dtype`` is that of the arithmetic and of the state. Rows of half precision (``row_dtype``) are
-    widened to it on reading and rounded at random, with the exact value as the mean, on writing.
+    ``dtype`` is that of the arithmetic and of the state, ``dim`` the width of the logical table.
+    Rows of half precision (``row_dtype``) are widened to it on reading and rounded at random, with
+    the exact value as the mean, on writing.
     """
 
     def __init__(
@@ -142,13 +143,14 @@ class TorchStorage:
             self.weights.index_copy_(0, rows[part], weights)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
-        """Mean squares over the logical row; all ranks that share rows take part."""
+        """Mean squares over the row that has one state; all ranks that share it take part."""
         if self._optimizer.name != "rowwise_adagrad":
             return None
         squares = row_squares(grads)
         if self._sum_over_columns is not None:
             squares = self._sum_over_columns(squares)
-        return squares.mul_(1.0 / self._dim)
+        width = self._dim if self._optimizer.shares_row_state else grads.shape[1]
+        return squares.mul_(1.0 / width)
 
 
 class FbgemmStorage:

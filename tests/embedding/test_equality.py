@@ -3,12 +3,15 @@
 Tolerances: float64 sums taken in another order; tables of 1e-1 and three steps stay below 1e-12.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.errors import ConfigError
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.reference_wdl import ReferenceWdl, SparseRule
 
@@ -162,3 +165,54 @@ def test_summed_tables_on_a_grid_of_some_ranks_equal_the_reference(ranks, optimi
         sums=("w",),
     )
     check(ranks, 3, case)
+
+
+PER_SHARD = SparseOptimizer(name="rowwise_adagrad", lr=0.1, row_state="per_shard")
+# (spec, columns of each shard)
+SHARDED = {
+    "S(1)": (Spec("S(1)", "columns"), (4, 4, 4, 4)),
+    "uneven": (Spec("S(1)", "columns", ranks=(2, 0), sizes=(12, 4)), (12, 4)),
+    "grid": (Spec("(S(0), S(1))", "reduce", ranks=((0, 1), (3, 2))), (8, 8)),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_state_per_shard_is_a_rule_of_its_own_for_every_shard(ranks, name, kernel):
+    spec, widths = SHARDED[name]
+    if kernel == "fbgemm":
+        pytest.importorskip("fbgemm_gpu")
+    case = Case(
+        tables={"deep": (("t", 41, 16),)},
+        specs={"t": spec},
+        optimizer=PER_SHARD,
+        dtype=torch.float32 if kernel == "fbgemm" else torch.float64,
+        kernel=kernel,
+    )
+    results = ranks(4, train, case)
+    assert not [step for result in results for step, *_ in result["records"] if "state" in step]
+    weights = torch.empty(41, 16, dtype=torch.float64)
+    fill_uniform(weights, seed=SEED, name="t", bound=0.05, num_columns=16)
+    shards = [part.clone() for part in weights.split(widths, 1)]
+    sums = [torch.zeros(41, 1, dtype=torch.float64) for _ in shards]
+    for ids, coefficients in case.batches():
+        rows = ids[:, 0].long()
+        for shard, total, mine in zip(
+            shards, sums, coefficients["deep"].split(widths, 1), strict=True
+        ):
+            vectors = shard[rows]
+            grad = torch.zeros_like(shard)
+            grad.index_add_(0, rows, (1 - vectors.tanh() ** 2) * mine)
+            total += (grad**2).mean(1, keepdim=True)
+            shard -= torch.where(grad == 0, 0, 0.1 * grad / (total.sqrt() + PER_SHARD.eps))
+    (found,) = (weights for weights, _ in join_tables(case, results).values())
+    atol = 1e-12 if kernel == "torch" else 2e-5
+    np.testing.assert_allclose(found, torch.cat(shards, 1).numpy(), rtol=0, atol=atol)
+    # It is another rule than one state per logical row.
+    _, logical = reference(replace(case, optimizer=replace(PER_SHARD, row_state="logical")))
+    assert np.abs(found - logical.deep["t"][1].numpy()).max() > 1e-3
+
+
+def test_only_a_rowwise_rule_has_a_row_state():
+    with pytest.raises(ConfigError, match=r"adagrad: row_state 'per_shard' is for rowwise_adagrad"):
+        SparseOptimizer(name="adagrad", lr=0.1, row_state="per_shard")
