@@ -59,6 +59,24 @@ def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list
     return times
 
 
+def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """As ``turns`` with ms of "NAME, lookup" and "NAME, update" besides: each job returns the
+    moment in between.
+    """
+    names = [f"{name}{part}" for name in jobs for part in ("", ", lookup", ", update")]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(repeats + 3):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            middle = job()
+            end = time.perf_counter()
+            if repeat >= 3:
+                times[name].append(1e3 * (end - start))
+                times[f"{name}, lookup"].append(1e3 * (middle - start))
+                times[f"{name}, update"].append(1e3 * (end - middle))
+    return times
+
+
 def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float]:
     """[low quartile, median, high quartile] of one's time over the other's, round by round."""
     pairs = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
@@ -88,11 +106,13 @@ def collect(
     return EmbeddingCollection(plan, world, Boxing(world), seed=SEED, kernel=request)
 
 
-def engine_step(collection: EmbeddingCollection, ids: Tensor, num_rows: int, grad: Tensor) -> None:
-    """Lookup, and an update from a gradient that comes from nowhere."""
+def engine_step(collection: EmbeddingCollection, ids: Tensor, num_rows: int, grad: Tensor) -> float:
+    """Lookup, and an update from a gradient that comes from nowhere; the moment in between."""
     (output,) = collection.forward(ids, num_rows, training=True).values()
+    middle = time.perf_counter()
     output.grad = grad
     collection.apply_gradients()
+    return middle
 
 
 def copy_bandwidth() -> float:
@@ -131,19 +151,21 @@ def kernel(results: Results, repeats: int) -> None:
         offsets = torch.arange(by_feature.numel() + 1)
         columns = [column.long() for column in ids.t().contiguous()]
 
-        def bare_step() -> Tensor:
+        def bare_step() -> float:
             out = bare(by_feature, offsets)
+            middle = time.perf_counter()
             out.backward(grad)
-            return out
+            return middle
 
-        def plain_step() -> Tensor:
+        def plain_step() -> float:
             optimizer.zero_grad(set_to_none=True)
             out = torch.cat([bag(c.unsqueeze(1)) for bag, c in zip(bags, columns, strict=True)], 1)
+            middle = time.perf_counter()
             out.backward(grad)
             optimizer.step()
-            return out
+            return middle
 
-        jobs: dict[str, Callable[[], object]] = {
+        jobs: dict[str, Callable[[], float]] = {
             "engine": lambda: engine_step(ours, ids, batch, grad),
             "bare FBGEMM": bare_step,
             "EmbeddingBag(sparse), SGD": plain_step,
@@ -153,23 +175,40 @@ def kernel(results: Results, repeats: int) -> None:
             bare_step()
         for stored, table in zip(ours.stored(), bare.split_embedding_weights(), strict=True):
             torch.testing.assert_close(stored.weights, table.data, rtol=0, atol=1e-6)
-        times = turns(jobs, repeats)
+        times = halves(jobs, repeats)
     lookups, width = ids.numel(), shape.dim * 4
     unique = sum(len(column.unique()) for column in columns)
-    # Ids; unique rows read, output written; gradient read; rows and their states read and written.
-    floor = lookups * 4 + unique * width + lookups * width
-    floor += lookups * width + lookups * 4 + 2 * unique * width + 2 * unique * 4
-    floor_ms = 1e3 * floor / copy_bandwidth()
+    # Ids and unique rows read, output written; ids and gradient read, rows and their states read
+    # and written.
+    floor = {
+        "lookup": lookups * 4 + unique * width + lookups * width,
+        "update": lookups * 4 + lookups * width + 2 * unique * width + 2 * unique * 4,
+    }
+    bandwidth = copy_bandwidth()
     for name, values in times.items():
         results.add(
             benchmark="engine_kernel", system=name, step_ms=round(statistics.median(values), 3)
         )
+    for stage, size in floor.items():
+        least = 1e3 * size / bandwidth
+        results.add(
+            benchmark="engine_kernel_stage",
+            stage=stage,
+            engine_over_bare_fbgemm=ratio(times, f"engine, {stage}", f"bare FBGEMM, {stage}"),
+            plain_torch_over_engine=ratio(
+                times, f"EmbeddingBag(sparse), SGD, {stage}", f"engine, {stage}"
+            ),
+            floor_bytes=size,
+            floor_ms=round(least, 3),
+            engine_over_floor=round(statistics.median(times[f"engine, {stage}"]) / least, 2),
+        )
+    floor_ms = 1e3 * sum(floor.values()) / bandwidth
     results.add(
         benchmark="engine_kernel_ratios",
         unique_share=round(unique / lookups, 3),
         engine_over_bare_fbgemm=ratio(times, "engine", "bare FBGEMM"),
         plain_torch_over_engine=ratio(times, "EmbeddingBag(sparse), SGD", "engine"),
-        floor_bytes=floor,
+        floor_bytes=sum(floor.values()),
         floor_ms=round(floor_ms, 3),
         engine_over_floor=round(statistics.median(times["engine"]) / floor_ms, 2),
     )

@@ -40,7 +40,7 @@ def provenance() -> dict[str, Any]:
 class Results:
     """Prints each line and appends it to a file.
 
-    The file is written anew; with ``benchmark``, only the lines of that one are, so that the
+    The file is written anew, from the first line on that is added; with ``benchmark``, only the lines of that one are, so that the
     questions of a module can be asked one at a time. Lines that are not ``recorded`` are printed
     and the file stays as it is: for sizes other than those the recorded figures are of.
     """
@@ -56,7 +56,7 @@ class Results:
         RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []
         kept = [line for line in kept if json.loads(line)["benchmark"] != benchmark]
-        self.path.write_text("".join(line + "\n" for line in kept))
+        self._lines = kept
 
     def add(self, **values: object) -> None:
         """One measurement: value names end in their unit (``_ms``, ``_bytes``)."""
@@ -66,8 +66,8 @@ class Results:
         sys.stdout.write(json.dumps(dict(values)) + "\n")
         sys.stdout.flush()
         if self._recorded:
-            with self.path.open("a") as file:
-                file.write(json.dumps({**values, **self._provenance}) + "\n")
+            self._lines.append(json.dumps({**values, **self._provenance}))
+            self.path.write_text("".join(line + "\n" for line in self._lines))
 
 
 def _version(name: str) -> str | None:

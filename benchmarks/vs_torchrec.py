@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link")
     parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--layout", default="unique")
+    parser.add_argument(
+        "--layout", default="unique", choices=["unique", "reduce", "columns", "whole"]
+    )
     parser.add_argument("--ddp", action="store_true", help="plain torch, too (all tables B)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
@@ -141,7 +143,8 @@ def main() -> None:
         args.wire = args.wire[0]
         work(args)
         return
-    results = Results(f"vs_torchrec_{args.link or 'loopback'}")
+    where = args.link or "loopback"
+    results = Results(f"vs_torchrec_{where}{'' if args.layout == 'unique' else '_' + args.layout}")
     for wire in args.wire:
         compare(args, wire, results)
 
