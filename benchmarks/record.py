@@ -40,8 +40,8 @@ def provenance() -> dict[str, Any]:
 class Results:
     """Prints each line and appends it to a file.
 
-    The file is written anew, from the first line on that is added; with ``benchmark``, only the lines of that one are, so that the
-    questions of a module can be asked one at a time. Lines that are not ``recorded`` are printed
+    The file is written anew, from the first line on that is added; with ``benchmark``, only the
+    lines of that one are, so that a module's questions can be asked one at a time. Lines that are not ``recorded`` are printed
     and the file stays as it is: for sizes other than those the recorded figures are of.
     """
 
