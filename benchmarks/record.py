@@ -41,8 +41,8 @@ class Results:
     """Prints each line and appends it to a file.
 
     The file is written anew, from the first line on that is added; with ``benchmark``, only the
-    lines of that one are, so that a module's questions can be asked one at a time. Lines that are not ``recorded`` are printed
-    and the file stays as it is: for sizes other than those the recorded figures are of.
+    lines of that one are, so that a module's questions can be asked one at a time. Lines that are
+    not ``recorded`` are printed and the file stays as it is: for sizes other than those the recorded figures are of.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
