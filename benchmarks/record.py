@@ -42,7 +42,8 @@ class Results:
 
     The file is written anew, from the first line on that is added; with ``benchmark``, only the
     lines of that one are, so that a module's questions can be asked one at a time. Lines that are
-    not ``recorded`` are printed and the file stays as it is: for sizes other than those the recorded figures are of.
+    not ``recorded`` are printed and the file stays as it is: for sizes other than those the
+    recorded figures are of.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
