@@ -196,10 +196,15 @@ def leave_out(loop: Loop) -> None:
     real_start, real_rows, real_update = Boxing.start, Exchange.start, loop.tables.update
 
     def start(
-        self: Boxing, steps: Sequence[BoxingStep], part: Tensor | None, channel: str
+        self: Boxing,
+        steps: Sequence[BoxingStep],
+        part: Tensor | None,
+        channel: str,
+        *,
+        donate: bool = False,
     ) -> Pending:
         if channel != loop.skip or not steps:
-            return real_start(self, steps, part, channel)
+            return real_start(self, steps, part, channel, donate=donate)
         shape = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank)
         zeros = None if shape is None else torch.zeros(shape, dtype=steps[-1].dtype)
         return Pending(lambda: zeros, self.world)
