@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbpflow.boxing import Boxing
 from sbpflow.dist import World
-from sbpflow.embedding.group import Group, Visit
+from sbpflow.embedding.group import AnyGroup, Visit
 from sbpflow.embedding.group_plan import GroupPlan
 from sbpflow.embedding.groups import Received, make_group
 from sbpflow.embedding.id_transfer import IdsUnderWay, IdTransfer
@@ -86,7 +86,7 @@ class EmbeddingCollection:
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
-        self._groups: list[Group] = [
+        self._groups: list[AnyGroup] = [
             make_group(group, world, boxing, self._make_storage, received) for group in plan.groups
         ]
         self._reader = IdReader(plan, world.rank, world.device)
@@ -113,9 +113,7 @@ class EmbeddingCollection:
                 f"batch of {num_rows} is {wanted}"
             )
         under_way = self._transfer.begin(local, num_rows)
-        visits = [Visit(num_rows, local, training) for _ in self._groups]
-        for group, visit in zip(self._groups, visits, strict=True):
-            group.begin(visit)
+        visits = [group.begin(local, num_rows, training=training) for group in self._groups]
         return Passage(under_way, visits)
 
     def advance(self, passage: Passage) -> None:

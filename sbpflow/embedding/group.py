@@ -15,7 +15,7 @@ overlap. ``begin`` and ``advance`` depend on ids alone, so they may run one batc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ GRADIENTS = "gradients"
 StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Visit:
     """One batch's way through one group; what a move leaves for a later one."""
 
@@ -48,7 +48,6 @@ class Visit:
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
-    more: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def look_up(self, storage: Storage, access: Access) -> Tensor:
         """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
@@ -72,7 +71,10 @@ class Visit:
         return pending
 
 
-class Group(ABC):
+VisitT = TypeVar("VisitT", bound=Visit)
+
+
+class Group(ABC, Generic[VisitT]):
     """One group on one rank. Every rank makes the same moves in the same order."""
 
     def __init__(self, plan: GroupPlan, world: World, boxing: Boxing) -> None:
@@ -84,27 +86,27 @@ class Group(ABC):
         """What this rank stores."""
 
     @abstractmethod
-    def begin(self, visit: Visit) -> None:
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> VisitT:
+        """See the module; ``num_rows`` counts the whole batch."""
+
+    @abstractmethod
+    def advance(self, visit: VisitT) -> None:
         """See the module."""
 
     @abstractmethod
-    def advance(self, visit: Visit) -> None:
-        """See the module."""
-
-    @abstractmethod
-    def look_up(self, visit: Visit) -> None:
+    def look_up(self, visit: VisitT) -> None:
         """See the module. ``visit.everywhere`` is set by now, where this rank needs it."""
 
     @abstractmethod
-    def vectors(self, visit: Visit) -> Tensor:
+    def vectors(self, visit: VisitT) -> Tensor:
         """[local batch, plan.width]."""
 
     @abstractmethod
-    def push(self, visit: Visit, grad: Tensor) -> None:
+    def push(self, visit: VisitT, grad: Tensor) -> None:
         """Takes [local batch, plan.width]."""
 
     @abstractmethod
-    def collect(self, visit: Visit) -> None:
+    def collect(self, visit: VisitT) -> None:
         """Keeps the gradients for ``update``; several batches' may come together."""
 
     @abstractmethod
@@ -143,3 +145,6 @@ class Group(ABC):
                 f"{self.plan.name}: rank {self.world.rank} received {given}, not {expected}"
             )
         return out.to(self.plan.dtype)
+
+
+AnyGroup = Group[Any]  # a visit goes back to the group that began it

@@ -1,7 +1,7 @@
 """What each exchange does with a batch, forward and backward; one class per exchange."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -13,8 +13,17 @@ from sbpflow.boxing_plan import BoxingStep
 from sbpflow.dist import World
 from sbpflow.embedding.access import Access
 from sbpflow.embedding.addresses import LocalAddresses
-from sbpflow.embedding.group import GRADIENTS, VECTORS, Group, StorageFactory, Visit
+from sbpflow.embedding.group import (
+    GRADIENTS,
+    VECTORS,
+    AnyGroup,
+    Group,
+    StorageFactory,
+    Visit,
+    VisitT,
+)
 from sbpflow.embedding.group_plan import MAX_BATCH_SIZES, GroupPlan
+from sbpflow.embedding.ids import BatchIds
 from sbpflow.embedding.optimizers import SumOverColumns
 from sbpflow.embedding.row_groups import LocalRowsGroup, UniqueGroup
 from sbpflow.embedding.stack import Stack
@@ -39,7 +48,7 @@ class Member:
     addresses: LocalAddresses
 
 
-class AddressedGroup(Group):
+class AddressedGroup(Group[VisitT]):
     """A group whose ranks look ids up in their own storages, member by member.
 
     ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
@@ -81,16 +90,13 @@ class AddressedGroup(Group):
             return bool(stack.pieces(self.world.rank))
         return self.world.rank in self.plan.owners
 
-    def begin(self, visit: Visit) -> None:
+    def advance(self, visit: VisitT) -> None:
         """Nothing to do: the ids are all there is to know."""
-
-    def advance(self, visit: Visit) -> None:
-        """Nothing to do."""
 
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(member.stack, member.storage) for member in self.members]
 
-    def rows_of(self, visit: Visit) -> Tensor:
+    def rows_of(self, visit: VisitT) -> Tensor:
         """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
         ids = visit.everywhere if self._everywhere else visit.local
         if ids is None:
@@ -149,7 +155,15 @@ class AddressedGroup(Group):
         return add_up
 
 
-class LocalGroup(AddressedGroup):
+@dataclass(slots=True, kw_only=True)
+class LocalVisit(Visit):
+    """``vectors`` after the lookup, ``grads`` of each member after the push in a world of one."""
+
+    vectors: Tensor | None = None
+    grads: list[Tensor] = field(default_factory=list[Tensor])
+
+
+class LocalGroup(AddressedGroup[LocalVisit]):
     """B tables whose gradients are all-reduced whole, and all tables in a world of one rank.
 
     A row's count of uses travels beside its gradient, so that only touched rows take a step.
@@ -159,16 +173,22 @@ class LocalGroup(AddressedGroup):
     def _steps(self) -> tuple[BoxingStep, ...]:
         return self.plan.backward_steps(0)  # of a size that no batch changes
 
-    def look_up(self, visit: Visit) -> None:
-        visit.more["vectors"] = self.rows_of(visit)
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> LocalVisit:
+        return LocalVisit(local=local, num_rows=num_rows, training=training)
 
-    def vectors(self, visit: Visit) -> Tensor:
-        return visit.more.pop("vectors")
+    def look_up(self, visit: LocalVisit) -> None:
+        visit.vectors = self.rows_of(visit)
 
-    def push(self, visit: Visit, grad: Tensor) -> None:
+    def vectors(self, visit: LocalVisit) -> Tensor:
+        vectors, visit.vectors = visit.vectors, None
+        if vectors is None:
+            raise RuntimeError(f"{self.plan.name}: vectors before the lookup, or twice")
+        return vectors
+
+    def push(self, visit: LocalVisit, grad: Tensor) -> None:
         parts = self.split(grad)
         if self.world.size == 1:
-            visit.more["grads"] = parts
+            visit.grads = parts
             return
         whole: list[Tensor] = []
         for access, member, part in zip(visit.accesses, self.members, parts, strict=True):
@@ -179,9 +199,9 @@ class LocalGroup(AddressedGroup):
             whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
         visit.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
 
-    def collect(self, visit: Visit) -> None:
+    def collect(self, visit: LocalVisit) -> None:
         if self.world.size == 1:
-            self.keep(visit, visit.accesses, visit.more.pop("grads"))
+            self.keep(visit, visit.accesses, visit.grads)
             return
         flat = self.arrived(self._steps, visit.take_pending())
         accesses: list[Access] = []
@@ -215,7 +235,7 @@ class ColumnOrder:
         return grad if self._in_order else grad.index_select(1, self._order)
 
 
-class BoxedGroup(AddressedGroup):
+class BoxedGroup(AddressedGroup[Visit]):
     """Owners look up the whole batch; boxing brings the vectors home and the gradients back.
 
     ``columns``: whole tables and S(1), the vectors are one uneven S(1) in rank order. ``reduce``:
@@ -234,6 +254,9 @@ class BoxedGroup(AddressedGroup):
         self._order = ColumnOrder(plan, world.device)
         self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
         self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
+
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> Visit:
+        return Visit(local=local, num_rows=num_rows, training=training)
 
     def look_up(self, visit: Visit) -> None:
         part: Tensor | None = None
@@ -263,7 +286,7 @@ class BoxedGroup(AddressedGroup):
 
 def make_group(
     plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory, received: Received
-) -> Group:
+) -> AnyGroup:
     """The class for a plan's exchange."""
     if plan.exchange == "unique":
         return UniqueGroup(plan, world, boxing, make)

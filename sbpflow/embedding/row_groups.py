@@ -1,5 +1,6 @@
 """Groups whose single rows travel, deduplicated: unique (S(0)) and local (B, touched rows)."""
 
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -14,11 +15,28 @@ from sbpflow.embedding.exchange import Exchange, received
 from sbpflow.embedding.group import GRADIENTS, VECTORS, Group, StorageFactory, Visit
 from sbpflow.embedding.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.id_transfer import IDS
+from sbpflow.embedding.ids import BatchIds
 from sbpflow.embedding.stack import Stack
 from sbpflow.embedding.storage import Storage
 
 
-class RowGroup(Group):
+@dataclass(slots=True, kw_only=True)
+class RowVisit(Visit):
+    """``asked`` counts the rows this rank names to each rank, ``into`` those they name to it."""
+
+    wanted: Access  # of the local samples
+    asked: list[int]
+    into: list[int] = field(default_factory=list[int])
+    rows: Tensor | None = None  # [unique rows wanted here, dim], after they came
+
+    def take_rows(self) -> Tensor:
+        rows, self.rows = self.rows, None
+        if rows is None:
+            raise RuntimeError("no rows are there: a move was left out, or made twice")
+        return rows
+
+
+class RowGroup(Group[RowVisit]):
     """One stack, whose rows have job-wide addresses; who wants which is told once per batch."""
 
     def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
@@ -33,25 +51,22 @@ class RowGroup(Group):
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(self._stack, self._storage)]
 
-    def vectors(self, visit: Visit) -> Tensor:
-        """Expand the rows in ``more["rows"]`` to the samples' vectors."""
-        wanted: Access = visit.more["wanted"]
-        rows: Tensor = visit.more.pop("rows")
+    def vectors(self, visit: RowVisit) -> Tensor:
+        """Expand ``visit.rows`` to the samples' vectors."""
         samples = visit.local.num_samples
-        vectors = sum_bags(rows, wanted, wanted.inverse())
+        vectors = sum_bags(visit.take_rows(), visit.wanted, visit.wanted.inverse())
         if self.plan.pooled:
             return vectors.view(samples, len(self._stack.uses), self._stack.dim).sum(1)
         return vectors.view(samples, self.plan.width)
 
-    def row_gradients(self, visit: Visit, grad: Tensor) -> Tensor:
+    def row_gradients(self, visit: RowVisit, grad: Tensor) -> Tensor:
         """[unique rows wanted here, dim], summed over this rank's samples, as they travel."""
-        wanted: Access = visit.more["wanted"]
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
-        _, sums = wanted.row_gradients(grad.reshape(-1, self._stack.dim))
+        _, sums = visit.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
         return sums.to(self.plan.gradient_wire)
 
-    def collect(self, visit: Visit) -> None:
+    def collect(self, visit: RowVisit) -> None:
         step, count = self._steps(visit.num_rows)[-1], visit.accesses[0].num_bags
         sums = received(step, visit.take_pending(), count).to(self.plan.dtype)
         self.keep(visit, visit.accesses, [sums])
@@ -79,43 +94,42 @@ class UniqueGroup(RowGroup):
             self._addresses.bases[:-1], dtype=plan.address_dtype(), device=world.device
         )
 
-    def begin(self, visit: Visit) -> None:
-        wanted = self._addresses.access(visit.local)
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowVisit:
+        wanted = self._addresses.access(local)
         unique = wanted.unique()[0]
         cuts = torch.searchsorted(unique, self._cuts).tolist()
         asked = [stop - start for start, stop in pairwise([0, *cuts, unique.numel()])]
-        step = self._steps(visit.num_rows)[0]
-        visit.more |= {"wanted": wanted, "asked": asked}
-        visit.pending = self._ids.start_counts(step, asked)
+        visit = RowVisit(
+            local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
+        )
+        visit.pending = self._ids.start_counts(self._steps(num_rows)[0], asked)
+        return visit
 
-    def advance(self, visit: Visit) -> None:
-        asked: list[int] = visit.more["asked"]
+    def advance(self, visit: RowVisit) -> None:
         counts, step = self._steps(visit.num_rows)[:2]
-        into = received(counts, visit.take_pending(), self.world.size).tolist()
-        unique = visit.more["wanted"].unique()[0]
-        per_owner = torch.tensor(asked, device=unique.device)
+        visit.into = received(counts, visit.take_pending(), self.world.size).tolist()
+        unique = visit.wanted.unique()[0]
+        per_owner = torch.tensor(visit.asked, device=unique.device)
         shift = torch.repeat_interleave(self._bases, per_owner, output_size=unique.numel())
-        visit.more["into"] = into
-        visit.pending = self._ids.start(step, unique - shift, asked, into)
+        visit.pending = self._ids.start(step, unique - shift, visit.asked, visit.into)
 
-    def look_up(self, visit: Visit) -> None:
-        asked, into = visit.more["asked"], visit.more["into"]
+    def look_up(self, visit: RowVisit) -> None:
+        asked, into = visit.asked, visit.into
         _, ids, step, _ = self._steps(visit.num_rows)
         visit.accesses = [Access(received(ids, visit.take_pending(), sum(into)))]
         rows = visit.look_up(self._storage, visit.accesses[0])
         visit.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
-    def vectors(self, visit: Visit) -> Tensor:
+    def vectors(self, visit: RowVisit) -> Tensor:
         step = self._steps(visit.num_rows)[2]
-        rows = received(step, visit.take_pending(), sum(visit.more["asked"]))
-        visit.more["rows"] = rows.to(self.plan.dtype)
+        rows = received(step, visit.take_pending(), sum(visit.asked))
+        visit.rows = rows.to(self.plan.dtype)
         return super().vectors(visit)
 
-    def push(self, visit: Visit, grad: Tensor) -> None:
+    def push(self, visit: RowVisit, grad: Tensor) -> None:
         step = self._steps(visit.num_rows)[3]
         sums = self.row_gradients(visit, grad)
-        asked, into = visit.more["asked"], visit.more["into"]
-        visit.pending = self._gradients.start(step, sums, asked, into)
+        visit.pending = self._gradients.start(step, sums, visit.asked, visit.into)
 
 
 class LocalRowsGroup(RowGroup):
@@ -128,41 +142,40 @@ class LocalRowsGroup(RowGroup):
             self._stack, 1, world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
         )
 
-    def begin(self, visit: Visit) -> None:
-        wanted = self._addresses.access(visit.local)
-        visit.more["wanted"] = wanted
-        if visit.training:
-            count = wanted.unique()[0].numel()
-            step = self._steps(visit.num_rows)[0]
-            visit.pending = self._ids.start_counts(step, [count] * self.world.size)
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowVisit:
+        wanted = self._addresses.access(local)
+        asked = [wanted.unique()[0].numel()] * self.world.size  # each rank is told all of them
+        visit = RowVisit(
+            local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
+        )
+        if training:
+            visit.pending = self._ids.start_counts(self._steps(num_rows)[0], asked)
+        return visit
 
-    def advance(self, visit: Visit) -> None:
+    def advance(self, visit: RowVisit) -> None:
         if visit.pending is None:
             return
         counts, step = self._steps(visit.num_rows)[:2]
-        into = received(counts, visit.take_pending(), self.world.size).tolist()
-        rows = visit.more["wanted"].unique()[0]
-        visit.more["into"] = into
-        visit.pending = self._ids.start(step, *self._to_all(rows), into)
+        visit.into = received(counts, visit.take_pending(), self.world.size).tolist()
+        rows = self._for_all(visit.wanted.unique()[0])
+        visit.pending = self._ids.start(step, rows, visit.asked, visit.into)
 
-    def look_up(self, visit: Visit) -> None:
+    def look_up(self, visit: RowVisit) -> None:
         if visit.pending is not None:
             step = self._steps(visit.num_rows)[1]
-            visit.accesses = [Access(received(step, visit.take_pending(), sum(visit.more["into"])))]
+            visit.accesses = [Access(received(step, visit.take_pending(), sum(visit.into)))]
             self._storage.prefetch(visit.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
-        rows = visit.more["wanted"].unique()[0]
+        rows = visit.wanted.unique()[0]
         self._storage.prefetch(rows)
-        visit.more["rows"] = self._storage.lookup(Access(rows))
+        visit.rows = self._storage.lookup(Access(rows))
         self._storage.release(rows)
 
-    def push(self, visit: Visit, grad: Tensor) -> None:
+    def push(self, visit: RowVisit, grad: Tensor) -> None:
         step = self._steps(visit.num_rows)[2]
-        sums = self.row_gradients(visit, grad)
-        into = visit.more["into"]
-        visit.pending = self._gradients.start(step, *self._to_all(sums), into)
+        sums = self._for_all(self.row_gradients(visit, grad))
+        visit.pending = self._gradients.start(step, sums, visit.asked, visit.into)
 
-    def _to_all(self, rows: Tensor) -> tuple[Tensor, list[int]]:
-        """The same rows for every rank, and how many for each."""
-        size = self.world.size
-        return rows.repeat(size, *[1] * (rows.ndim - 1)), [rows.shape[0]] * size
+    def _for_all(self, rows: Tensor) -> Tensor:
+        """The same rows, once for every rank."""
+        return rows.repeat(self.world.size, *[1] * (rows.ndim - 1))
