@@ -176,8 +176,15 @@ def kernel(results: Results, repeats: int) -> None:
         for stored, table in zip(ours.stored(), bare.split_embedding_weights(), strict=True):
             torch.testing.assert_close(stored.weights, table.data, rtol=0, atol=1e-6)
         times = halves(jobs, repeats)
-    lookups, width = ids.numel(), shape.dim * 4
-    unique = sum(len(column.unique()) for column in columns)
+    _report_kernel(results, times, ids, shape.dim)
+
+
+def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor, dim: int) -> None:
+    """Times and ratios, whole and by stage, and the floor: bytes that must move, at the bandwidth
+    of a copy.
+    """
+    lookups, width = ids.numel(), dim * 4
+    unique = sum(len(column.unique()) for column in ids.t())
     # Ids and unique rows read, output written; ids and gradient read, rows and their states read
     # and written.
     floor = {
