@@ -59,7 +59,7 @@ class Rendezvous:
     def connect() -> "Rendezvous":
         """Join torchrun's store or, where ranks were started by hand, the one that rank 0 serves.
 
-        ConfigError where the port is taken or nobody answers.
+        ConfigError where the port is taken, AbsentError where rank 0 does not answer.
         """
         rank, world_size = _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
         if world_size == 1:
@@ -182,17 +182,23 @@ def _open_store(serves: bool) -> "Store":
     thread.join(_CONNECT_S + 5)
     store = opened[0] if opened else TimeoutError("the listener there is not a rank of this run")
     if isinstance(store, BaseException):
-        raise _no_store(host, port, serves, store) from store
+        raise no_store(host, port, serves, store) from store
     return store
 
 
-def _no_store(host: str, port: int, serves: bool, error: BaseException) -> ConfigError:
+def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
+    """What to raise when the store could not be served, or was not there."""
     if is_port_in_use(error):
         return port_in_use(port)
-    what = "cannot listen on" if serves else "rank 0 does not answer at"
-    return ConfigError(
-        f"MASTER_ADDR, MASTER_PORT: {what} {host}:{port} ({first_line(error)}); check that rank 0 "
-        "runs, that its name and port are right, and that no firewall is between"
+    if serves:
+        return ConfigError(
+            f"MASTER_ADDR, MASTER_PORT: cannot listen on {host}:{port} ({first_line(error)}); rank "
+            "0 needs a name of its own machine and a port that it may use"
+        )
+    return AbsentError(
+        f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {_CONNECT_S:g} s "
+        f"({first_line(error)}); check that it was started and what it printed, that its name and "
+        "port are right, and that no firewall is between"
     )
 
 

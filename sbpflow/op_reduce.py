@@ -57,6 +57,9 @@ def reduce_max(
     Gradient: within a part equal maxima share it evenly, as torch's ``amax`` has it; between parts
     the first takes it.
     """
+    check_tensors("reduce_max", x)
+    if x.dtype.is_complex:
+        raise SbpError(f"reduce_max: {x!r} is complex, and complex numbers have no order")
     if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
         raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, hence no maximum")
 

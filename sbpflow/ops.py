@@ -151,9 +151,15 @@ def cast(
 ) -> GlobalTensor:
     """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64."""
     check_tensors("cast", x)
+    _check_dtype(dtype)
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
     op_rule = _elementwise("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
+
+
+def _check_dtype(given: object) -> None:
+    if not isinstance(given, torch.dtype):
+        raise SbpError(f"cast: dtype {given!r} is no torch.dtype; use for example torch.float64")
 
 
 def dropout(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sbpflow.errors import ConfigError, DataError, TrainingError
-from sbpflow.last_words import Rendezvous, Words, compose, first_line
+from sbpflow.last_words import Rendezvous, Words, compose, first_line, no_store
 from sbpflow.launch import ArgumentParser, classify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +113,18 @@ def test_ranks_that_all_come_start(tmp_path):
     assert codes == [0, 0, 0], outputs
     assert "error" not in "".join(outputs)
     assert len(list(tmp_path.glob("rank*"))) == 3
+
+
+def test_a_rank_0_that_does_not_answer_is_an_absent_rank():
+    error = no_store("10.0.0.1", 29500, False, TimeoutError("no answer"))
+    words, code = classify(error)
+    assert (words.kind, code) == ("absent", 3)
+    assert words.text.startswith(
+        "rank 0 did not answer at MASTER_ADDR, MASTER_PORT 10.0.0.1:29500 within 60 s (no answer)"
+    )
+    mistake = no_store("10.0.0.1", 80, True, RuntimeError("permission denied"))
+    assert classify(mistake)[1] == 2
+    assert "cannot listen on 10.0.0.1:80 (permission denied)" in str(mistake)
 
 
 def test_torch_waiting_for_clients_is_no_bug_either():

@@ -28,6 +28,14 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
         ),
         wrong("relu: operand 0 is None, not a GlobalTensor; give one", lambda: ops.relu(None)),
         wrong("cast: operand 0 is a plain", lambda: ops.cast(PLAIN, torch.float64)),
+        wrong(
+            "cast: dtype 'float32' is no torch.dtype; use for example torch.float64",
+            lambda: ops.cast(dry(5, 7), "float32"),
+        ),
+        wrong(
+            "reduce_max: GlobalTensor(complex64[5, 7] B@[0, 1]) is complex, and complex numbers",
+            lambda: ops.reduce_max(dry(5, 7, dtype=torch.complex64)),
+        ),
         wrong("scale: operand 0 is a plain", lambda: ops.scale(PLAIN, 2)),
         wrong("ops.mul multiplies tensors", lambda: ops.scale(dry(5, 7), dry(5, 7))),
         wrong("dropout: operand 0 is a plain", lambda: ops.dropout(PLAIN, 0.5, 0)),
