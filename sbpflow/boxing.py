@@ -115,7 +115,7 @@ class Boxing:
             self._ready.clear()
         mine = None
         for ranks in step.groups:
-            group = self.world.group(ranks, channel)
+            group = self.world.group(ranks, channel, step.id)
             mine = group if self.world.rank in ranks else mine
         ready = self._ready[id(step), channel] = (compile_step(step, self.world.rank), mine)
         return ready

@@ -117,8 +117,8 @@ class World:
             owns_default_group=owns,
         )
 
-    def group(self, ranks: Sequence[int], channel: str) -> dist.ProcessGroup:
-        """The process group of ``ranks`` (any order) on ``channel``.
+    def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
+        """The process group of ``ranks`` (any order) on ``channel``; ``step_id`` is for errors.
 
         Made on first use, so the first use must happen on all ranks of the world, in one order;
         ``Boxing`` and the engine see to that by walking the same steps everywhere. A rank that is
@@ -131,7 +131,11 @@ class World:
                 raise SbpError(
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
                 )
-            made = dist.new_group(list(key[0]), timeout=self._timeout)
+            try:
+                made = dist.new_group(list(key[0]), timeout=self._timeout)
+            except RuntimeError as error:
+                what = f"making the group of ranks {list(key[0])} for {channel}"
+                raise broken(error, step_id, what) from error
             group = self._groups[key] = cast("dist.ProcessGroup", made)
         return group
 

@@ -43,7 +43,7 @@ class Exchange:
             raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *row)
-        group = world.group(step.group, self._channel)
+        group = world.group(step.group, self._channel, step.id)
         try:
             work = dist.all_to_all_single(
                 received, send.contiguous(), list(into), list(out), group=group, async_op=True

@@ -150,7 +150,7 @@ class TorchStorage:
         if self._sum_over_columns is not None:
             squares = self._sum_over_columns(squares)
         width = self._dim if self._optimizer.shares_row_state else grads.shape[1]
-        return squares.mul_(1.0 / width)
+        return squares.mul_(1.0 / max(width, 1))  # a shard of no columns has squares of nothing
 
 
 class FbgemmStorage:

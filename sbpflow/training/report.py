@@ -37,14 +37,19 @@ class _BesideTheBar(logging.Handler):
 
 
 def setup_logging(rank: int) -> None:
-    """Rank in every line; rank 0 tells all from INFO up, the others only warnings."""
+    """Rank in every line; of our own packages rank 0 tells all from INFO up, the rest warnings.
+
+    FBGEMM logs its constructors' arguments at INFO, through the root logger.
+    """
     handler = _BesideTheBar()
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%H:%M:%S")
     )
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    root.setLevel(logging.WARNING)
+    for package in ("sbpflow", "models", "data", "planner"):
+        logging.getLogger(package).setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 class MetricsWriter:

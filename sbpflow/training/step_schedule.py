@@ -80,6 +80,9 @@ class StepSchedule:
         names = [move.name for move in moves]
         if sorted(names) != sorted(move.name for move in (*_OF_A_BATCH, *_OF_A_STEP)):
             raise ValueError(f"a schedule makes every move once, not {', '.join(names)}")
+        for move in moves:
+            if replace(move, ahead=False) not in (*_OF_A_BATCH, *_OF_A_STEP):
+                raise ValueError(f"{move} is none of this module's; use {move.name.upper()}")
         for place, move in enumerate(moves):
             within = place < len(self.each_batch)
             if move.ahead and move.name not in (BEGIN.name, ADVANCE.name):
@@ -114,8 +117,8 @@ class StepSchedule:
 
         def make(move: Move, one: PassT | None) -> None:
             if one is not None and move.name not in one.made:
-                one.made.add(move.name)
                 of_batch[move.name](one)
+                one.made.add(move.name)
 
         for this, following in zip(passes, [*passes[1:], coming], strict=True):
             for move in early:

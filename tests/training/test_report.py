@@ -182,12 +182,17 @@ def test_logging_names_the_rank_and_quietens_the_others(rank, shown, monkeypatch
     monkeypatch.setattr(sys, "stderr", screen)
     root = logging.getLogger()
     before = root.handlers[:], root.level
+    ours = [logging.getLogger(name) for name in ("sbpflow", "models", "data", "planner")]
+    levels = [logger.level for logger in ours]
     try:
         setup_logging(rank)
         logging.getLogger("sbpflow.test").info("info")
+        logging.info("of another package")
         logging.getLogger("sbpflow.test").warning("warning")
     finally:
         root.handlers, root.level = before
+        for logger, level in zip(ours, levels, strict=True):
+            logger.setLevel(level)
     lines = screen.getvalue().splitlines()
     assert [line.split()[-1] for line in lines] == shown
     assert all(f"rank {rank}" in line for line in lines)
