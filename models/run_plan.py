@@ -154,4 +154,5 @@ def plan_run(
         dense_gradients=plan_gradients([*dense, loss], backend=backend),
         schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
         batch_size=config.data.batch_size,
+        accumulate=config.train.accumulate,
     )

@@ -9,7 +9,7 @@ dropout after every hidden layer, glorot-uniform weights, zero biases, tables U(
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import torch
 
@@ -55,18 +55,12 @@ def wdl_spec(
 ) -> WdlSpec:
     """The shapes of ``model`` over data with these id columns, of which crosses come last.
 
-    Raises ConfigError for a cross that the data does not have, with the command that adds it.
+    Raises ConfigError for a cross that the data does not have, with what would do.
     """
     features = tuple(fields)
     deep = features[:num_sparse] if model.deep else ()
     crosses = tuple("x".join(cross) for cross in model.wide.crosses)
-    for cross in crosses:
-        if cross not in features[num_sparse:]:
-            known = ", ".join(features[num_sparse:]) or "none"
-            raise ConfigError(
-                f"model.wide.crosses: {cross} is not in the data, which has {known}; prepare it "
-                f"again with --crosses {','.join(crosses)}"
-            )
+    _check_crosses(model.wide.crosses, features[:num_sparse], features[num_sparse:])
     outputs = [
         _output(name, names, fields, dim, combine)
         for name, names, dim, combine in (
@@ -83,6 +77,33 @@ def wdl_spec(
         layers=tuple(pairwise(widths)) if model.deep else (),
         dropout=model.dropout,
     )
+
+
+def _check_crosses(
+    crosses: Sequence[Sequence[str]], sparse: tuple[str, ...], prepared: tuple[str, ...]
+) -> None:
+    for cross in crosses:
+        name = "x".join(cross)
+        if name in prepared:
+            continue
+        if unknown := [column for column in cross if column not in sparse]:
+            raise ConfigError(
+                f"model.wide.crosses: {name}: {unknown[0]} is no sparse column of the data, which "
+                f"has {', '.join(sparse)}; cross those, or leave the wide part out with "
+                "model.wide.crosses: []"
+            )
+        for other in permutations(cross):
+            if "x".join(other) in prepared:
+                raise ConfigError(
+                    f"model.wide.crosses: {name} is in the data as {'x'.join(other)}; write "
+                    f"[{', '.join(other)}]"
+                )
+        wanted = ",".join("x".join(each) for each in crosses)
+        raise ConfigError(
+            f"model.wide.crosses: {name} is not in the data, which has "
+            f"{', '.join(prepared) or 'none'}; prepare it again with --crosses {wanted}, or leave "
+            "the wide part out with model.wide.crosses: []"
+        )
 
 
 def _output(

@@ -18,7 +18,16 @@ from sbpflow.embedding.stack import Stack
 from sbpflow.embedding.tables import TableLayout, shards_of
 from sbpflow.layout import Layout
 from sbpflow.sbp import format_nd_sbp
-from sbpflow.training.step_schedule import Move, StepSchedule
+from sbpflow.training.step_schedule import (
+    COUNTED_IDS,
+    COUNTS,
+    DENSE_GRADIENTS,
+    IDS,
+    ROW_GRADIENTS,
+    VECTORS,
+    Move,
+    StepSchedule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,7 @@ class RunPlan:
     dense_gradients: tuple[BoxingStep, ...]
     schedule: StepSchedule
     batch_size: int
+    accumulate: int
 
     @property
     def world_size(self) -> int:
@@ -69,18 +79,39 @@ class RunPlan:
         )
         return tuple((phase, step) for phase, steps in phases for step in steps)
 
+    def transfers(self) -> frozenset[str]:
+        """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""
+        tables, rows = self.embeddings, self.batch_size
+        counted = [step for group in tables.groups for step in group.row_steps(rows)]
+        made: dict[str, Sequence[Step]] = {
+            IDS: tables.id_steps(rows),
+            COUNTS: (*tables.length_steps(rows), *counted),
+            COUNTED_IDS: (*tables.list_steps(rows), *counted),
+            VECTORS: tables.forward_steps(rows),
+            ROW_GRADIENTS: tables.push_steps(rows),
+            DENSE_GRADIENTS: self.dense_gradients,
+        }
+        return frozenset(kind for kind, steps in made.items() if any(_sends(s) for s in steps))
+
+
+def _sends(step: Step) -> bool:
+    return isinstance(step, ExchangeStep) or bool(step.groups)
+
 
 def describe(plan: RunPlan) -> dict[str, Any]:
-    """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows."""
+    """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows, an update
+    included, of which there is one in ``accumulate`` iterations.
+    """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
     tables = [_describe_table(plan, name) for name in plan.layouts]
     return {
         "world_size": plan.world_size,
         "backend": plan.embeddings.backend,
         "batch_size": plan.batch_size,
+        "accumulate": plan.accumulate,
         "tables": tables,
         "steps": steps,
-        "schedule": [_describe_move(*move) for move in plan.schedule.beside()],
+        "schedule": [_describe_move(*move) for move in plan.schedule.beside(plan.transfers())],
         "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
@@ -185,7 +216,7 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         *_step_lines(facts["steps"]),
         _total_line(facts),
         "",
-        str(plan.schedule),
+        plan.schedule.describe(plan.transfers()),
         "",
         *_rank_lines(facts["ranks"]),
         "batches, activations and exchange buffers come on top",
@@ -196,7 +227,10 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
 def _total_line(facts: Mapping[str, Any]) -> str:
     bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
     size = _size(facts["bytes_per_iteration"])
-    return f"all steps: {bound}{size} per iteration, all ranks together"
+    update = ""
+    if facts["accumulate"] > 1:
+        update = f"; dense gradients and phase update once in {facts['accumulate']} iterations"
+    return f"all steps: {bound}{size} per iteration, all ranks together{update}"
 
 
 def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:

@@ -282,7 +282,7 @@ class GroupPlan:
         )
 
 
-def whole_is_less(table: TableConfig, lookups: int, world_size: int) -> bool:
+def whole_gradients_are_less(table: TableConfig, lookups: int, world_size: int) -> bool:
     """Whether all-reducing a B table's whole gradient sends less than its touched rows would.
 
     An all-reduce moves 2 (P - 1) R rows. Each rank's touched rows, at most min(R, lookups / P),

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from sbpflow.embedding.group_plan import GroupPlan, whole_is_less
+from sbpflow.embedding.group_plan import GroupPlan, whole_gradients_are_less
 from sbpflow.embedding.optimizers import SparseOptimizer
 from sbpflow.embedding.stack import Stack, Use
 from sbpflow.embedding.tables import (
@@ -107,20 +107,20 @@ def _assign_columns(features: tuple[FeatureConfig, ...], listed: set[str]) -> Id
 
 
 def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
-    members: dict[tuple[object, ...], list[TableConfig]] = {}
+    members: dict[_GroupKey, list[TableConfig]] = {}
     for table in output.tables:
         members.setdefault(_group_key(table, output, context), []).append(table)
     groups: list[GroupPlan] = []
-    for (exchange, wire, *rest), tables in members.items():
-        same = sum(1 for key in members if key[0] == exchange)
-        number = f".{sum(1 for g in groups if g.exchange == exchange)}" if same > 1 else ""
+    for key, tables in members.items():
+        same = sum(1 for other in members if other.exchange == key.exchange)
+        number = f".{sum(1 for g in groups if g.exchange == key.exchange)}" if same > 1 else ""
         stacks = _stacks_of(tables, context)
         optimizer = output.optimizer or context.optimizer
         groups.append(
             GroupPlan(
-                name=f"{output.name}/{exchange}{number}",
+                name=f"{output.name}/{key.exchange}{number}",
                 output=output,
-                exchange=cast(Exchange, exchange),
+                exchange=key.exchange,
                 stacks=stacks,
                 optimizer=optimizer,
                 shared_state=tuple(
@@ -130,33 +130,42 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                 ),
                 world=context.world,
                 dtype=context.dtype,
-                wire=cast(torch.dtype, wire),
+                wire=key.wire,
                 backend=context.backend,
-                whole_gradients=rest[:1] == ["whole"],
+                whole_gradients=key.whole_gradients,
             )
         )
     return groups
 
 
-def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> tuple[object, ...]:
-    """(exchange, wire, what else must be equal): unequal keys, separate groups."""
+@dataclass(frozen=True, slots=True)
+class _GroupKey:
+    """Tables of one output with equal keys travel together; ``alike`` has what else decides."""
+
+    exchange: Exchange
+    wire: torch.dtype
+    whole_gradients: bool = False
+    alike: tuple[object, ...] = ()
+
+
+def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
     given = context.layouts[table.name]
     wire = given.wire or context.dtype
     if context.world.size == 1:
-        return ("local", context.dtype)
+        return _GroupKey("local", context.dtype)
     if given.exchange == "reduce":
         placement = given.layout.placement
         split = _column_split(given.layout) if output.combine == "sum" else None
-        return ("reduce", wire, placement.ranks, placement.shape, split)
+        return _GroupKey("reduce", wire, alike=(placement.ranks, placement.shape, split))
     if given.exchange == "local":
         lookups = context.batch_size * sum(
             feature.hotness for feature in context.features if feature.name in table.features
         )
-        if whole_is_less(table, lookups, context.world.size):
-            return ("local", wire, "whole")
+        if whole_gradients_are_less(table, lookups, context.world.size):
+            return _GroupKey("local", wire, whole_gradients=True)
     if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
-        return (given.exchange, wire, "rows", table.dim, table.name in context.ragged)
-    return (given.exchange, wire)
+        return _GroupKey(given.exchange, wire, alike=(table.dim, table.name in context.ragged))
+    return _GroupKey(given.exchange, wire)
 
 
 def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...]:

@@ -5,7 +5,7 @@ its ids to its row gradients, and a schedule is the order of them; moves on ids 
 one batch ahead. ``print(OVERLAPPED)`` shows what each move has under way beside it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -15,12 +15,12 @@ from sbpflow.dist import World
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Waits for a transfer, computes, starts a transfer; ``ahead`` is of the batch after this."""
+    """Waits for transfers, computes, starts transfers; ``ahead`` is of the batch after this."""
 
     name: str
     says: str
-    waits: str = ""
-    starts: str = ""
+    waits: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
     ahead: bool = False
 
 
@@ -29,17 +29,22 @@ def ahead(move: Move) -> Move:
     return replace(move, ahead=True)
 
 
-BEGIN = Move("begin", "ids checked, sorted, counted", starts="counts or ids")
-ADVANCE = Move("advance", "buffers as large as what comes", waits="counts or ids", starts="ids")
-LOOK_UP = Move("look_up", "rows read, group by group", waits="ids", starts="vectors")
-OUTPUTS = Move("outputs", "rows expanded, pooled, joined", waits="vectors")
+# Ids of a known number leave at once; of lists and of unique rows the counts go first.
+IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
+VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
+TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
+
+BEGIN = Move("begin", "ids checked, sorted, counted", starts=(IDS, COUNTS))
+ADVANCE = Move("advance", "room made for what comes", waits=(COUNTS,), starts=(COUNTED_IDS,))
+LOOK_UP = Move("look_up", "rows read, group by group", waits=(IDS, COUNTED_IDS), starts=(VECTORS,))
+OUTPUTS = Move("outputs", "rows expanded, pooled, joined", waits=(VECTORS,))
 FORWARD = Move("forward", "dense forward, loss")
 BACKWARD = Move("backward", "dense backward")
-PUSH = Move("push", "gradients summed by row", starts="row gradients")
-COLLECT = Move("collect", "gradients kept for the update", waits="row gradients")
-SEND_DENSE = Move("send_dense", "dense gradients into buckets", starts="dense gradients")
+PUSH = Move("push", "gradients summed by row", starts=(ROW_GRADIENTS,))
+COLLECT = Move("collect", "gradients kept for the update", waits=(ROW_GRADIENTS,))
+SEND_DENSE = Move("send_dense", "dense gradients into buckets", starts=(DENSE_GRADIENTS,))
 UPDATE = Move("update", "one optimizer step on the rows")
-RECEIVE_DENSE = Move("receive_dense", "and out of them", waits="dense gradients")
+RECEIVE_DENSE = Move("receive_dense", "and out of them", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
 _OF_A_BATCH = (BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
@@ -132,31 +137,38 @@ class StepSchedule:
                 for one in passes:
                     make(move, one)
 
-    def beside(self) -> list[tuple[Move, tuple[str, ...]]]:
-        """Every move of a step of one batch, and what is under way while it computes."""
+    def beside(self, made: Collection[str] = TRANSFERS) -> list[tuple[Move, tuple[str, ...]]]:
+        """Every move of a step of one batch, and what is under way while it computes.
+
+        ``made`` are the transfers that a run makes; one of a single rank makes none.
+        """
         moves = (*self.each_batch, *self.each_step)
-        under_way = [f"next {move.starts}" for move in moves if move.ahead and move.starts]
-        for move in moves:  # of the batch before: what it left under way
-            if move.ahead and move.waits:
-                under_way.remove(f"next {move.waits}")
-        under_way = [name.removeprefix("next ") for name in under_way]
         found: list[tuple[Move, tuple[str, ...]]] = []
-        for move in moves:
-            whose = "next " if move.ahead else ""
-            if move.waits and not self.wait_at_once:
-                under_way.remove(whose + move.waits)
-            found.append((move, tuple(under_way)))
-            if move.starts and not self.wait_at_once:
-                under_way.append(whose + move.starts)
+        under_way: list[str] = []
+        for _ in range(2):  # the second time round with what the first left under way
+            found = []
+            under_way = [name.removeprefix("next ") for name in under_way]
+            for move in moves:
+                whose = "next " if move.ahead else ""
+                ended = [whose + name for name in move.waits]
+                under_way = [name for name in under_way if name not in ended]
+                found.append((move, tuple(under_way)))
+                if not self.wait_at_once:
+                    under_way += [whose + name for name in move.starts if name in made]
         return found
 
-    def __str__(self) -> str:
-        lines = [f"{'move':<14} {'batch':<6} {'what it does':<34} under way meanwhile"]
-        for move, under_way in self.beside():
-            whose = "next" if move.ahead else "this"
+    def describe(self, made: Collection[str] = TRANSFERS) -> str:
+        """``beside`` as a table."""
+        lines = [f"{'move':<14} {'of':<11} {'what it does':<30} under way meanwhile"]
+        for move, under_way in self.beside(made):
+            step = move in self.each_step and move not in _OF_A_BATCH
+            of = "the step" if step else "next batch" if move.ahead else "this batch"
             beside = ", ".join(under_way) or "-"
-            lines.append(f"{move.name:<14} {whose:<6} {move.says:<34} {beside}")
+            lines.append(f"{move.name:<14} {of:<11} {move.says:<30} {beside}")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.describe()
 
 
 OVERLAPPED = StepSchedule(

@@ -16,6 +16,7 @@ from sbpflow import ops
 from sbpflow.boxing import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection, Passage
 from sbpflow.embedding.initial import stream_key
+from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.global_tensor import GlobalTensor, parameter
 from sbpflow.gradients import GradientSync, PendingSync
 from sbpflow.layout import Layout
@@ -103,6 +104,15 @@ class _Pass(Pass):
         return self.passage
 
 
+def _check_batch(given: object) -> None:
+    missing = [name for name in ("labels", "dense", "ids", "num_rows") if not hasattr(given, name)]
+    if missing:
+        raise SbpError(
+            f"step: a {type(given).__name__} is no batch, for it has no {missing[0]}; pass one, "
+            "such as a loader gives, or a list of them; ahead is one"
+        )
+
+
 class Trainer:
     """Runs a model and its embeddings; ``optimizer`` holds the parts of the model's parameters.
 
@@ -143,6 +153,7 @@ class Trainer:
         self._gradients_under_way: PendingSync | None = None
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         self._coming: _Pass | None = None
+        self._failure = ""
         self.num_steps = 0
 
     def step(self, batches: Batch | list[Batch], ahead: Batch | None = None) -> Tensor:
@@ -151,11 +162,33 @@ class Trainer:
 
         Several batches are one step of the optimizers, of the mean gradient over all rows.
         ``ahead`` is the first batch of the next step, whose ids may travel during this one.
+        Batches without rows are left out; SbpError if all are, or for what is no batch. After a
+        step that failed, wherever it did, there is none: TrainingError.
         """
+        given = batches if isinstance(batches, list) else [batches]
+        for batch in (*given, *(() if ahead is None else (ahead,))):
+            _check_batch(batch)
+        if self._failure:
+            raise TrainingError(
+                f"step: an earlier step failed ({self._failure}), and what it left half done would "
+                "be mixed in; build the trainer and its tables anew"
+            )
+        passes = self._passes_of([batch for batch in given if batch.num_rows])
+        self._coming = _Pass(ahead) if ahead is not None and ahead.num_rows else None
         self.num_steps += 1
         self._set_learning_rates(self._rate_factor(self.num_steps))
-        passes = self._passes_of(batches if isinstance(batches, list) else [batches])
-        self._coming = None if ahead is None else _Pass(ahead)
+        try:
+            self._run(passes)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        if self._loss.part.grad is None:
+            raise RuntimeError("the loss did not come back from its exchange")
+        loss = self._loss.part.grad.squeeze(0)
+        self._loss.part.grad = None
+        return loss
+
+    def _run(self, passes: list[_Pass]) -> None:
         self.schedule.run(
             {
                 "begin": self._begin,
@@ -177,14 +210,11 @@ class Trainer:
             self._coming,
             self._boxing.world,
         )
-        if self._loss.part.grad is None:
-            raise RuntimeError("the loss did not come back from its exchange")
-        loss = self._loss.part.grad.squeeze(0)
-        self._loss.part.grad = None
-        return loss
 
     def _passes_of(self, batches: list[Batch]) -> list[_Pass]:
         """The first may have begun during the step before."""
+        if not batches:
+            raise SbpError("step: no batch with rows; pass one, or a list with one at least")
         coming, self._coming = self._coming, None
         if coming is not None and coming.batch is not batches[0]:
             raise RuntimeError("step: the batch is not the one that was announced as ahead")
@@ -197,7 +227,12 @@ class Trainer:
         return passes
 
     def _begin(self, one: _Pass) -> None:
-        one.passage = self._embeddings.begin(one.batch.ids, one.batch.num_rows, training=True)
+        try:
+            one.passage = self._embeddings.begin(one.batch.ids, one.batch.num_rows, training=True)
+        except DataError as error:
+            if one is self._coming:
+                raise DataError(f"the first batch of step {self.num_steps + 1}: {error}") from error
+            raise
 
     def _outputs(self, one: _Pass) -> None:
         one.vectors = self._embeddings.outputs(one.begun)

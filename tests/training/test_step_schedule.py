@@ -1,16 +1,29 @@
 """The order of a step's moves: no order changes a number, what overlaps is told and measured."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from models.run_plan import plan_run
 from sbpflow.dist import World
+from sbpflow.errors import DataError, SbpError, TrainingError
+from sbpflow.explain import describe
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, ahead
-from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
+from tests.training.wdl_case import (
+    COLUMNS,
+    dense_of,
+    make_batches,
+    make_config,
+    make_job,
+    pieces_of,
+)
 
 # The next ids sorted before anything else, gradients waited for where they start.
 ANOTHER = StepSchedule(
@@ -106,12 +119,109 @@ def test_the_moves_of_two_batches_in_one_step():
 def test_what_is_under_way_beside_a_move():
     beside = {move.name: under_way for move, under_way in OVERLAPPED.beside()}
     assert beside["begin"] == ("vectors",)
-    assert beside["backward"] == ("next ids",)
-    assert beside["update"] == ("next ids", "dense gradients")
+    assert beside["forward"] == ("next ids", "next counts")
+    assert beside["backward"] == ("next ids", "next counted ids")
+    assert beside["update"] == ("next ids", "next counted ids", "dense gradients")
     assert not any(under_way for _, under_way in SERIAL.beside())
-    assert "update         this   one optimizer step on the rows     next ids, dense" in str(
-        OVERLAPPED
+    only = {move.name: under_way for move, under_way in OVERLAPPED.beside({moves.IDS})}
+    assert only["look_up"] == only["begin"] == ()
+    assert only["outputs"] == ("next ids",)
+    assert "update         the step    one optimizer step on the rows next ids, " in str(OVERLAPPED)
+
+
+def test_the_architecture_page_shows_the_schedule():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    assert str(OVERLAPPED) in page
+
+
+@pytest.mark.parametrize(
+    ("scheme", "world_size", "made"),
+    [
+        ("dp", 2, {"counts", "counted ids", "row gradients", "dense gradients"}),
+        ("1", 2, {"ids", "vectors", "row gradients", "dense gradients"}),
+        ("3", 2, set(moves.TRANSFERS) - {"ids"}),
+        ("3", 1, set()),
+    ],
+)
+def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
+    _, plan = plan_run(
+        make_config(scheme, "sgd"), COLUMNS, world_size=world_size, device_type="cpu"
     )
+    assert plan.transfers() == made
+    under_way = {name for move in describe(plan)["schedule"] for name in move["under_way"]}
+    assert {name.removeprefix("next ") for name in under_way} == made
+
+
+def fails_and_goes_on(world: World, config: Any) -> list[str]:
+    """What is said of a step that fails half-way, and of the next one."""
+    world.checked = False
+    job = make_job(world, config)
+    good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
+    said = []
+    job.trainer.step(good)
+    for step in ([good, replace(bad, labels=bad.labels[:1])], good):
+        try:
+            job.trainer.step(step)
+        except (SbpError, TrainingError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_there_is_no_step_after_one_that_failed(ranks):
+    for first, second in ranks(2, fails_and_goes_on, make_config("3", "sgd")):
+        assert "[15, 1]" in first
+        assert second.startswith("step: an earlier step failed (SbpError: ")
+
+
+def bad_ids_ahead(world: World, config: Any) -> str:
+    job = make_job(world, config)
+    good, bad = make_batches(4, 30)[:2]
+    try:
+        job.trainer.step(good, replace(bad, ids=torch.full_like(bad.ids, 1000)))
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_bad_id_says_which_step_it_is_of(ranks):
+    (said,) = ranks(1, bad_ids_ahead, make_config("3", "sgd"))
+    assert said.startswith("the first batch of step 2: field C1: id 1000 in row 0")
+
+
+def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]:
+    world.checked = False
+    job = make_job(world, config)
+    batches = [b.part(world.rank, world.size) for b in make_batches(6, 30)[:2]]
+    none = replace(batches[0], labels=torch.empty(0), dense=torch.empty(0, 3),
+                   ids=torch.empty(0, 6, dtype=torch.int32), num_rows=0)  # fmt: skip
+    losses = [
+        job.trainer.step([none, batches[0], none], none),
+        job.trainer.step([batches[1], none]),
+    ]
+    said = []
+    for given in ([], none, [none], (batches[0],), None):
+        try:
+            job.trainer.step(given)
+        except SbpError as error:
+            said.append(str(error))
+    return [float(loss) for loss in losses], said
+
+
+def test_batches_without_rows_are_left_out(ranks):
+    config = make_config("3", "rowwise_adagrad")
+    want = ranks(2, train_two, config)
+    for (losses, said), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):
+        assert losses == expected
+        assert said[:3] == ["step: no batch with rows; pass one, or a list with one at least"] * 3
+        assert said[3].startswith("step: a tuple is no batch, for it has no labels")
+        assert said[4].startswith("step: a NoneType is no batch")
+
+
+def train_two(world: World, config: Any) -> list[float]:
+    world.checked = False
+    job = make_job(world, config)
+    batches = [b.part(world.rank, world.size) for b in make_batches(6, 30)[:2]]
+    return [float(job.trainer.step(batch)) for batch in batches]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +264,11 @@ def test_what_is_under_way_beside_a_move():
             SERIAL.each_batch[2:],
             (*SERIAL.each_step, ahead(moves.BEGIN), ahead(moves.ADVANCE)),
             "begin ahead: goes beside",
+        ),
+        (
+            (*OVERLAPPED.each_batch[:-1], moves.Move("push", "mine")),
+            OVERLAPPED.each_step,
+            "is none of this module's; use PUSH",
         ),
     ],
 )
