@@ -16,7 +16,8 @@ FOLDERS = (
     "benchmarks",
 )
 HEAD = """# Modules
-What each is for, in its own words; `python .ci/modules.py` writes this page anew. `architecture.md` says how they fit.
+What each is for, in its own words. `architecture.md` says how they fit. `python .ci/modules.py` writes this
+page anew.
 """
 
 

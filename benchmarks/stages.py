@@ -284,6 +284,7 @@ def main() -> None:
             link=args.link or "loopback",
             stage=name,
             step_ms=round(value, 2),
+            spread_ms=[round(min(times[name]), 2), round(max(times[name]), 2)],
             **{
                 "times_faster" if name in STAGES else "share": round(
                     base / value if name in STAGES else 1 - value / base, 3
