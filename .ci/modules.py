@@ -16,8 +16,8 @@ FOLDERS = (
     "benchmarks",
 )
 HEAD = """# Modules
-What each is for, in its own words. `architecture.md` says how they fit. `python .ci/modules.py` writes this
-page anew.
+What each is for, in its own words. `architecture.md` says how they fit.
+`python .ci/modules.py` writes this page anew.
 """
 
 
