@@ -16,7 +16,9 @@ import pytest
 import train_wdl
 from data.manifest import load_manifest, write_manifest
 from data.shards import file_crc32
+from models.wdl import wdl_spec
 from sbpflow.__main__ import explain
+from sbpflow.config import ModelConfig, WideConfig
 from sbpflow.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +70,23 @@ def test_a_mistake_is_named_before_any_rank_meets_another(four_ranks, synth_set,
         train_wdl.main(["--config", CONFIG, f"data.path={synth_set}", *words])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cross", "said"),
+    [
+        (("C1", "C99"), "C1xC99: C99 is no sparse column of the data, which has C1, C2, C3; cross"),
+        (("C2", "C1"), r"C2xC1 is in the data as C1xC2; write \[C1, C2\]"),
+        (
+            ("C2", "C3"),
+            "C2xC3 is not in the data, which has C1xC2; prepare it again with --crosses",
+        ),
+    ],
+)
+def test_an_absent_cross_is_told_what_would_do(cross, said):
+    config = ModelConfig(wide=WideConfig(crosses=(cross,)))
+    with pytest.raises(ConfigError, match=said):
+        wdl_spec(config, num_dense=1, fields={"C1": 5, "C2": 5, "C3": 5, "C1xC2": 9}, num_sparse=3)
 
 
 def test_explain_needs_a_positive_world(synth_set):
