@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from sbpflow.comm_log import CommLog
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.last_words import env_int, rank_and_world_size
 from sbpflow.layout import Layout
 from sbpflow.roll_call import await_ranks
 
@@ -231,6 +232,7 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 
 
 def _meeting_from_environment() -> Rendezvous:
+    rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
@@ -241,9 +243,9 @@ def _meeting_from_environment() -> Rendezvous:
         )
     return Rendezvous(
         init_method="env://",
-        rank=int(os.environ["RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        rank=rank,
+        size=size,
+        local_rank=env_int("LOCAL_RANK", 0),
     )
 
 
@@ -254,7 +256,7 @@ def world_size_of_environment() -> int:
 
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
-    return _choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))).type
+    return _choose_device(device, env_int("LOCAL_RANK", 0)).type
 
 
 def device_name(device: torch.device) -> str:
