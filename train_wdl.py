@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from models.job import build_job
     from models.run_plan import Columns, plan_run
     from sbpflow.boxing import Boxing
-    from sbpflow.config import config_hash, data_path, load_config, run_dir
+    from sbpflow.config import config_facts, config_hash, data_path, load_config, run_dir
     from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.explain import format_plan
     from sbpflow.training.health import (
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
     setup_logging(world.rank)
     boxing = Boxing(world)
-    check_same(boxing, "configuration", config_hash(config))
+    check_same(boxing, "configuration", config_hash(config), config_facts(config))
     check_same(boxing, "data set", manifest.fingerprint)
     loaders = open_loaders(
         manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device

@@ -8,10 +8,10 @@ import difflib
 import hashlib
 import json
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 
@@ -22,7 +22,7 @@ from sbpflow.config_layout import (
     TableRule,
     resolve_table_layouts,
 )
-from sbpflow.config_parse import Example, Range, build, plain
+from sbpflow.config_parse import Example, Range, build, plain, show
 from sbpflow.errors import ConfigError
 
 Count = Annotated[int, Range(low=1)]
@@ -280,6 +280,26 @@ def dump_config(config: Config) -> str:
 def config_hash(config: Config) -> str:
     """Equal on two ranks exactly if their configs are; order of ``parallel.tables`` counts."""
     return hashlib.sha256(json.dumps(plain(config)).encode()).hexdigest()
+
+
+def config_facts(config: Config) -> dict[str, str]:
+    """Dotted keys and their values as YAML on one line; what ``config_hash`` sees, key by key.
+
+    An entry of ``parallel.tables`` and ``parallel.dense`` is a key, and so is their order, which
+    decides where two patterns match.
+    """
+    facts = dict(_flat("", plain(config)))
+    for key in ("tables", "dense"):
+        facts[f"parallel.{key} (order)"] = show(list(getattr(config.parallel, key)))
+    return facts
+
+
+def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, item in cast("dict[str, object]", value).items():
+            yield from _flat(f"{key}.{name}" if key else name, item)
+    else:
+        yield key, show(value)
 
 
 def check(

@@ -115,7 +115,10 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
     ]
     texts = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert "".join(texts).count("error: configuration: ranks [1] differ from rank 0") == 1
+    said = (
+        "error: configuration: ranks [1] differ from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
+    )
+    assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
