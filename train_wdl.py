@@ -33,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.report import Report, setup_logging
+    from sbpflow.training.run_folder import RunLock
 
     config = load_config(args.config, args.overrides)
     manifest = load_manifest(data_path(config))
-    run_dir(config)
+    folder = run_dir(config)
     spec, plan = plan_run(
         config,
         Columns.of(manifest.dense, manifest.sparse, manifest.crosses),
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
     setup_logging(world.rank)
+    lock = RunLock(folder, rank=world.rank)
     boxing = Boxing(world)
     check_same(boxing, "configuration", config_hash(config), config_facts(config))
     check_same(boxing, "data set", manifest.fingerprint)
@@ -81,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     for loader in loaders.values():
         loader.close()
+    lock.close()
     world.close()
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_wdl
 from data import load_manifest
@@ -32,6 +33,7 @@ from sbpflow.explain import describe
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.metrics import Evaluation
+from sbpflow.training.run_folder import RunLock
 from sbpflow.training.step_schedule import SERIAL
 from tests.training.wdl_case import make_batches, make_config, make_job
 
@@ -120,6 +122,19 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
     )
     assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("of the first run")
+    first = RunLock(tmp_path, rank=0)
+    words = ["--config", CONFIG, f"data.path={synth_set}", f"run.dir={tmp_path}"]
+    try:
+        with pytest.raises(ConfigError, match=rf"^run\.dir: {tmp_path} is in use .*{tmp_path}-2"):
+            train_wdl.main(words)
+    finally:
+        first.close()
+        dist.destroy_process_group()
+    assert (tmp_path / "metrics.jsonl").read_text() == "of the first run"
 
 
 class Recorder:
