@@ -17,6 +17,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from sbpflow.closing import close_process_groups
 from sbpflow.comm_log import CommLog
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.last_words import env_int, rank_and_world_size
@@ -205,12 +206,15 @@ class World:
             dist.all_reduce(torch.zeros(1), group=self.group(range(self.size), "control"))
 
     def close(self) -> None:
-        """Destroy the process groups; without it gloo aborts some processes at exit."""
+        """Destroy the process groups; without it gloo aborts some processes at exit.
+
+        RuntimeError if that takes longer than 10 s, as it may when a peer has just died.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._owns_default_group:
+            close_process_groups()
         self._groups.clear()
 
     def __enter__(self) -> "World":
@@ -222,7 +226,12 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RuntimeError as failed:
+            if error is None:
+                raise
+            error.add_note(f"then {failed}")  # most likely its consequence
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
