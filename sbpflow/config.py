@@ -30,6 +30,11 @@ Rate = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(low=0)]
 Beta = Annotated[float, Range(low=0, below=1)]
 
+HOW_TO_MAKE_DATA = (
+    "make a set with `python -m data prepare --input train.tsv --output DIR` "
+    "or `python -m data synth --rows 300000 --output DIR`"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
@@ -335,13 +340,19 @@ def run_dir(config: Config) -> Path:
 def data_path(config: Config) -> Path:
     """``data.path``, which a run needs; ConfigError where it is not given or not a folder."""
     path = config.data.path
-    make = "python -m data synth --rows 200000 --output out/synth"
     if path is None:
-        raise ConfigError(f"data.path: not given; for example data.path=out/synth, made by {make}")
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise ConfigError(f"data.path: {path} {what}; give a prepared set, such as made by {make}")
+        raise ConfigError(f"data.path: not given, for example data.path=DIR; {HOW_TO_MAKE_DATA}")
+    if problem := data_folder_problem(path):
+        raise ConfigError(problem)
     return path
+
+
+def data_folder_problem(folder: Path) -> str | None:
+    """Why a prepared set cannot be read from ``folder``, and what to do; None if it is a folder."""
+    if folder.is_dir():
+        return None
+    what = "is not a folder" if folder.exists() else "does not exist"
+    return f"data.path: {folder} {what}; {HOW_TO_MAKE_DATA}"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
