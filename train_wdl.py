@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_replicas,
         check_same,
         gather_text,
+        on_all_or_none,
         out_of_range_note,
     )
     from sbpflow.training.loop import fit, num_train_steps
@@ -46,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
     setup_logging(world.rank)
-    lock = RunLock(folder, rank=world.rank)
     boxing = Boxing(world)
     check_same(boxing, "configuration", config_hash(config), config_facts(config))
     check_same(boxing, "data set", manifest.fingerprint)
+    lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
     loaders = open_loaders(
         manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device
     )

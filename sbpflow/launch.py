@@ -49,6 +49,7 @@ _LOST_PEER = (
     "wait timeout after",
     "clients joined",
     "failed to recv",
+    "Failed to recv, got 0 bytes",
     "remote process exited",
     "ncclRemoteError",
     "NCCL communicator was aborted",

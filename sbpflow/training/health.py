@@ -1,7 +1,8 @@
 """Checks that end a run which has gone wrong: a loss that is not a number, replicas that differ."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Sbp, Split
 from sbpflow.training.trainer import Batch
 
+Result = TypeVar("Result")
 CHANNEL = "control"
 _TEXT_BYTES = 120
 _MOST_KEYS = 5  # of those that differ between ranks
@@ -142,6 +144,24 @@ def _gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, st
     mine = torch.tensor(list(raw.ljust(most)), dtype=torch.uint8, device=device)
     everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/facts")
     return [json.loads(bytes(row)) for row in everyone.tolist()]
+
+
+def on_all_or_none(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
+    """What ``attempt`` returns; if it raises ConfigError on any rank, that is raised on every one.
+
+    Every rank calls it. A rank that left alone would leave the others in a collective.
+    """
+    result, refused = None, ""
+    try:
+        result = attempt()
+    except ConfigError as error:
+        if boxing.world.size == 1:
+            raise
+        refused = str(error)
+    everyone = _gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
+    if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
+        raise ConfigError(reasons[0])
+    return cast("Result", result)
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:

@@ -286,6 +286,7 @@ GLOO = (
         (FileNotFoundError(2, "No such file", "x.npy"), "mistake", "x.npy: no such file", 2),
         (RuntimeError(GLOO), "lost_peer", "Connection closed by peer [127.0.0.1]:2467", 3),
         (RuntimeError("Timed out waiting 9ms for recv"), "lost_peer", None, 3),
+        (RuntimeError("Failed to recv, got 0 bytes. Was it closed?"), "lost_peer", None, 3),
         (RuntimeError("shape mismatch"), "crash", "", 1),
         (ValueError("a bug"), "crash", "", 1),
         (OSError("no file named"), "crash", "", 1),

@@ -1,5 +1,6 @@
 """A run that goes wrong ends with the step, the fields or the tensor at fault."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from sbpflow.training.health import (
     check_same,
     differences,
     gather_text,
+    on_all_or_none,
 )
 from sbpflow.training.metrics import Evaluation, auc
+from sbpflow.training.run_folder import RunLock
 from tests.training.wdl_case import COLUMNS, Rows, make_batches, make_config, make_job
 
 
@@ -129,6 +132,28 @@ def test_five_keys_at_most_and_long_values_where_they_part():
 
 def test_an_order_of_keys_is_no_difference():
     assert differences(FACTS[:2], [1]) == ""
+
+
+def hold(world: World, folder: Path) -> str:
+    held: list[RunLock] = []
+
+    def attempt() -> None:
+        held.append(on_all_or_none(Boxing(world), lambda: RunLock(folder, rank=world.rank)))
+
+    text = message_of(ConfigError, attempt)
+    for lock in held:
+        lock.close()
+    return text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path, world_size):
+    """Only rank 0 sees it; the others would wait for it in their next collective."""
+    first = RunLock(tmp_path, rank=0)
+    for message in ranks(world_size, hold, tmp_path):
+        assert message.startswith(f"run.dir: {tmp_path} is in use by another run")
+    first.close()
+    assert ranks(world_size, hold, tmp_path) == ["nothing was raised"] * world_size
 
 
 def look_up_bad_id(world: World, value: int) -> str:
