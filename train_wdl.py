@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from models.job import build_job
     from models.run_plan import Columns, plan_run
     from sbpflow.boxing import Boxing
-    from sbpflow.config import config_hash, data_path, load_config, run_dir
+    from sbpflow.config import config_facts, config_hash, data_path, load_config, run_dir
     from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.explain import format_plan
     from sbpflow.training.health import (
@@ -29,14 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_replicas,
         check_same,
         gather_text,
+        on_all_or_none,
         out_of_range_note,
     )
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.report import Report, setup_logging
+    from sbpflow.training.run_folder import RunLock
 
     config = load_config(args.config, args.overrides)
     manifest = load_manifest(data_path(config))
-    run_dir(config)
+    folder = run_dir(config)
     spec, plan = plan_run(
         config,
         Columns.of(manifest.dense, manifest.sparse, manifest.crosses),
@@ -46,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
     setup_logging(world.rank)
     boxing = Boxing(world)
-    check_same(boxing, "configuration", config_hash(config))
+    check_same(boxing, "configuration", config_hash(config), config_facts(config))
     check_same(boxing, "data set", manifest.fingerprint)
+    lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
     loaders = open_loaders(
         manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device
     )
@@ -81,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     for loader in loaders.values():
         loader.close()
+    lock.close()
     world.close()
     return 0
 

@@ -340,6 +340,11 @@ def open_loader(
     ):
         if value not in legal:
             raise ConfigError(f"{key}: {value!r} must be one of {', '.join(legal)}")
+    if device is not None and not isinstance(device, torch.device):
+        raise ConfigError(
+            f"device: {device!r} is {type(device).__name__}, not torch.device; for example "
+            'device=torch.device("cpu")'
+        )
     rows = SplitRows(manifest, split)
     loader = RowLoader(
         manifest,

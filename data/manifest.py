@@ -15,15 +15,12 @@ from typing import Any, cast
 
 from data.manifest_check import SPLITS, check_content
 from data.schema import Field
+from sbpflow.config import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.errors import DataError
 
 FORMAT = "sbpflow-prepared"
 VERSION = 1
 MANIFEST = "manifest.json"
-HOW_TO_MAKE = (
-    "make a set with `python -m data prepare --input train.tsv --output DIR` "
-    "or `python -m data synth --rows 300000 --output DIR`"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +139,15 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 def load_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of the set in folder ``path``; DataError says what is wrong."""
     folder = Path(path)
-    if not folder.exists():
-        raise DataError(f"data.path: {folder} does not exist; {HOW_TO_MAKE}")
+    if problem := data_folder_problem(folder):
+        raise DataError(problem)
     if not (folder / MANIFEST).is_file():
-        raise DataError(f"data.path: {folder} has no {MANIFEST}; {HOW_TO_MAKE}")
+        raise DataError(f"data.path: {folder} has no {MANIFEST}; {HOW_TO_MAKE_DATA}")
     try:
         raw: object = json.loads((folder / MANIFEST).read_text(encoding="ascii"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{folder / MANIFEST}: not readable as JSON ({error}); {HOW_TO_MAKE}"
+            f"{folder / MANIFEST}: not readable as JSON ({error}); {HOW_TO_MAKE_DATA}"
         ) from error
     return Manifest(folder, _checked(folder / MANIFEST, raw))
 
@@ -179,7 +176,7 @@ def check_unchanged(manifest: Manifest) -> None:
 
 def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise DataError(f"{file}: not the manifest of a prepared set; {HOW_TO_MAKE}")
+        raise DataError(f"{file}: not the manifest of a prepared set; {HOW_TO_MAKE_DATA}")
     content = cast("dict[str, Any]", raw)
     if content.get("version") != VERSION:
         raise DataError(

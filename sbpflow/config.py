@@ -8,10 +8,10 @@ import difflib
 import hashlib
 import json
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 
@@ -22,13 +22,18 @@ from sbpflow.config_layout import (
     TableRule,
     resolve_table_layouts,
 )
-from sbpflow.config_parse import Example, Range, build, plain
+from sbpflow.config_parse import Example, Range, build, plain, show
 from sbpflow.errors import ConfigError
 
 Count = Annotated[int, Range(low=1)]
 Rate = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(low=0)]
 Beta = Annotated[float, Range(low=0, below=1)]
+
+HOW_TO_MAKE_DATA = (
+    "make a set with `python -m data prepare --input train.tsv --output DIR` "
+    "or `python -m data synth --rows 300000 --output DIR`"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,6 +287,26 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(plain(config)).encode()).hexdigest()
 
 
+def config_facts(config: Config) -> dict[str, str]:
+    """Dotted keys and their values as YAML on one line; what ``config_hash`` sees, key by key.
+
+    An entry of ``parallel.tables`` and ``parallel.dense`` is a key, and so is their order, which
+    decides where two patterns match.
+    """
+    facts = dict(_flat("", plain(config)))
+    for key in ("tables", "dense"):
+        facts[f"parallel.{key} (order)"] = show(list(getattr(config.parallel, key)))
+    return facts
+
+
+def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, item in cast("dict[str, object]", value).items():
+            yield from _flat(f"{key}.{name}" if key else name, item)
+    else:
+        yield key, show(value)
+
+
 def check(
     config: Config, tables: Mapping[str, Shape], world_size: int, device_type: str = "cpu"
 ) -> dict[str, TableLayoutConfig]:
@@ -315,13 +340,19 @@ def run_dir(config: Config) -> Path:
 def data_path(config: Config) -> Path:
     """``data.path``, which a run needs; ConfigError where it is not given or not a folder."""
     path = config.data.path
-    make = "python -m data synth --rows 200000 --output out/synth"
     if path is None:
-        raise ConfigError(f"data.path: not given; for example data.path=out/synth, made by {make}")
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise ConfigError(f"data.path: {path} {what}; give a prepared set, such as made by {make}")
+        raise ConfigError(f"data.path: not given, for example data.path=DIR; {HOW_TO_MAKE_DATA}")
+    if problem := data_folder_problem(path):
+        raise ConfigError(problem)
     return path
+
+
+def data_folder_problem(folder: Path) -> str | None:
+    """Why a prepared set cannot be read from ``folder``, and what to do; None if it is a folder."""
+    if folder.is_dir():
+        return None
+    what = "is not a folder" if folder.exists() else "does not exist"
+    return f"data.path: {folder} {what}; {HOW_TO_MAKE_DATA}"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

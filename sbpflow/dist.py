@@ -17,8 +17,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from sbpflow.closing import close_process_groups
 from sbpflow.comm_log import CommLog
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.last_words import env_int, rank_and_world_size
 from sbpflow.layout import Layout
 from sbpflow.roll_call import await_ranks
 
@@ -204,12 +206,15 @@ class World:
             dist.all_reduce(torch.zeros(1), group=self.group(range(self.size), "control"))
 
     def close(self) -> None:
-        """Destroy the process groups; without it gloo aborts some processes at exit."""
+        """Destroy the process groups; without it gloo aborts some processes at exit.
+
+        RuntimeError if that takes longer than 10 s, as it may when a peer has just died.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._owns_default_group:
+            close_process_groups()
         self._groups.clear()
 
     def __enter__(self) -> "World":
@@ -221,7 +226,12 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RuntimeError as failed:
+            if error is None:
+                raise
+            error.add_note(f"then {failed}")  # most likely its consequence
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
@@ -231,6 +241,7 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 
 
 def _meeting_from_environment() -> Rendezvous:
+    rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
@@ -241,9 +252,9 @@ def _meeting_from_environment() -> Rendezvous:
         )
     return Rendezvous(
         init_method="env://",
-        rank=int(os.environ["RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        rank=rank,
+        size=size,
+        local_rank=env_int("LOCAL_RANK", 0),
     )
 
 
@@ -254,7 +265,7 @@ def world_size_of_environment() -> int:
 
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
-    return _choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))).type
+    return _choose_device(device, env_int("LOCAL_RANK", 0)).type
 
 
 def device_name(device: torch.device) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ Kind = Literal["mistake", "crash", "absent", "lost_peer", "interrupt", "terminat
 _GRACE_S = 1.5  # for the other ranks to post: all of it is spent only if one hangs or is dead
 _LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
 _CONNECT_S = 60.0  # for rank 0 to be up: ranks of one run start within this of each other
+_GREET_S = 5.0  # of it at least, for who listens there to show that it is rank 0
+_POLL_S = 0.2
 
 
 class AbsentError(RuntimeError):
@@ -59,9 +62,10 @@ class Rendezvous:
     def connect() -> "Rendezvous":
         """Join torchrun's store or, where ranks were started by hand, the one that rank 0 serves.
 
-        ConfigError where the port is taken, AbsentError where rank 0 does not answer.
+        ConfigError where the environment does not fit or the port is taken, AbsentError where rank
+        0 does not answer.
         """
-        rank, world_size = _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
+        rank, world_size = rank_and_world_size()
         if world_size == 1:
             return Rendezvous(rank, world_size, None)
         from torch.distributed import PrefixStore
@@ -153,37 +157,97 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks, (0, 1) without a launcher; else ConfigError."""
+    rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
+    if world_size < 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size}: a run has 1 rank or more; for example WORLD_SIZE=1, or "
+            "unset RANK and WORLD_SIZE for one process"
+        )
+    if world_size > 1 and "RANK" not in os.environ:
+        raise ConfigError(
+            f"RANK is not set but WORLD_SIZE={world_size} is; give each process its own of "
+            f"0..{world_size - 1}, for example RANK=0, or start with torchrun"
+        )
+    if not 0 <= rank < world_size:
+        near = min(max(rank, 0), world_size - 1)
+        raise ConfigError(
+            f"RANK={rank}: ranks count from 0, so with WORLD_SIZE={world_size} RANK is one of "
+            f"0..{world_size - 1}, each once; for example RANK={near}"
+        )
+    return rank, world_size
+
+
 def _open_store(serves: bool) -> "Store":
     from torch.distributed import DistNetworkError, TCPStore
 
-    host, port = os.environ.get("MASTER_ADDR", ""), _env_int("MASTER_PORT", -1)
+    host, port = os.environ.get("MASTER_ADDR", ""), env_int("MASTER_PORT", -1)
     if not host or not 0 <= port < 2**16:
         raise ConfigError(
             f"MASTER_ADDR={host!r} MASTER_PORT={port}: WORLD_SIZE is above 1, so the ranks need a "
             "place to meet; start with torchrun, or set for example MASTER_ADDR=127.0.0.1 "
             "MASTER_PORT=29501"
         )
-    timeout = timedelta(seconds=_CONNECT_S)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR={host!r}: this name does not resolve ({first_line(error)}); give "
+            "the name or address of the machine of rank 0, for example MASTER_ADDR=127.0.0.1 if "
+            "all ranks are on this one"
+        ) from error
+    end = time.monotonic() + _CONNECT_S
+    if not serves:
+        _await_listener(host, port, end)
+    left_s = max(end - time.monotonic(), _GREET_S)
     opened: list[Store | BaseException] = []
 
     def open_store() -> None:
         try:
-            opened.append(
-                TCPStore(
-                    host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
-                )
+            store = TCPStore(
+                host,
+                port,
+                None,
+                serves,
+                timedelta(seconds=left_s),
+                wait_for_workers=False,
+                multi_tenant=True,
             )
+            store.set_timeout(timedelta(seconds=_CONNECT_S))
+            opened.append(store)
         except (DistNetworkError, RuntimeError) as error:
             opened.append(error)
 
     # In a thread: against a listener that is no TCPStore the constructor ignores its timeout.
     thread = threading.Thread(target=open_store, daemon=True)
     thread.start()
-    thread.join(_CONNECT_S + 5)
+    thread.join(left_s)
     store = opened[0] if opened else TimeoutError("the listener there is not a rank of this run")
     if isinstance(store, BaseException):
         raise no_store(host, port, serves, store) from store
     return store
+
+
+def _await_listener(host: str, port: int, end: float) -> None:
+    """Return once somebody listens there; AbsentError at ``end``, in time.monotonic().
+
+    torch's store would wait as well, but its log has frames of C++ for every attempt.
+    """
+    while True:
+        left_s = end - time.monotonic()
+        patience_s = min(max(left_s, _POLL_S), _GREET_S)
+        try:
+            socket.create_connection((host, port), timeout=patience_s).close()
+        except OSError as error:
+            if left_s < _POLL_S:
+                why = (error.strerror or str(error)).lower()
+                raise no_store(
+                    host, port, False, ConnectionError(f"nobody listens there: {why}")
+                ) from error
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
@@ -222,7 +286,8 @@ def first_line(error: BaseException) -> str:
     return line.encode("ascii", "replace").decode() or type(error).__name__
 
 
-def _env_int(name: str, default: int) -> int:
+def env_int(name: str, default: int) -> int:
+    """A whole number of the environment; ConfigError if it is none."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)

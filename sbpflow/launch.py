@@ -1,9 +1,9 @@
 """The wrapper of entry points: every way a rank can end becomes an exit code and one message.
 
 Imports nothing heavy, so that a broken torch or a Ctrl-C during imports is met in here as well.
-An entry point should import torch inside ``main`` for the same reason, and close the process group
-at the end of ``main`` but not in a ``finally``: with a dead peer, closing can wait for ever, and
-``run_main`` leaves without it.
+An entry point should import torch inside ``main`` for the same reason. ``run_main`` closes the
+process groups after success, within a limit, and leaves without that after a failure: ``main`` need
+not close them, and should not in a ``finally``, where a dead peer costs all of that limit.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from sbpflow.closing import close_process_groups
 from sbpflow.errors import USER_ERRORS, ConfigError
 from sbpflow.last_words import (
     AbsentError,
@@ -35,7 +36,6 @@ EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
 
 _STUCK_S = 2.0  # a signalled main thread that is inside a collective gets this long to come back
-_CLOSE_S = 10.0  # destroying process groups after success
 
 # What torch 2.11 to 2.13 say when the other end of a collective or of the store is gone.
 _LOST_PEER = (
@@ -49,6 +49,7 @@ _LOST_PEER = (
     "wait timeout after",
     "clients joined",
     "failed to recv",
+    "Failed to recv, got 0 bytes",
     "remote process exited",
     "ncclRemoteError",
     "NCCL communicator was aborted",
@@ -80,7 +81,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     try:
         exits.rendezvous = Rendezvous.connect()
         code = main() or 0
-        _close_process_groups()
+        close_process_groups()
     except SystemExit as error:
         if error.code in (None, 0):
             raise
@@ -173,18 +174,3 @@ class _Exits:
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> None:
     raise Terminated
-
-
-def _close_process_groups() -> None:
-    """Left open, gloo aborts about every second exit; closing may hang if a peer died just now."""
-    if "torch" not in sys.modules:
-        return
-    from torch import distributed
-
-    if not distributed.is_initialized():
-        return
-    thread = threading.Thread(target=distributed.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(_CLOSE_S)
-    if thread.is_alive():
-        raise RuntimeError(f"the process groups did not close in {_CLOSE_S:g} s")

@@ -186,24 +186,26 @@ def plan_embeddings(
 
     ``layouts`` has an entry per table name. ``features`` are those of a batch, also unused ones, in
     the order of its matrix of ids. ``batch_size``, the rows of a usual batch, decides where whole
-    gradients are less than touched rows. Raises ConfigError if a table's feature is absent, its
-    shards do not tile it, its name is there twice, or tables of different ``num_rows`` share a
-    feature whose ids ``out_of_range`` may replace.
+    gradients are less than touched rows. ``dtype`` is float32 or float64, ``backend`` gloo or nccl.
+    Raises ConfigError for others, or if a table's feature is absent, its shards do not tile it, its
+    name is there twice, or tables of different ``num_rows`` share a feature whose ids
+    ``out_of_range`` may replace.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
     _check_names("table", [table.name for table in tables])
     _check_names("feature", [feature.name for feature in features])
     _check_names("output", [output.name for output in outputs])
-    if out_of_range not in ("error", "clamp", "hash"):
-        raise ConfigError(f"out_of_range: {out_of_range!r}; use error, clamp or hash")
-    if row_dtype is not None and row_dtype != dtype and row_dtype not in HALF_DTYPES:
-        raise ConfigError(
-            f"row_dtype: {row_dtype} beside {dtype}; use {dtype}, float16 or bfloat16"
-        )
+    _check_arguments(dtype, row_dtype, backend, out_of_range)
     for table in tables:
         if table.name not in layouts:
             raise ConfigError(f"table {table.name}: has no layout; give one for each table")
+        wire = layouts[table.name].wire
+        if wire not in (None, dtype, *HALF_DTYPES):
+            raise ConfigError(
+                f"table {table.name}: wire {wire!r} beside {dtype}; use {dtype}, torch.float16 or "
+                "torch.bfloat16"
+            )
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
         check_exchange(table, layouts[table.name], world)
@@ -228,6 +230,21 @@ def plan_embeddings(
         backend=backend,
         out_of_range=out_of_range,
     )
+
+
+def _check_arguments(
+    dtype: object, row_dtype: object, backend: object, out_of_range: object
+) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"dtype: {dtype!r}; use torch.float32 or torch.float64")
+    if row_dtype is not None and row_dtype not in (dtype, *HALF_DTYPES):
+        raise ConfigError(
+            f"row_dtype: {row_dtype!r} beside {dtype}; use {dtype}, torch.float16 or torch.bfloat16"
+        )
+    if backend not in ("gloo", "nccl"):
+        raise ConfigError(f"backend: {backend!r}; use gloo or nccl")
+    if out_of_range not in ("error", "clamp", "hash"):
+        raise ConfigError(f"out_of_range: {out_of_range!r}; use error, clamp or hash")
 
 
 def _check_names(what: str, names: list[str]) -> None:

@@ -1,6 +1,8 @@
 """Checks that end a run which has gone wrong: a loss that is not a number, replicas that differ."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +17,12 @@ from sbpflow.placement import Placement
 from sbpflow.sbp import Broadcast, Partial, Sbp, Split
 from sbpflow.training.trainer import Batch
 
+Result = TypeVar("Result")
 CHANNEL = "control"
 _TEXT_BYTES = 120
+_MOST_KEYS = 5  # of those that differ between ranks
+_MOST_CHARACTERS = 60  # of a value of them
+_NOT_GIVEN = "not given"
 
 
 class LossWatch:
@@ -72,8 +78,14 @@ class LossWatch:
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
 
 
-def check_same(boxing: Boxing, what: str, digest: str) -> None:
-    """Raise ConfigError on every rank unless all ranks have the same hex ``digest``."""
+def check_same(
+    boxing: Boxing, what: str, digest: str, facts: Mapping[str, str] | None = None
+) -> None:
+    """Raise ConfigError on every rank unless all ranks have the same hex ``digest``.
+
+    ``facts``, key to value, on every rank or on none, is what the digest is of: the first keys
+    that differ are named with the values of rank 0 and of the first rank that differs from it.
+    """
     world = boxing.world
     if world.size == 1:
         return
@@ -81,10 +93,75 @@ def check_same(boxing: Boxing, what: str, digest: str) -> None:
     everyone = _on_all(boxing, raw.unsqueeze(0), Split(0), f"health/{what}")
     others = [rank for rank in range(world.size) if not torch.equal(everyone[rank], everyone[0])]
     if others:
+        found = differences(_gather_facts(boxing, facts), others) if facts is not None else ""
         raise ConfigError(
-            f"{what}: ranks {others} differ from rank 0; start every rank with the same files and "
-            "arguments"
+            f"{what}: ranks {others} differ from rank 0{found}; start every rank with the same "
+            "files and arguments"
         )
+
+
+def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
+    """Where the facts of ranks ``others`` are not those of rank 0, by key, in words; "" if none.
+
+    ``facts`` has an entry per rank; in what order it has its keys changes nothing.
+    """
+    lines: list[str] = []
+    for key in sorted(set().union(*facts)):
+        values = [rank_facts.get(key, _NOT_GIVEN) for rank_facts in facts]
+        other = next((rank for rank in others if values[rank] != values[0]), None)
+        if other is None:
+            continue
+        mine, theirs = _cut_apart(values[0], values[other])
+        lines.append(f"{key}: {mine} on rank 0, {theirs} on rank {other}")
+    if not lines:
+        return ""
+    more = f" and {len(lines) - _MOST_KEYS} more" if len(lines) > _MOST_KEYS else ""
+    return f" ({'; '.join(lines[:_MOST_KEYS])}{more})"
+
+
+def _cut_apart(first: str, second: str) -> tuple[str, str]:
+    """Two long values from shortly before the place where they part."""
+    if max(len(first), len(second)) <= _MOST_CHARACTERS:
+        return first, second
+    shorter = min(len(first), len(second))
+    same = next((at for at in range(shorter) if first[at] != second[at]), shorter)
+    start = max(0, same - _MOST_CHARACTERS // 2)
+    mark = "..." if start else ""
+
+    def cut(text: str) -> str:
+        end = start + _MOST_CHARACTERS
+        return mark + text[start:end] + ("..." if len(text) > end else "")
+
+    return cut(first), cut(second)
+
+
+def _gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
+    """The facts of every rank, in rank order."""
+    device = boxing.world.device
+    raw = json.dumps(dict(facts)).encode()  # ASCII, so that blanks can fill it up
+    length = torch.tensor([len(raw)], device=device)
+    most = int(_on_all(boxing, length, Split(0), "health/lengths").max())
+    mine = torch.tensor(list(raw.ljust(most)), dtype=torch.uint8, device=device)
+    everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/facts")
+    return [json.loads(bytes(row)) for row in everyone.tolist()]
+
+
+def on_all_or_none(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
+    """What ``attempt`` returns; if it raises ConfigError on any rank, that is raised on every one.
+
+    Every rank calls it. A rank that left alone would leave the others in a collective.
+    """
+    result, refused = None, ""
+    try:
+        result = attempt()
+    except ConfigError as error:
+        if boxing.world.size == 1:
+            raise
+        refused = str(error)
+    everyone = _gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
+    if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
+        raise ConfigError(reasons[0])
+    return cast("Result", result)
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from sbpflow.config import Config, dump_config
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
+from sbpflow.training.run_folder import set_aside
 from sbpflow.versions import summary as version_summary
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 Event = Literal["step", "eval", "final"]
 Value = float | int | str | None
 METRICS_FILE = "metrics.jsonl"
+BOARD_FOLDER = "tensorboard"
 
 
 class _BesideTheBar(logging.Handler):
@@ -55,7 +57,7 @@ def setup_logging(rank: int) -> None:
 class MetricsWriter:
     """``run.dir/metrics.jsonl``, one JSON object per line, and TensorBoard where installed.
 
-    A file of an earlier run becomes metrics.previous.jsonl; ``append`` goes on with it instead.
+    Both of an earlier run are moved to a folder previous-N; ``append`` goes on with them instead.
     """
 
     def __init__(self, folder: Path, *, rank: int, append: bool = False) -> None:
@@ -64,11 +66,11 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
-        if path.exists() and not append:
-            path.replace(path.with_name("metrics.previous.jsonl"))
-        self._file = path.open("a", encoding="ascii")
-        self._board = _tensorboard(folder / "tensorboard")
+        earlier = None if append else set_aside(folder, [METRICS_FILE, BOARD_FOLDER])
+        if earlier is not None:
+            logger.info("what an earlier run left in %s is now in %s", folder, earlier)
+        self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
+        self._board = _tensorboard(folder / BOARD_FOLDER)
 
     def close(self) -> None:
         if self._file is not None:
@@ -196,7 +198,7 @@ class Report:
             values |= {"best_auc": self._best[0], "best_logloss": self._best[1]}
         self._progress.close()
         self._metrics.write("final", values)
-        files = [self._folder / METRICS_FILE, self._folder / "tensorboard"]
+        files = [self._folder / METRICS_FILE, self._folder / BOARD_FOLDER]
         written = [str(path) for path in files if path.exists()]
         logger.info("%s", end_summary(values, written, notes or {}))
 

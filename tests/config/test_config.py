@@ -11,6 +11,7 @@ from sbpflow.config import (
     LazyAdam,
     SparseSgd,
     check,
+    config_facts,
     config_hash,
     data_path,
     dump_config,
@@ -194,3 +195,17 @@ def test_the_hash_changes_with_every_value_and_with_the_order_of_patterns(load):
 def test_a_config_cannot_be_changed(load):
     with pytest.raises(dataclasses.FrozenInstanceError):
         load("").run.seed = 8
+
+
+def test_the_facts_name_what_the_hash_sees(load):
+    base = config_facts(load(""))
+    assert base["optimizer.sparse.lr"] == "0.05"
+    assert base["model.hidden"] == "[1024, 1024]"
+    assert base["data.path"] == "null"
+    for override in ("run.seed=8", "optimizer.wide.name=ftrl", "parallel.tables.deep.*.sbp=S(1)"):
+        assert config_facts(load("", override)) != base
+    rules = ["parallel.tables.deep.*.sbp=B", "parallel.tables.deep.C1.sbp=S(0)"]
+    first, second = (config_facts(load("", *order)) for order in (rules, rules[::-1]))
+    assert first["parallel.tables.deep.C1.sbp"] == second["parallel.tables.deep.C1.sbp"] == "S(0)"
+    changed = {key for key in first if first[key] != second[key]}
+    assert changed == {"parallel.tables (order)"}

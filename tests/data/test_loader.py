@@ -202,6 +202,8 @@ def test_writing_into_a_batch_changes_no_other(row_set, shuffle):
         ({"backend": "csv"}, "data.loader: 'csv'"),
         ({"shuffle": "all"}, "data.shuffle: 'all'"),
         ({"tail": "mask"}, "tail: 'mask'"),
+        ({"device": "cpu"}, r"device: 'cpu' is str, not .*; for example .*torch.device\(\"cpu\"\)"),
+        ({"device": 0}, "device: 0 is int, not torch.device"),
     ],
 )
 def test_an_argument_out_of_range_is_named(row_set, arguments, message):

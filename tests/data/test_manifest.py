@@ -10,7 +10,8 @@ from data import load_manifest, open_loader
 from data.__main__ import main
 from data.manifest import MANIFEST, Manifest, fingerprint_of
 from data.stats import compute_stats, stats_json
-from sbpflow.errors import DataError
+from sbpflow.config import Config, DataConfig, data_path
+from sbpflow.errors import ConfigError, DataError
 from tests.data.conftest import make_set
 
 
@@ -181,3 +182,20 @@ def test_the_ceiling_says_which_split_it_is_of(copy, capsys, have):
     assert (bayes.auc, bayes.logloss) == bayes.by_split[have[-1]]
     assert main(["verify", str(copy.path)]) == 0
     assert f"best possible on {have[-1]}: AUC {bayes.auc:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file"])
+def test_a_folder_that_is_none_is_said_alike_by_a_run_and_by_stats(tmp_path, capsys, kind):
+    path = tmp_path / "set"
+    if kind == "file":
+        path.touch()
+    with pytest.raises(ConfigError) as of_run:
+        data_path(Config(data=DataConfig(path=path)))
+    with pytest.raises(DataError) as of_manifest:
+        load_manifest(path)
+    assert main(["stats", str(path)]) == 2
+    text = str(of_run.value)
+    assert text == str(of_manifest.value)
+    assert capsys.readouterr().err == f"error: {text}\n"
+    what = "does not exist" if kind == "nothing" else "is not a folder"
+    assert text.startswith(f"data.path: {path} {what}; make a set with `python -m data prepare")

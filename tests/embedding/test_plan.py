@@ -10,8 +10,17 @@ from sbpflow.embedding.ids import BatchIds
 from sbpflow.embedding.initial import fill_uniform
 from sbpflow.embedding.kernels import choose_kernel, choose_kernels
 from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan import plan_embeddings
 from sbpflow.embedding.stack import Stack
-from sbpflow.embedding.tables import Shard, TableConfig, check_cover, shards_of
+from sbpflow.embedding.tables import (
+    FeatureConfig,
+    OutputConfig,
+    Shard,
+    TableConfig,
+    TableLayout,
+    check_cover,
+    shards_of,
+)
 from sbpflow.errors import ConfigError
 from sbpflow.layout import Layout
 from sbpflow.placement import Placement
@@ -191,3 +200,47 @@ def test_without_fbgemm_torch_serves_and_says_so(monkeypatch):
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
     with pytest.raises(ConfigError, match=r"parallel\.kernel: fbgemm, but FBGEMM is not installed"):
         choose_kernels(plan, "fbgemm")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "dtype: 'float32'; use torch.float32 or torch.float64"),
+        ({"dtype": torch.int64}, "dtype: torch.int64; use torch.float32 or torch.float64"),
+        ({"backend": "mpi"}, "backend: 'mpi'; use gloo or nccl"),
+        ({"backend": None}, "backend: None; use gloo or nccl"),
+        (
+            {"row_dtype": "float16"},
+            "row_dtype: 'float16' beside torch.float32; use torch.float32, torch.float16 or "
+            "torch.bfloat16",
+        ),
+        (
+            {"wire": "bfloat16"},
+            "table a: wire 'bfloat16' beside torch.float32; use torch.float32, torch.float16 or "
+            "torch.bfloat16",
+        ),
+        ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use error, clamp or hash"),
+    ],
+)
+def test_an_argument_that_is_none_of_the_choices_is_named(change, message):
+    world = Placement.line("cpu", 2)
+    table = TableConfig(name="a", features=("a",), num_rows=8, dim=4)
+    given = {"dtype": torch.float32, "backend": "gloo", **change}
+    layout = TableLayout(
+        layout=Layout(world, (Split(0),)), exchange="unique", wire=given.pop("wire", None)
+    )
+
+    def plan(**arguments):
+        return plan_embeddings(
+            [OutputConfig(name="out", tables=(table,))],
+            {"a": layout},
+            features=[FeatureConfig(name="a")],
+            optimizer=SparseOptimizer(name="sgd", lr=0.1),
+            world=world,
+            batch_size=8,
+            **arguments,
+        )
+
+    with pytest.raises(ConfigError) as caught:
+        plan(**given)
+    assert str(caught.value) == message

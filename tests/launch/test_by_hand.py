@@ -5,12 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from sbpflow import last_words
+from sbpflow.dist import World
 from sbpflow.errors import ConfigError, DataError, TrainingError
-from sbpflow.last_words import Rendezvous, Words, compose, first_line, no_store
+from sbpflow.last_words import AbsentError, Rendezvous, Words, compose, first_line, no_store
 from sbpflow.launch import ArgumentParser, classify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +131,94 @@ def test_a_rank_0_that_does_not_answer_is_an_absent_rank():
     assert "cannot listen on 10.0.0.1:80 (permission denied)" in str(mistake)
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """This process as rank 1 of 2; gives a function that sets the port and the patience."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def wait_for(port: int, connect_s: float) -> None:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setattr(last_words, "_CONNECT_S", connect_s)
+        monkeypatch.setattr(last_words, "_GREET_S", 0.5)
+
+    return wait_for
+
+
+def test_a_rank_0_that_was_not_started_is_told_from_one_that_answers_wrong(impatient, capfd):
+    port = free_port()
+    impatient(port, 0.5)
+    with pytest.raises(AbsentError) as caught:
+        Rendezvous.connect()
+    assert str(caught.value).startswith(
+        f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT 127.0.0.1:{port} within 0.5 s (nobody "
+        "listens there: connection refused); check that it was started"
+    )
+    assert capfd.readouterr() == ("", ""), "torch's log has frames of C++"
+
+
+def test_a_listener_that_says_nothing_is_named_in_the_promised_time(impatient, taken_port):
+    impatient(taken_port, 1.0)
+    begin = time.monotonic()
+    with pytest.raises(AbsentError, match=r"within 1 s \(the listener there is not a rank of this"):
+        Rendezvous.connect()
+    assert time.monotonic() - begin < 3
+
+
+def test_a_rank_0_that_comes_late_is_met(impatient):
+    """Its store is served from another thread of this process, as ranks 0 and 1 would share it."""
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    impatient(port, 20.0)
+    kept: list[TCPStore] = []
+    late = threading.Timer(
+        0.7, lambda: kept.append(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
+    )
+    late.start()
+    store = Rendezvous.connect().store
+    late.join()
+    assert store is not None
+    store.set("word", "here")
+    assert kept[0].get("sbpflow/by-hand/0/word") == b"here"
+    assert store.timeout.total_seconds() == 20
+
+
+def test_a_name_that_does_not_resolve_is_said_at_once(impatient, monkeypatch):
+    impatient(free_port(), 60.0)
+    for name in ("no-such-machine.invalid", "two..dots"):
+        monkeypatch.setenv("MASTER_ADDR", name)
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"MASTER_ADDR='{name}': .* not resolve .*127\.0\."):
+            Rendezvous.connect()
+        assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        ("2", "2", r"RANK=2: .* WORLD_SIZE=2 RANK is one of 0\.\.1, .* example RANK=1$"),
+        ("-1", "2", r"RANK=-1: .* WORLD_SIZE=2 RANK is one of 0\.\.1, .* example RANK=0$"),
+        ("1", "1", r"RANK=1: .* WORLD_SIZE=1 RANK is one of 0\.\.0, .* example RANK=0$"),
+        ("0", "0", r"WORLD_SIZE=0: a run has 1 rank or more; for example WORLD_SIZE=1"),
+        ("0", "-4", r"WORLD_SIZE=-4: a run has 1 rank or more; for example WORLD_SIZE=1"),
+        (None, "2", r"RANK is not set but WORLD_SIZE=2 is; .* 0\.\.1, for example RANK=0"),
+    ],
+)
+@pytest.mark.parametrize("call", [Rendezvous.connect, lambda: World.start("cpu")])
+def test_ranks_outside_the_world_are_refused_before_they_meet(
+    monkeypatch, rank, size, message, call
+):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # a store would complain about this
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        call()
+
+
 def test_torch_waiting_for_clients_is_no_bug_either():
     error = RuntimeError("Timed out after 7 seconds waiting for clients. 2/3 clients joined.")
     assert classify(error)[1] == 3
@@ -194,6 +286,7 @@ GLOO = (
         (FileNotFoundError(2, "No such file", "x.npy"), "mistake", "x.npy: no such file", 2),
         (RuntimeError(GLOO), "lost_peer", "Connection closed by peer [127.0.0.1]:2467", 3),
         (RuntimeError("Timed out waiting 9ms for recv"), "lost_peer", None, 3),
+        (RuntimeError("Failed to recv, got 0 bytes. Was it closed?"), "lost_peer", None, 3),
         (RuntimeError("shape mismatch"), "crash", "", 1),
         (ValueError("a bug"), "crash", "", 1),
         (OSError("no file named"), "crash", "", 1),

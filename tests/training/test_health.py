@@ -1,5 +1,6 @@
 """A run that goes wrong ends with the step, the fields or the tensor at fault."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,16 @@ from sbpflow.boxing import Boxing
 from sbpflow.dist import World
 from sbpflow.errors import ConfigError, DataError, TrainingError
 from sbpflow.training.evaluate import gather_rows, score_split
-from sbpflow.training.health import LossWatch, check_replicas, check_same, gather_text
+from sbpflow.training.health import (
+    LossWatch,
+    check_replicas,
+    check_same,
+    differences,
+    gather_text,
+    on_all_or_none,
+)
 from sbpflow.training.metrics import Evaluation, auc
+from sbpflow.training.run_folder import RunLock
 from tests.training.wdl_case import COLUMNS, Rows, make_batches, make_config, make_job
 
 
@@ -85,6 +94,66 @@ def test_ranks_with_another_configuration_are_named(ranks):
     assert ranks(2, compare, ["ab12", "ab12"]) == ["nothing was raised"] * 2
     for message in ranks(2, compare, ["ab12", "ab13"]):
         assert message.startswith("configuration: ranks [1] differ from rank 0")
+
+
+FACTS = [
+    {"train.epochs": "1", "run.seed": "7", "optimizer.sparse.lr": "0.05", "model.deep": "true"},
+    {"model.deep": "true", "optimizer.sparse.lr": "0.05", "run.seed": "7", "train.epochs": "1"},
+    {"train.epochs": "1", "optimizer.sparse.lr": "0.1", "run.dir": "runs/a", "model.deep": "true"},
+]
+
+
+def compare_facts(world: World) -> str:
+    digest = ["aa", "aa", "ab"][world.rank]
+    facts = FACTS[world.rank]
+    return message_of(ConfigError, check_same, Boxing(world), "configuration", digest, facts)
+
+
+def test_what_differs_is_named_with_both_values_on_every_rank(ranks):
+    for message in ranks(3, compare_facts):
+        assert message == (
+            "configuration: ranks [2] differ from rank 0 (optimizer.sparse.lr: 0.05 on rank 0, "
+            "0.1 on rank 2; run.dir: not given on rank 0, runs/a on rank 2; run.seed: 7 on rank 0, "
+            "not given on rank 2); start every rank with the same files and arguments"
+        )
+
+
+def test_five_keys_at_most_and_long_values_where_they_part():
+    many = differences([{f"key{n}": value for n in range(8)} for value in "12"], [1])
+    assert many.startswith(" (key0: 1 on rank 0, 2 on rank 1; key1: ")
+    assert many.endswith("; key4: 1 on rank 0, 2 on rank 1 and 3 more)")
+    both = [{"hidden": "1024, " * 50 + end} for end in ("400, 8" + ", 1" * 40, "200")]
+    text = differences(both, [1])
+    assert "400, 8, 1" in text
+    assert "024, 200 on rank 1)" in text
+    assert text.count("...") == 3  # what is left out before both, and behind the first
+    assert len(text) < 200
+
+
+def test_an_order_of_keys_is_no_difference():
+    assert differences(FACTS[:2], [1]) == ""
+
+
+def hold(world: World, folder: Path) -> str:
+    held: list[RunLock] = []
+
+    def attempt() -> None:
+        held.append(on_all_or_none(Boxing(world), lambda: RunLock(folder, rank=world.rank)))
+
+    text = message_of(ConfigError, attempt)
+    for lock in held:
+        lock.close()
+    return text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path, world_size):
+    """Only rank 0 sees it; the others would wait for it in their next collective."""
+    first = RunLock(tmp_path, rank=0)
+    for message in ranks(world_size, hold, tmp_path):
+        assert message.startswith(f"run.dir: {tmp_path} is in use by another run")
+    first.close()
+    assert ranks(world_size, hold, tmp_path) == ["nothing was raised"] * world_size
 
 
 def look_up_bad_id(world: World, value: int) -> str:

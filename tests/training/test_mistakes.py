@@ -155,6 +155,7 @@ def training_run(synth_set: Path, folder: Path) -> Run:
     return run
 
 
+@pytest.mark.alone
 def test_a_mistake_is_said_once_by_two_ranks(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
@@ -173,6 +174,7 @@ def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     assert re.search(r"\([\w./]+, (all_to_all|all_gather|all_reduce): ", output), output
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_all_ranks_cleanly(synth_set, tmp_path):
     run = training_run(synth_set, tmp_path)
     pids = run.ranks()
@@ -183,6 +185,7 @@ def test_ctrl_c_ends_all_ranks_cleanly(synth_set, tmp_path):
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.alone
 def test_a_nan_in_the_data_stops_the_run_with_step_and_field(synth_set, tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()

@@ -1,16 +1,26 @@
 """What a run shows and writes."""
 
+import errno
+import fcntl
 import io
 import json
 import logging
+import os
+import platform
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sbpflow.config import load_config
+from sbpflow.errors import ConfigError
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.report import MetricsWriter, Report, setup_logging
+from sbpflow.training.run_folder import RunLock
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -91,12 +101,65 @@ def test_a_part_with_one_class_says_why_it_has_no_auc(config, caplog):
     assert "AUC none (all 9 rows are negative)" in caplog.text
 
 
-def test_an_earlier_file_is_kept(config):
-    run_report(config)
-    before = (config.run.dir / "metrics.jsonl").read_text()
-    run_report(config, test=Evaluation(50, 0.1, 0.9))
-    assert (config.run.dir / "metrics.previous.jsonl").read_text() == before
-    assert events(config)[-1]["auc"] == 0.9
+def test_nothing_of_earlier_runs_is_lost_or_mixed_with_a_later_one(config, caplog):
+    caplog.set_level(logging.INFO)
+    folder = config.run.dir
+    for number in range(3):
+        run_report(config, test=Evaluation(50, 0.1, number / 10))
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        (folder / "tensorboard" / f"events of {number}").touch()
+    assert events(config)[-1]["auc"] == 0.2
+    for number in range(2):
+        earlier = folder / f"previous-{number + 1}"
+        last = json.loads((earlier / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["auc"] == number / 10
+        assert list((earlier / "tensorboard").glob("events of *")) == [
+            earlier / "tensorboard" / f"events of {number}"
+        ]
+        assert f"what an earlier run left in {folder} is now in {earlier}" in caplog.text
+    assert not (folder / "previous-3").exists()
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    folder = tmp_path / "wdl"
+    folder.mkdir()
+    (tmp_path / "wdl-2").mkdir()
+    first = RunLock(folder, rank=0)
+    with pytest.raises(ConfigError) as caught:
+        RunLock(folder, rank=0)
+    assert str(caught.value).startswith(
+        f"run.dir: {folder} is in use by another run (process {os.getpid()} on {platform.node()});"
+    )
+    assert f"run.dir={folder}-3," in str(caught.value)
+    RunLock(folder, rank=1)  # a rank of the same run
+    first.close()
+    RunLock(folder, rank=0).close()
+
+
+def test_a_run_that_was_killed_holds_nothing(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; "
+        "from sbpflow.training.run_folder import RunLock; "
+        "lock = RunLock(Path(sys.argv[1]), rank=0); print(flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    holder.stdout.readline()
+    with pytest.raises(ConfigError, match=rf"in use by another run \(process {holder.pid} on"):
+        RunLock(tmp_path, rank=0)
+    holder.kill()
+    holder.communicate()
+    RunLock(tmp_path, rank=0).close()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    RunLock(tmp_path, rank=0).close()
+    assert "cannot be locked ([Errno 37] No locks available); start no second run" in caplog.text
 
 
 def test_append_goes_on_with_the_file(tmp_path):

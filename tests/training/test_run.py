@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_wdl
 from data import load_manifest
@@ -32,6 +33,7 @@ from sbpflow.explain import describe
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.metrics import Evaluation
+from sbpflow.training.run_folder import RunLock
 from sbpflow.training.step_schedule import SERIAL
 from tests.training.wdl_case import make_batches, make_config, make_job
 
@@ -97,6 +99,7 @@ def test_two_ranks_train_and_report_once(synth_set, tmp_path):
     assert 0.4 < events[-1]["auc"] < 1
 
 
+@pytest.mark.alone
 def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_path, free_port):
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -115,8 +118,24 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
     ]
     texts = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert "".join(texts).count("error: configuration: ranks [1] differ from rank 0") == 1
+    said = (
+        "error: configuration: ranks [1] differ from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
+    )
+    assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("of the first run")
+    first = RunLock(tmp_path, rank=0)
+    words = ["--config", CONFIG, f"data.path={synth_set}", f"run.dir={tmp_path}"]
+    try:
+        with pytest.raises(ConfigError, match=rf"^run\.dir: {tmp_path} is in use .*{tmp_path}-2"):
+            train_wdl.main(words)
+    finally:
+        first.close()
+        dist.destroy_process_group()
+    assert (tmp_path / "metrics.jsonl").read_text() == "of the first run"
 
 
 class Recorder:

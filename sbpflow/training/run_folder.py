@@ -1,0 +1,77 @@
+"""The folder of a run: it takes one run at a time, and nothing of an earlier one is overwritten."""
+
+import fcntl
+import logging
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sbpflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_MOST_CHARACTERS = 200  # read of who holds a lock
+
+
+class RunLock:
+    """Rank 0's hold on ``folder`` until ``close`` or the end of the process, however it comes.
+
+    An advisory lock (flock) on run.lock, which stays there and says who took it last. Raises
+    ConfigError if another run has it. The other ranks hold nothing.
+    """
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self._file = None
+        if rank != 0:
+            return
+        file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(_MOST_CHARACTERS).strip()
+            file.close()
+            raise ConfigError(
+                f"run.dir: {folder} is in use by another run{f' ({holder})' if holder else ''}; "
+                f"give each run its own, for example run.dir={_free(folder)}, or wait for its end"
+            ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning(
+                "run.dir: %s cannot be locked (%s); start no second run there", folder, error
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        self._file = file
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _free(folder: Path) -> Path:
+    number = 2
+    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return free
+
+
+def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
+    """Move what an earlier run left under ``names`` to ``previous-N``; None if there is nothing.
+
+    N is one above the highest there, so that the files of every earlier run stay.
+    """
+    found = [folder / name for name in names if (folder / name).exists()]
+    if not found:
+        return None
+    matches = [re.fullmatch(r"previous-(\d+)", path.name) for path in folder.iterdir()]
+    last = max((int(match[1]) for match in matches if match), default=0)
+    target = folder / f"previous-{last + 1}"
+    target.mkdir()
+    for path in found:
+        path.replace(target / path.name)
+    return target

@@ -1,0 +1,57 @@
+"""Process groups that do not close: who asks for it is told in time, whichever way it asks."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sbpflow import closing
+from sbpflow.dist import World
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Groups that are open and whose end takes 3 s, where 0.2 are allowed."""
+    ended = threading.Event()
+    monkeypatch.setattr(closing, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.wait(3))
+    yield
+    ended.set()
+
+
+def make_world(*, owns: bool = True) -> World:
+    return World(0, 2, torch.device("cpu"), owns_default_group=owns)
+
+
+def test_a_world_that_does_not_close_says_so(stuck):
+    with pytest.raises(RuntimeError, match=r"the process groups did not close in 0\.2 s"):
+        make_world().close()
+    make_world(owns=False).close()
+
+
+def test_a_block_that_failed_keeps_its_error(stuck):
+    with pytest.raises(ZeroDivisionError) as caught, make_world():
+        raise ZeroDivisionError("why the block ended")
+    assert caught.value.__notes__ == ["then the process groups did not close in 0.2 s"]
+    with pytest.raises(RuntimeError, match="did not close"), make_world():
+        pass
+
+
+def test_what_destroying_raises_reaches_the_caller(monkeypatch):
+    def fail() -> None:
+        raise ValueError("no such group")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with pytest.raises(ValueError, match="no such group"):
+        make_world().close()
+
+
+def test_a_world_closes_at_the_end_of_its_block():
+    with World.start("cpu") as world:
+        assert dist.is_initialized()
+        world.barrier()
+    assert not dist.is_initialized()
+    world.close()  # once more is nothing
