@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LAYER = ["sbp", "placement", "layout", "boxing_moves", "boxing_step", "boxing_search",
          "boxing_plan", "boxing_kernels", "boxing_program", "boxing", "boxing_dry", "staging",
-         "comm_log", "last_words", "roll_call", "dist",
+         "comm_log", "last_words", "roll_call", "closing", "dist",
          "conversion", "extremum", "global_tensor", "global_shape", "gradients", "signature",
          "op_apply", "op_gather", "op_linear", "op_reduce", "op_reshape", "ops",
          "interchange"]  # fmt: skip
