@@ -1,4 +1,4 @@
-"""Write docs/modules.md: every module with the first sentence of its docstring.
+"""Write docs/modules.md: every module with the first paragraph of its docstring.
 
 python .ci/modules.py
 """

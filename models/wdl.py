@@ -82,16 +82,16 @@ def wdl_spec(
 def _check_crosses(
     crosses: Sequence[Sequence[str]], sparse: tuple[str, ...], prepared: tuple[str, ...]
 ) -> None:
-    for cross in crosses:
-        name = "x".join(cross)
-        if name in prepared:
-            continue
+    absent = [cross for cross in crosses if "x".join(cross) not in prepared]
+    for cross in absent:
         if unknown := [column for column in cross if column not in sparse]:
             raise ConfigError(
-                f"model.wide.crosses: {name}: {unknown[0]} is no sparse column of the data, which "
-                f"has {', '.join(sparse)}; cross those, or leave the wide part out with "
-                "model.wide.crosses: []"
+                f"model.wide.crosses: {'x'.join(cross)}: {unknown[0]} is no sparse column of the "
+                f"data, which has {', '.join(sparse)}; cross those, or leave the wide part out "
+                "with model.wide.crosses: []"
             )
+    for cross in absent:
+        name = "x".join(cross)
         for other in permutations(cross):
             if "x".join(other) in prepared:
                 raise ConfigError(

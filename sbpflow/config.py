@@ -303,7 +303,7 @@ def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for name, item in cast("dict[str, object]", value).items():
             yield from _flat(f"{key}.{name}" if key else name, item)
-    else:
+    elif value is not None:  # which is as good as not given
         yield key, show(value)
 
 

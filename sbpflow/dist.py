@@ -244,6 +244,8 @@ def _meeting_from_environment() -> Rendezvous:
     rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
+    if size == 1:  # nobody to meet, wherever MASTER_ADDR points
+        return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
         raise ConfigError(
@@ -254,8 +256,15 @@ def _meeting_from_environment() -> Rendezvous:
         init_method="env://",
         rank=rank,
         size=size,
-        local_rank=env_int("LOCAL_RANK", 0),
+        local_rank=_local_rank(),
     )
+
+
+def _local_rank() -> int:
+    given = env_int("LOCAL_RANK", 0)
+    if given < 0:
+        raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")
+    return given
 
 
 def world_size_of_environment() -> int:
@@ -265,7 +274,7 @@ def world_size_of_environment() -> int:
 
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
-    return _choose_device(device, env_int("LOCAL_RANK", 0)).type
+    return _choose_device(device, _local_rank()).type
 
 
 def device_name(device: torch.device) -> str:

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,13 @@ class RunLock:
         self._file = None
         if rank != 0:
             return
-        file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="replace")
+        try:
+            file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="replace")
+        except OSError as error:
+            reason = (error.strerror or "cannot be opened").lower()
+            raise ConfigError(
+                f"run.dir: {folder / LOCK_FILE}: {reason}; remove it, or use {_another(folder)}"
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -36,7 +43,7 @@ class RunLock:
             file.close()
             raise ConfigError(
                 f"run.dir: {folder} is in use by another run{f' ({holder})' if holder else ''}; "
-                f"give each run its own, for example run.dir={_free(folder)}, or wait for its end"
+                f"give each run its own, for example {_another(folder)}, or wait for its end"
             ) from error
         except OSError as error:  # a file system without locks
             logger.warning(
@@ -53,11 +60,13 @@ class RunLock:
             self._file.close()
 
 
-def _free(folder: Path) -> Path:
-    number = 2
-    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
+def _another(folder: Path) -> str:
+    """``run.dir=`` with a folder that is not there yet, as one types it."""
+    folder, number = folder.resolve(), 2
+    name = folder.name or "run"
+    while (free := folder.parent / f"{name}-{number}").exists():
         number += 1
-    return free
+    return f"run.dir={shlex.quote(str(free))}"
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:

@@ -162,8 +162,9 @@ class Trainer:
 
         Several batches are one step of the optimizers, of the mean gradient over all rows.
         ``ahead`` is the first batch of the next step, whose ids may travel during this one.
-        Batches without rows are left out; SbpError if all are, or for what is no batch. After a
-        step that failed, wherever it did, there is none: TrainingError.
+        Batches without rows are left out. SbpError, and nothing has happened, if all are, for what
+        is no batch, and for another batch than was announced. After a step that failed otherwise
+        there is none: TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in (*given, *(() if ahead is None else (ahead,))):
@@ -174,10 +175,10 @@ class Trainer:
                 "be mixed in; build the trainer and its tables anew"
             )
         passes = self._passes_of([batch for batch in given if batch.num_rows])
-        self._coming = _Pass(ahead) if ahead is not None and ahead.num_rows else None
-        self.num_steps += 1
-        self._set_learning_rates(self._rate_factor(self.num_steps))
         try:
+            self._coming = _Pass(ahead) if ahead is not None and ahead.num_rows else None
+            self.num_steps += 1
+            self._set_learning_rates(self._rate_factor(self.num_steps))
             self._run(passes)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
@@ -215,9 +216,12 @@ class Trainer:
         """The first may have begun during the step before."""
         if not batches:
             raise SbpError("step: no batch with rows; pass one, or a list with one at least")
-        coming, self._coming = self._coming, None
+        coming = self._coming
         if coming is not None and coming.batch is not batches[0]:
-            raise RuntimeError("step: the batch is not the one that was announced as ahead")
+            raise SbpError(
+                "step: the batch is not the one that the step before was told of as ahead, whose "
+                "ids are on their way; pass that one"
+            )
         passes = [_Pass(batch) for batch in batches]
         if coming is not None:
             passes[0] = coming

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sbpflow import last_words
-from sbpflow.dist import World
+from sbpflow.dist import World, device_type_of
 from sbpflow.errors import ConfigError, DataError, TrainingError
 from sbpflow.last_words import AbsentError, Rendezvous, Words, compose, first_line, no_store
 from sbpflow.launch import ArgumentParser, classify
@@ -65,6 +65,19 @@ def test_a_port_in_use_is_named_with_a_way_out(tmp_path, taken_port):
     assert "--standalone" in output
     assert "--master-port" in output
     assert "Traceback" not in output
+
+
+def test_one_rank_needs_no_place_to_meet(tmp_path):
+    address = {"MASTER_ADDR": "nope", "MASTER_PORT": "abc"}
+    process = start("world", tmp_path, RANK=0, WORLD_SIZE=1, TIMEOUT_S=5, **address)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, output) == (0, "")
+
+
+def test_a_local_rank_below_0_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "-5")
+    with pytest.raises(ConfigError, match="LOCAL_RANK=-5 in the environment; use 0 or more"):
+        device_type_of("cpu")
 
 
 def test_ranks_started_by_hand_agree_on_one_message(tmp_path):

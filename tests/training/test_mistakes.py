@@ -89,6 +89,12 @@ def test_an_absent_cross_is_told_what_would_do(cross, said):
         wdl_spec(config, num_dense=1, fields={"C1": 5, "C2": 5, "C3": 5, "C1xC2": 9}, num_sparse=3)
 
 
+def test_a_cross_of_no_column_is_told_before_one_that_could_be_made():
+    config = ModelConfig(wide=WideConfig(crosses=(("C1", "C3"), ("C1", "C99"))))
+    with pytest.raises(ConfigError, match="C1xC99: C99 is no sparse column"):
+        wdl_spec(config, num_dense=1, fields={"C1": 5, "C2": 5, "C3": 5}, num_sparse=3)
+
+
 def test_explain_needs_a_positive_world(synth_set):
     with pytest.raises(ConfigError, match="--world-size: 0 ranks"):
         explain(["--config", CONFIG, "--world-size", "0", f"data.path={synth_set}"])

@@ -136,6 +136,22 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     RunLock(folder, rank=0).close()
 
 
+def test_a_folder_without_a_name_or_with_blanks_is_taken_too(tmp_path, monkeypatch):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    first = RunLock(Path("."), rank=0)
+    with pytest.raises(ConfigError, match=rf"for example run\.dir='{tmp_path}/a b-2',"):
+        RunLock(Path("."), rank=0)
+    first.close()
+
+
+def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"run\.dir: .*/run\.lock: is a directory; remove it, or"):
+        RunLock(tmp_path, rank=0)
+
+
 def test_a_run_that_was_killed_holds_nothing(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; "

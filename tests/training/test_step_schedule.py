@@ -173,6 +173,30 @@ def test_there_is_no_step_after_one_that_failed(ranks):
         assert second.startswith("step: an earlier step failed (SbpError: ")
 
 
+def another_than_announced(world: World, config: Any) -> tuple[list[float], list[str]]:
+    world.checked = False
+    job = make_job(world, config)
+    first, second = (b.part(world.rank, world.size) for b in make_batches(6, 30)[:2])
+    losses, said = [float(job.trainer.step(first, second))], []
+    for _ in range(2):
+        try:
+            job.trainer.step(first)
+        except SbpError as error:
+            said.append(str(error))
+    return [*losses, float(job.trainer.step(second))], said
+
+
+def test_another_batch_than_announced_is_refused_and_nothing_happens(ranks):
+    config = make_config("3", "rowwise_adagrad")
+    want = ranks(2, train_two, config)
+    for (losses, said), expected in zip(
+        ranks(2, another_than_announced, config), want, strict=True
+    ):
+        assert losses == expected
+        assert len(said) == 2
+        assert all(text.startswith("step: the batch is not the one that") for text in said)
+
+
 def bad_ids_ahead(world: World, config: Any) -> str:
     job = make_job(world, config)
     good, bad = make_batches(4, 30)[:2]
