@@ -45,7 +45,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
+class Meeting:
     """This process among the ranks of a run, as the launcher's environment describes them."""
 
     rank: int
@@ -59,7 +59,7 @@ class Rendezvous:
         return self.by_hand and self.rank == 0
 
     @staticmethod
-    def connect() -> "Rendezvous":
+    def connect() -> "Meeting":
         """Join torchrun's store or, where ranks were started by hand, the one that rank 0 serves.
 
         ConfigError where the environment does not fit or the port is taken, AbsentError where rank
@@ -67,7 +67,7 @@ class Rendezvous:
         """
         rank, world_size = rank_and_world_size()
         if world_size == 1:
-            return Rendezvous(rank, world_size, None)
+            return Meeting(rank, world_size, None)
         from torch.distributed import PrefixStore
 
         by_hand = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -75,7 +75,7 @@ class Rendezvous:
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "by-hand")
         opened = _open_store(by_hand and rank == 0)
         store = PrefixStore(f"sbpflow/{run_id}/{attempt}", opened)
-        return Rendezvous(rank, world_size, store, by_hand)
+        return Meeting(rank, world_size, store, by_hand)
 
     def post(self, words: Words) -> None:
         """Say that this rank is alive and why it will leave; ``leave`` may say it better."""

@@ -21,7 +21,7 @@ from sbpflow.closing import close_process_groups
 from sbpflow.errors import USER_ERRORS, ConfigError
 from sbpflow.last_words import (
     AbsentError,
-    Rendezvous,
+    Meeting,
     Words,
     first_line,
     is_port_in_use,
@@ -79,7 +79,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     exits = _Exits()
     exits.watch_signals()
     try:
-        exits.rendezvous = Rendezvous.connect()
+        exits.meeting = Meeting.connect()
         code = main() or 0
         close_process_groups()
     except SystemExit as error:
@@ -122,7 +122,7 @@ class _Exits:
     """The two ways out, main thread or watcher; whichever comes first is the only one."""
 
     def __init__(self) -> None:
-        self.rendezvous: Rendezvous | None = None
+        self.meeting: Meeting | None = None
         self._lock = threading.Lock()
         self._main_left = threading.Event()
 
@@ -142,8 +142,8 @@ class _Exits:
             if received[0] not in (signal.SIGTERM, signal.SIGINT):
                 continue
             words = Words("interrupt" if received[0] == signal.SIGINT else "terminated")
-            if self.rendezvous is not None and not self._main_left.is_set():
-                self.rendezvous.post(words)
+            if self.meeting is not None and not self._main_left.is_set():
+                self.meeting.post(words)
             if not self._main_left.wait(_STUCK_S):
                 self._end(words, EXIT_INTERRUPT)
 
@@ -161,8 +161,8 @@ class _Exits:
 
     def _end(self, words: Words, code: int) -> NoReturn:
         with self._lock:  # never released: the process ends in here
-            if self.rendezvous is not None:
-                self.rendezvous.leave(words)
+            if self.meeting is not None:
+                self.meeting.leave(words)
             elif words.text:
                 sys.stderr.write(f"\nerror: {words.text}\n")
             logging.shutdown()

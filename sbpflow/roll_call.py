@@ -8,7 +8,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from sbpflow.last_words import AbsentError, Rendezvous, name_ranks
+from sbpflow.last_words import AbsentError, Meeting, name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -24,7 +24,7 @@ def await_ranks(timeout_s: float) -> "Store | None":
     returned keeps the one that rank 0 serves open until torch has joined it; ``None`` in a world of
     one. Raises ConfigError where there is nowhere to meet.
     """
-    meeting = Rendezvous.connect()
+    meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
     if store is None:
         return None

@@ -14,7 +14,7 @@ import pytest
 from sbpflow import last_words
 from sbpflow.dist import World, device_type_of
 from sbpflow.errors import ConfigError, DataError, TrainingError
-from sbpflow.last_words import AbsentError, Rendezvous, Words, compose, first_line, no_store
+from sbpflow.last_words import AbsentError, Meeting, Words, compose, first_line, no_store
 from sbpflow.launch import ArgumentParser, classify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +163,7 @@ def test_a_rank_0_that_was_not_started_is_told_from_one_that_answers_wrong(impat
     port = free_port()
     impatient(port, 0.5)
     with pytest.raises(AbsentError) as caught:
-        Rendezvous.connect()
+        Meeting.connect()
     assert str(caught.value).startswith(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT 127.0.0.1:{port} within 0.5 s (nobody "
         "listens there: connection refused); check that it was started"
@@ -175,7 +175,7 @@ def test_a_listener_that_says_nothing_is_named_in_the_promised_time(impatient, t
     impatient(taken_port, 1.0)
     begin = time.monotonic()
     with pytest.raises(AbsentError, match=r"within 1 s \(the listener there is not a rank of this"):
-        Rendezvous.connect()
+        Meeting.connect()
     assert time.monotonic() - begin < 3
 
 
@@ -190,7 +190,7 @@ def test_a_rank_0_that_comes_late_is_met(impatient):
         0.7, lambda: kept.append(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
     )
     late.start()
-    store = Rendezvous.connect().store
+    store = Meeting.connect().store
     late.join()
     assert store is not None
     store.set("word", "here")
@@ -204,7 +204,7 @@ def test_a_name_that_does_not_resolve_is_said_at_once(impatient, monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", name)
         begin = time.monotonic()
         with pytest.raises(ConfigError, match=rf"MASTER_ADDR='{name}': .* not resolve .*127\.0\."):
-            Rendezvous.connect()
+            Meeting.connect()
         assert time.monotonic() - begin < 30
 
 
@@ -219,7 +219,7 @@ def test_a_name_that_does_not_resolve_is_said_at_once(impatient, monkeypatch):
         (None, "2", r"RANK is not set but WORLD_SIZE=2 is; .* 0\.\.1, for example RANK=0"),
     ],
 )
-@pytest.mark.parametrize("call", [Rendezvous.connect, lambda: World.start("cpu")])
+@pytest.mark.parametrize("call", [Meeting.connect, lambda: World.start("cpu")])
 def test_ranks_outside_the_world_are_refused_before_they_meet(
     monkeypatch, rank, size, message, call
 ):
@@ -241,7 +241,7 @@ def test_torch_waiting_for_clients_is_no_bug_either():
 def test_an_environment_that_is_no_number(monkeypatch, name):
     monkeypatch.setenv(name, "two")
     with pytest.raises(ConfigError, match=f"{name}='two'"):
-        Rendezvous.connect()
+        Meeting.connect()
 
 
 def test_an_environment_without_a_meeting_place(monkeypatch):
@@ -249,7 +249,7 @@ def test_an_environment_without_a_meeting_place(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=''.*MASTER_ADDR=127\.0\.0\.1"):
-        Rendezvous.connect()
+        Meeting.connect()
 
 
 MISTAKE, LOST = Words("mistake", "a: no"), Words("lost_peer", "closed by peer")
