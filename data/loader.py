@@ -21,7 +21,7 @@ from data.options import MAX_SEED
 from data.order import SHUFFLES, RowOrder, Shuffle
 from data.shards import SplitRows, Words
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.sbp import balanced_sizes
+from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
 State = dict[str, int | str]

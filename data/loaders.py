@@ -4,7 +4,7 @@ import torch
 
 from data.loader import RowLoader, open_loader
 from data.manifest import Manifest
-from sbpflow.config import DataConfig
+from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
 
 
