@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.manifest import Manifest, Shard, check_unchanged
+from data.format.manifest import Manifest, Shard, check_unchanged
 from sbpflow.errors import DataError
 
 Words = NDArray[np.int32]

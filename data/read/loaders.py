@@ -2,8 +2,8 @@
 
 import torch
 
-from data.loader import RowLoader, open_loader
-from data.manifest import Manifest
+from data.format.manifest import Manifest
+from data.read.loader import RowLoader, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
 
