@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from models.dry_run import dense_steps
 from models.wdl import WdlSpec, wdl_spec
 from sbpflow.config.checks import check
 from sbpflow.config.schema import Config
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
-from sbpflow.config.table_rules import resolve_dense_layouts
+from sbpflow.config.table_rules import DTYPES, resolve_dense_layouts
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableLayout
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
 from sbpflow.run.plan import DenseParameter, RunPlan
@@ -28,13 +26,6 @@ from sbpflow.tensor.gradient_sync import plan_gradients
 from sbpflow.training.dense_optimizers import state_per_element
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import LOSS_SHAPE
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 class IdColumn(Protocol):
@@ -95,13 +86,7 @@ def plan_run(
         num_sparse=columns.num_sparse,
     )
     shapes = {name: table.shape for name, table in spec.tables().items()}
-    chosen = check(config, shapes, world_size, device_type)
-    layouts = {
-        name: TableLayout(
-            layout=table.layout, exchange=table.exchange, wire=DTYPES[table.exchange_dtype]
-        )
-        for name, table in chosen.items()
-    }
+    layouts = check(config, shapes, world_size, device_type)
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = "nccl" if device_type == "cuda" else "gloo"

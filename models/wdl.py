@@ -16,8 +16,8 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import ModelConfig
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
-from sbpflow.embedding.storage.initial import fill_uniform
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter

@@ -7,9 +7,9 @@ from pathlib import Path
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import (
     Shape,
-    TableLayoutConfig,
     resolve_table_layouts,
 )
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError
 
 HOW_TO_MAKE_DATA = (
@@ -20,7 +20,7 @@ HOW_TO_MAKE_DATA = (
 
 def check(
     config: Config, tables: Mapping[str, Shape], world_size: int, device_type: str = "cpu"
-) -> dict[str, TableLayoutConfig]:
+) -> dict[str, TableLayout]:
     """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
 
     Call it on every rank before any process group exists.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sbpflow.config.schema import Config, Ftrl, TableRule
-from sbpflow.embedding.storage.initial import fill_uniform
+from sbpflow.runtime.streams import fill_uniform
 from tests.reference_wdl import ReferenceWdl, SparseRule
 from tests.training.wdl_case import COLUMNS, SPARSE, join_tables, make_batches, make_config, train
 

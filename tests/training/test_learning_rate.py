@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sbpflow.config.schema import Ftrl, OptimizerConfig, ScheduleConfig
-from sbpflow.embedding.storage.initial import stream_key
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.streams import stream_key
 from sbpflow.runtime.world import World
 from sbpflow.training.learning_rate import constant, rate_factor
 from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
