@@ -4,12 +4,13 @@ import bisect
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.mapped_words import MappedWords
 from data.manifest import Manifest, Shard, check_unchanged
 from sbpflow.errors import DataError
 
@@ -87,11 +88,6 @@ def _map(path: Path, shard: Shard, num_words: int) -> Words:
     return words[_HEADER_BYTES // 4 :].reshape(shard.rows, num_words)
 
 
-def _as_rows(words: Words) -> "NDArray[np.void]":
-    """A view [rows] whose items are whole rows; indexing it copies a row at a time."""
-    return words.view(np.dtype((np.void, 4 * words.shape[1])))[:, 0]
-
-
 class SplitRows:
     """The rows of one split across its shards; row numbers count from the split's first row.
 
@@ -107,6 +103,9 @@ class SplitRows:
         finally:  # also where a shard does not fit: that the set was replaced says more
             check_unchanged(manifest)
         self._starts = [0, *accumulate(shard.rows for shard in shards)]
+        self._first_rows = np.array(self._starts)
+        self._memory = MappedWords(self._maps)
+        self._offsets = self._memory.offsets
         self.num_rows = self._starts[-1]
         self.num_words = manifest.num_words
 
@@ -130,20 +129,34 @@ class SplitRows:
         words.reshape(-1)[:: _PAGE_BYTES // 4].max()
         return words
 
-    def gather(self, rows: NDArray[np.int64], out: Words) -> None:
-        """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""
-        if not len(rows):
-            return
-        index = np.searchsorted(self._starts, rows, side="right") - 1
-        order = np.argsort(index, kind="stable")
-        shards, firsts = np.unique(index[order], return_index=True)
-        target = _as_rows(out)
-        for shard, chosen in zip(shards, np.split(order, firsts[1:]), strict=True):
-            target[chosen] = _as_rows(self._maps[shard])[rows[chosen] - self._starts[shard]]
+    def gather(self, firsts: NDArray[np.int64], lengths: NDArray[np.int64], out: Words) -> None:
+        """Copy runs of rows into ``out``: ``lengths[i]`` rows from row ``firsts[i]`` on, in order."""
+        if len(firsts) == 1:
+            self.read(int(firsts[0]), int(firsts[0] + lengths[0]), out)
+        elif len(firsts):
+            self._gather(firsts, lengths, out)
+
+    def _gather(self, firsts: NDArray[np.int64], lengths: NDArray[np.int64], out: Words) -> None:
+        length = int(lengths.max())
+        shards = np.searchsorted(self._first_rows, firsts, side="right") - 1
+        is_whole = (lengths == length) & (firsts + length <= self._first_rows[shards + 1])
+        places = np.cumsum(lengths) - lengths
+        for index in np.flatnonzero(~is_whole):  # cut by the batch, or across two shards
+            first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
+            self.read(first, first + rows, out[place : place + rows])
+        # Between two cut runs, the whole ones are equally long parts of ``out``.
+        bounds = [-1, *np.flatnonzero(~is_whole).tolist(), len(firsts)]
+        words = self._offsets[shards] + (firsts - self._first_rows[shards]) * self.num_words
+        for before, after in pairwise(bounds):
+            if after - before > 1:
+                place = int(places[before + 1])
+                target = out[place : place + (after - before - 1) * length]
+                self._memory.copy(words[before + 1 : after], target, length * self.num_words)
 
     def close(self) -> None:
         """Drop the memory maps; views handed out keep theirs alive."""
         self._maps = []
+        self._memory = MappedWords([])
 
 
 class RowFiles:
