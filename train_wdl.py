@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import load_manifest
-    from data.loaders import open_loaders
+    from data.read.loaders import open_loaders
     from models.job import build_job
     from models.run_plan import Columns, plan_run
     from sbpflow.boxing import Boxing

@@ -13,6 +13,10 @@ FOLDERS = (
     "sbpflow/training",
     "models",
     "data",
+    "data/format",
+    "data/prepare",
+    "data/synth",
+    "data/read",
     "benchmarks",
 )
 HEAD = """# Modules

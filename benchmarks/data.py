@@ -21,12 +21,12 @@ import numpy as np
 
 from benchmarks.record import Results
 from data import Manifest, load_manifest, open_loader
-from data.feeds import FEEDS, Backend
-from data.order import SHUFFLES, Shuffle
-from data.schema import CRITEO
-from data.shards import SplitRows
-from data.synth import synth
-from data.synth_options import SynthOptions
+from data.format.schema import CRITEO
+from data.format.shards import SplitRows
+from data.read.feeds import FEEDS, Backend
+from data.read.order import SHUFFLES, Shuffle
+from data.synth.generate import synth
+from data.synth.options import SynthOptions
 
 BATCH_SIZE = 16384
 STEP_MS = 8.0

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.record import Results
 from data import Manifest
 from data.stats import count_lookups
-from data.synth import synth
-from data.synth_options import SynthOptions
+from data.synth.generate import synth
+from data.synth.options import SynthOptions
 
 _SETTINGS = (
     "data.batch_size=2048",

@@ -6,11 +6,11 @@ used. So a command that reads no batch does not wait for torch.
 
 from typing import TYPE_CHECKING
 
-from data.manifest import Bayes, Manifest, load_manifest
-from data.schema import Field
+from data.format.manifest import Bayes, Manifest, load_manifest
+from data.format.schema import Field
 
 if TYPE_CHECKING:
-    from data.loader import Batch, Loader, RowLoader, open_loader
+    from data.read.loader import Batch, Loader, RowLoader, open_loader
 
 __all__ = [
     "Batch",
@@ -27,6 +27,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from data import loader
+    from data.read import loader
 
     return getattr(loader, name)

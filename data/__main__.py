@@ -7,17 +7,17 @@ import os
 import sys
 from pathlib import Path
 
-from data.manifest import Manifest, load_manifest
-from data.schema import CRITEO, parse_crosses, read_schema
-from data.shards import verify_shards
-from data.split import parse_split
+from data.format.manifest import Manifest, load_manifest
+from data.format.schema import CRITEO, parse_crosses, read_schema
+from data.format.shards import verify_shards
+from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 
 
 def _prepare(args: argparse.Namespace) -> Manifest:
     from data.malloc import keep_freed_memory
-    from data.options import PrepareOptions, parse_hash_sizes
-    from data.prepare import prepare
+    from data.prepare.options import PrepareOptions, parse_hash_sizes
+    from data.prepare.prepare import prepare
 
     keep_freed_memory()
     schema = read_schema(args.schema) if args.schema else CRITEO
@@ -43,8 +43,8 @@ def _prepare(args: argparse.Namespace) -> Manifest:
 
 
 def _synth(args: argparse.Namespace) -> Manifest | None:
-    from data.synth import synth
-    from data.synth_options import SynthOptions, parse_hot, parse_skew
+    from data.synth.generate import synth
+    from data.synth.options import SynthOptions, parse_hot, parse_skew
 
     return synth(
         SynthOptions(

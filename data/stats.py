@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data.manifest import Manifest
-from data.schema import MISSING_ID, RARE_ID, Field
-from data.shards import RowFiles, Words
+from data.format.manifest import Manifest
+from data.format.schema import MISSING_ID, RARE_ID, Field
+from data.format.shards import RowFiles, Words
 from sbpflow.errors import DataError
 
 TOP = (1, 16, 1024, 65536)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.manifest import SPLITS, Manifest, load_manifest, write_manifest
-from data.shards import write_shard
+from data.format.manifest import SPLITS, Manifest, load_manifest, write_manifest
+from data.format.shards import write_shard
 
 
 def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:

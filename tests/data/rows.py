@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from data import load_manifest
-from data.options import PrepareOptions
-from data.prepare import prepare
-from data.schema import CRITEO
-from data.shards import SplitRows
+from data.format.schema import CRITEO
+from data.format.shards import SplitRows
+from data.prepare.options import PrepareOptions
+from data.prepare.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 

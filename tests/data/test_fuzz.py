@@ -8,9 +8,9 @@ import pytest
 
 from data import load_manifest, open_loader
 from data.__main__ import main
-from data.parse import parse_piece
-from data.schema import CRITEO
-from data.shards import verify_shards
+from data.format.schema import CRITEO
+from data.format.shards import verify_shards
+from data.prepare.parse import parse_piece
 from sbpflow.errors import DataError
 from tests.data.conftest import make_set
 from tests.data.rows import text_rows

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data import load_manifest, open_loader
-from data.manifest import write_manifest
-from data.shards import RowFiles, SplitRows
+from data.format.manifest import write_manifest
+from data.format.shards import RowFiles, SplitRows
 from sbpflow.errors import DataError
 from tests.data.conftest import make_set
 from tests.data.rows import ROOT, run_prepare, text_rows, write_rows

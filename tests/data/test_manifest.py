@@ -8,7 +8,7 @@ import pytest
 
 from data import load_manifest, open_loader
 from data.__main__ import main
-from data.manifest import MANIFEST, Manifest, fingerprint_of
+from data.format.manifest import MANIFEST, Manifest, fingerprint_of
 from data.stats import compute_stats, stats_json
 from sbpflow.config import Config, DataConfig, data_path
 from sbpflow.errors import ConfigError, DataError

@@ -7,12 +7,12 @@ import polars as pl
 import pytest
 
 from data.__main__ import main
-from data.ids import HashedIds
-from data.options import PrepareOptions
-from data.parquet import PIECE_ROWS
-from data.prepare import prepare
-from data.schema import CRITEO
-from data.split import parse_split
+from data.format.ids import HashedIds
+from data.format.schema import CRITEO
+from data.prepare.options import PrepareOptions
+from data.prepare.parquet import PIECE_ROWS
+from data.prepare.prepare import prepare
+from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import (
     all_words,

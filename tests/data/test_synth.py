@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from data.__main__ import main
-from data.bayes import BayesTally
-from data.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
-from data.ids import assign_ids
-from data.manifest import load_manifest
-from data.schema import CRITEO
-from data.signal import CROSS_TERMS, ID_TERMS, SHARES
-from data.synth import Generator, IdMaps, make_words, synth
-from data.synth_options import MLPERF_HOT, SynthOptions
+from data.format.ids import assign_ids
+from data.format.manifest import load_manifest
+from data.format.schema import CRITEO
+from data.synth.bayes import BayesTally
+from data.synth.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
+from data.synth.generate import IdMaps, make_words, synth
+from data.synth.generator import Generator
+from data.synth.options import MLPERF_HOT, SynthOptions
+from data.synth.signal import CROSS_TERMS, ID_TERMS, SHARES
 from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139

@@ -2,11 +2,11 @@
 
 import pytest
 
-from data.options import PrepareOptions
-from data.parse import _fits, _is_int32
-from data.schema import CRITEO
-from data.split import parse_split
-from data.workspace import MARK, discard, open_work
+from data.format.schema import CRITEO
+from data.prepare.options import PrepareOptions
+from data.prepare.parse import _fits, _is_int32
+from data.prepare.split import parse_split
+from data.prepare.workspace import MARK, discard, open_work
 from sbpflow.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import train_wdl
 from data import load_manifest
-from data.loaders import open_loaders
+from data.read.loaders import open_loaders
 from models.run_plan import sparse_optimizer
 from sbpflow.__main__ import explain
 from sbpflow.config import (

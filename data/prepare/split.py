@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data.manifest import SPLITS
+from data.format.manifest import SPLITS
 from sbpflow.errors import ConfigError
 
 _EXAMPLES = "time:0.8,0.1,0.1 or ratio:0.8,0.1,0.1 or file:val=day_22*,test=day_23*"

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from data.options import PrepareOptions
-from data.parquet import PIECE_ROWS, count_rows, parquet_piece
-from data.parse import BadLines, Piece, parse_piece
-from data.schema import SPLIT_COLUMN, Schema
-from data.shards import file_crc32
-from data.source import Input, gzip_pieces, read_piece
-from data.workspace import read_record, write_record
+from data.format.schema import SPLIT_COLUMN, Schema
+from data.format.shards import file_crc32
+from data.prepare.options import PrepareOptions
+from data.prepare.parquet import PIECE_ROWS, count_rows, parquet_piece
+from data.prepare.parse import BadLines, Piece, parse_piece
+from data.prepare.source import Input, gzip_pieces, read_piece
+from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.sbp import balanced_sizes
 

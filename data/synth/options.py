@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from data.options import MAX_SEED, MAX_WORKERS, Number, by_column, check_ranges
-from data.schema import CRITEO
-from data.split import SplitRule
+from data.format.schema import CRITEO
+from data.numbers import MAX_SEED, MAX_WORKERS, Number, by_column, check_ranges
+from data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
 CROSSES = (("C1", "C2"), ("C3", "C4"))

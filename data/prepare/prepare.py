@@ -17,16 +17,16 @@ import numpy as np
 import polars as pl
 from tqdm import tqdm
 
-from data.encode import Record, encode_all
-from data.ids import HashedIds, Ids
-from data.manifest import MANIFEST, SPLITS, Manifest, load_manifest, write_manifest
-from data.options import PrepareOptions
-from data.shards import verify_shards
-from data.source import Input, find_inputs
-from data.stage import Staged, bad_counts, describe_bad, stage_inputs
+from data.format.ids import HashedIds, Ids
+from data.format.manifest import MANIFEST, SPLITS, Manifest, load_manifest, write_manifest
+from data.format.shards import verify_shards
+from data.prepare.encode import Record, encode_all
+from data.prepare.options import PrepareOptions
+from data.prepare.source import Input, find_inputs
+from data.prepare.stage import Staged, bad_counts, describe_bad, stage_inputs
+from data.prepare.vocabulary import Vocabulary, build_vocabularies
+from data.prepare.workspace import MARK, DamagedWork, discard, open_work, work_folder
 from data.stats import compute_stats, stats_json
-from data.vocabulary import Vocabulary, build_vocabularies
-from data.workspace import MARK, DamagedWork, discard, open_work, work_folder
 from sbpflow import __version__
 from sbpflow.errors import ConfigError, DataError
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import Words
+from data.format.shards import Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]

@@ -2,8 +2,8 @@
 
 import torch
 
-from data.loader import RowLoader, open_loader
-from data.manifest import Manifest
+from data.format.manifest import Manifest
+from data.read.loader import RowLoader, open_loader
 from sbpflow.config import DataConfig
 from sbpflow.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 World size, rank, batch size and back-end have no part in it, so a row cursor is the whole state of
 a read. Shuffling permutes runs of consecutive rows, all of one length, over the whole split; the
-length is what the kinds differ in. No array of the order exists: ``data.permutation`` computes the
+length is what the kinds differ in. No array of the order exists: ``data.read.permutation`` computes the
 places that are asked for.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data.permutation import Permutation
+from data.read.permutation import Permutation
 
 Shuffle = Literal["none", "blocks", "runs", "rows"]
 

@@ -1,8 +1,8 @@
-"""Fit the generator's column profile to measured aggregates: ``python -m data.fit_tails FILE``.
+"""Fit the generator's column profile to measured aggregates: ``python -m data.synth.fit_tails F``.
 
 Per column: the measured masses of the first ranks, then falling power-law segments that hold the
 measured mass of the first 100 and 1000 ranks and give the measured number of distinct values and of
-singletons at the measured sample size. Writes ``data/criteo_profile.json``.
+singletons at the measured sample size. Writes ``data/synth/criteo_profile.json``.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data.tails import Segment
+from data.synth.tails import Segment
 
 _SLOPES = (0.001, 0.4, 0.8, 1.2, 2.0, 3.0, 5.0)
 PROFILE = Path(__file__).with_name("criteo_profile.json")

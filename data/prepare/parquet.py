@@ -4,8 +4,8 @@ from pathlib import Path
 
 import polars as pl
 
-from data.parse import DENSE_PATTERN, LABELS, PATTERNS, BadLines, Piece, key_expression
-from data.schema import Kind, Schema
+from data.format.schema import Kind, Schema
+from data.prepare.parse import DENSE_PATTERN, LABELS, PATTERNS, BadLines, Piece, key_expression
 from sbpflow.errors import DataError
 
 PIECE_ROWS = 1 << 18

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data.schema import NUM_RESERVED_IDS, RARE_ID
+from data.format.schema import NUM_RESERVED_IDS, RARE_ID
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]

@@ -1,18 +1,13 @@
 """What ``prepare`` was asked to do, as one value; two equal values give byte-identical sets."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
-from data.schema import CRITEO, NUM_RESERVED_IDS, Schema
-from data.split import SplitRule
-from data.transforms import TRANSFORMS
+from data.format.schema import CRITEO, NUM_RESERVED_IDS, Schema
+from data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
+from data.prepare.split import SplitRule
+from data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
-
-MAX_SEED = 2**63 - 1
-MAX_WORKERS = 256
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,33 +55,6 @@ class PrepareOptions:
             ("--max-bad-fraction", self.max_bad_fraction, 0, 1),
             ("--workers", self.workers, 1, MAX_WORKERS),
         )
-
-
-def check_ranges(*checks: tuple[str, float, float, float]) -> None:
-    """Raise ConfigError for the first (key, value, least, most) out of range; NaN always is."""
-    for key, value, least, most in checks:
-        if not least <= value <= most:
-            raise ConfigError(f"{key}: {value} must be from {least} to {most}")
-
-
-def by_column(
-    key: str, text: str, number: Callable[[str], Number], example: str, every: Sequence[str] = ()
-) -> tuple[tuple[str, Number], ...]:
-    """Read ``C1=3,C20=12``, or one number for the columns ``every``.
-
-    ConfigError for other forms and for a column named twice.
-    """
-    try:
-        if every and "=" not in text:
-            return tuple((name, number(text)) for name in every)
-        pairs = [item.split("=") for item in text.split(",")]
-        values = tuple((name.strip(), number(value)) for name, value in pairs)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {text!r} must be {example}") from error
-    names = [name for name, _ in values]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{key}: {text!r} names {twice[0]} twice; give each column one value")
-    return values
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

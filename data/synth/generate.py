@@ -1,11 +1,10 @@
 """Generate a Criteo-like set with a known best AUC, as a prepared set or as TSV.
 
-The rows come from ``data.columns``, the labels from ``data.signal``; this file gives values their
-ids, writes shards, and tallies the Bayes AUC and logloss of every split.
+The rows come from ``data.synth.generator``; this file gives values their ids, writes shards, and
+tallies the Bayes AUC and logloss of every split.
 """
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import repeat
@@ -16,18 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data.bayes import BayesTally
-from data.columns import BLOCK_ROWS, Columns, Rows
-from data.ids import assign_ids
-from data.manifest import SPLITS, Manifest, load_manifest, write_manifest
-from data.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
-from data.shards import Words, write_shard
-from data.signal import Signal, pair_rank
+from data.format.ids import assign_ids
+from data.format.manifest import SPLITS, Manifest, load_manifest, write_manifest
+from data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
+from data.format.shards import Words, write_shard
+from data.prepare.transforms import TRANSFORMS
+from data.prepare.workspace import MARK, discard, open_work
 from data.stats import compute_stats, stats_json
-from data.synth_options import CROSSES, SynthOptions
-from data.tails import Floats, Ranks
-from data.transforms import TRANSFORMS
-from data.workspace import MARK, discard, open_work
+from data.synth.bayes import BayesTally
+from data.synth.columns import BLOCK_ROWS, Columns, Rows
+from data.synth.generator import Generator, block_ranges
+from data.synth.options import CROSSES, SynthOptions
+from data.synth.signal import pair_rank
+from data.synth.tails import Floats, Ranks
+from data.synth.text import write_tsv
 from sbpflow import __version__
 from sbpflow.errors import ConfigError
 
@@ -36,24 +37,8 @@ _HOT_RANKS = 64
 _TRANSPOSED_ROWS = 1024
 
 
-class Generator:
-    """Rows, labels and click probabilities of any row range, from the options alone."""
-
-    def __init__(self, options: SynthOptions) -> None:
-        self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
-        self.signal = Signal(
-            self.columns, options.seed, ctr=options.ctr, auc=options.auc, min_mass=options.min_mass
-        )
-
-    def block(self, index: int) -> tuple[Rows, Floats, NDArray[np.bool_]]:
-        """Rows, click probabilities and labels of one block."""
-        rows = self.columns.block(index)
-        probability = self.signal.probability(rows)
-        return rows, probability, rows.label_draw < probability
-
-
 class IdMaps:
-    """Ranks and pairs of ranks to ids of embedding tables, by the rule of ``data.ids``."""
+    """Ranks and pairs of ranks to ids of embedding tables, by the rule of ``data.format.ids``."""
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
         self.hot = dict(options.hot)
@@ -121,8 +106,6 @@ def synth(options: SynthOptions) -> Manifest | None:
         raise ConfigError(f"--output {options.output}: exists; choose another or remove it")
     generator = Generator(options)
     if options.format == "tsv":
-        from data.synth_text import write_tsv
-
         write_tsv(generator, options)
         return None
     return _write_prepared(generator, options)
@@ -234,10 +217,3 @@ def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Word
         stop = min(start + _TRANSPOSED_ROWS, last)
         words[start - first : stop - first] = np.stack([c[start:stop] for c in columns]).T
     return words
-
-
-def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(block, first, last): the rows of each block that lie in [start, stop)."""
-    for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
-        base = block * BLOCK_ROWS
-        yield block, max(start - base, 0), min(stop - base, BLOCK_ROWS)

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from data.manifest_check import SPLITS, check_content
-from data.schema import Field
+from data.format.manifest_check import SPLITS, check_content
+from data.format.schema import Field
 from sbpflow.config import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.errors import DataError
 

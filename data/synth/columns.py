@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.schema import CRITEO
-from data.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
+from data.format.schema import CRITEO
+from data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
 
 BLOCK_ROWS = 1 << 16
 CHAINS = (("C3", "C12", "C21", "C16", "C4", "C24"), ("C15", "C18", "C2"), ("C11", "C13"))

@@ -13,11 +13,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable, assign_ids
-from data.options import PrepareOptions
-from data.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID, SPLIT_COLUMN
-from data.stage import Staged
-from data.workspace import DamagedWork
+from data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable, assign_ids
+from data.format.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID, SPLIT_COLUMN
+from data.prepare.options import PrepareOptions
+from data.prepare.stage import Staged
+from data.prepare.workspace import DamagedWork
 
 
 @dataclass(frozen=True)

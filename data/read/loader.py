@@ -1,8 +1,8 @@
 """Batches of one rank, cut from the global row order; the state of a read is one row cursor.
 
-Step s of an epoch is rows [sB, (s+1)B) of the order (``data.order``), and a rank takes its balanced
-part of each step. The state therefore fits any world size: restored, a loader goes on with exactly
-the rows of the epoch that were not yet delivered.
+Step s of an epoch is rows [sB, (s+1)B) of the order (``data.read.order``), and a rank takes its
+balanced part of each step. The state therefore fits any world size: restored, a loader goes on with
+exactly the rows of the epoch that were not yet delivered.
 """
 
 import logging
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.feeds import FEEDS, Backend, Buffers, Parts, Threads, read_ahead
-from data.manifest import Manifest
-from data.options import MAX_SEED
-from data.order import SHUFFLES, RowOrder, Shuffle
-from data.shards import SplitRows, Words
+from data.format.manifest import Manifest
+from data.format.shards import SplitRows, Words
+from data.numbers import MAX_SEED
+from data.read.feeds import FEEDS, Backend, Buffers, Parts, Threads, read_ahead
+from data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.sbp import balanced_sizes
 

@@ -11,14 +11,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.ids import Ids
-from data.manifest import SPLITS
-from data.options import PrepareOptions
-from data.schema import MISSING_ID, SPLIT_COLUMN
-from data.shards import Words, write_shard
-from data.stage import ENCODED_KEYS, Staged, encoded_record
-from data.transforms import TRANSFORMS
-from data.workspace import read_record, write_record
+from data.format.ids import Ids
+from data.format.manifest import SPLITS
+from data.format.schema import MISSING_ID, SPLIT_COLUMN
+from data.format.shards import Words, write_shard
+from data.prepare.options import PrepareOptions
+from data.prepare.stage import ENCODED_KEYS, Staged, encoded_record
+from data.prepare.transforms import TRANSFORMS
+from data.prepare.workspace import read_record, write_record
 
 Record = dict[str, Any]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.mapped_words import MappedWords
-from data.manifest import Manifest, Shard, check_unchanged
+from data.format.manifest import Manifest, Shard, check_unchanged
+from data.format.mapped_words import MappedWords
 from sbpflow.errors import DataError
 
 Words = NDArray[np.int32]
@@ -130,7 +130,7 @@ class SplitRows:
         return words
 
     def gather(self, firsts: NDArray[np.int64], lengths: NDArray[np.int64], out: Words) -> None:
-        """Copy runs of rows into ``out``: ``lengths[i]`` rows from row ``firsts[i]`` on, in order."""
+        """Copy runs of rows into ``out``: ``lengths[i]`` rows from ``firsts[i]`` on, in order."""
         if len(firsts) == 1:
             self.read(int(firsts[0]), int(firsts[0] + lengths[0]), out)
         elif len(firsts):

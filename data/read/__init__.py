@@ -1,0 +1,1 @@
+"""A prepared set to batches, on every rank in one global order."""

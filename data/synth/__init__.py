@@ -1,0 +1,1 @@
+"""Generated rows with a known best AUC."""

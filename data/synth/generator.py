@@ -1,0 +1,34 @@
+"""Generated rows, labels and click probabilities, block by block."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.synth.columns import BLOCK_ROWS, Columns, Rows
+from data.synth.options import SynthOptions
+from data.synth.signal import Signal
+from data.synth.tails import Floats
+
+
+class Generator:
+    """Rows, labels and click probabilities of any row range, from the options alone."""
+
+    def __init__(self, options: SynthOptions) -> None:
+        self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
+        self.signal = Signal(
+            self.columns, options.seed, ctr=options.ctr, auc=options.auc, min_mass=options.min_mass
+        )
+
+    def block(self, index: int) -> tuple[Rows, Floats, NDArray[np.bool_]]:
+        """Rows, click probabilities and labels of one block."""
+        rows = self.columns.block(index)
+        probability = self.signal.probability(rows)
+        return rows, probability, rows.label_draw < probability
+
+
+def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(block, first, last): the rows of each block that lie in [start, stop)."""
+    for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
+        base = block * BLOCK_ROWS
+        yield block, max(start - base, 0), min(stop - base, BLOCK_ROWS)
