@@ -1,9 +1,10 @@
 """Pieces of equal size copied from anywhere in a set's maps, at a price that knows no shards.
 
-A call of numpy for each shard, or for each piece, takes longer than copying a run of 16 rows: a
-split of thousands of shards has about one run of a batch in each. So the words of all maps are
-addressed from the first of them on, as items that begin at every word, and numpy copies a list of
-items in one call. The caller passes only offsets of pieces that lie in one map.
+A call for each shard, or for each piece, takes longer than copying a run of 16 rows: a split of
+thousands of shards has about one run of a batch in each. So the words of all maps are addressed
+from the lowest of them on, as one overlapping view in which a row begins at every word, and torch
+copies a list of its rows in one call. Between the maps lies memory that is not ours: the caller
+passes only offsets of pieces that lie in one map.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,6 @@ from numpy.typing import NDArray
 Words = NDArray[np.int32]
 
 _WORD_BYTES = 4
-_CHUNK_BYTES = 1 << 17
-"""Copied at a time: numpy copies twice here, the second time from the cache that way."""
 
 
 class MappedWords:
@@ -30,15 +29,14 @@ class MappedWords:
 
     def copy(self, offsets: NDArray[np.int64], out: Words, num_words: int) -> None:
         """Copy ``num_words`` words from each offset on, one after the other, into ``out``."""
+        import torch  # here, so that prepare and verify do without
+
         if self._lowest is None:
-            raise ValueError("copy: no maps, they were closed")
-        item = np.dtype((np.void, num_words * _WORD_BYTES))
-        items = as_strided(
-            self._lowest[:num_words].view(item),
-            shape=(self._num_words - num_words + 1,),
-            strides=(_WORD_BYTES,),
+            raise ValueError("copy: there are no maps, they were closed")
+        pieces = as_strided(
+            self._lowest,
+            shape=(self._num_words - num_words + 1, num_words),
+            strides=(_WORD_BYTES, _WORD_BYTES),
         )
-        target = out.reshape(-1).view(item)
-        step = max(1, _CHUNK_BYTES // item.itemsize)
-        for at in range(0, len(offsets), step):
-            target[at : at + step] = items[offsets[at : at + step]]
+        target = torch.from_numpy(out.reshape(len(offsets), num_words))
+        torch.index_select(torch.from_numpy(pieces), 0, torch.from_numpy(offsets), out=target)

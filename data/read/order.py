@@ -2,8 +2,8 @@
 
 World size, rank, batch size and back-end have no part in it, so a row cursor is the whole state of
 a read. Shuffling permutes runs of consecutive rows, all of one length, over the whole split; the
-length is what the kinds differ in. No array of the order exists: ``data.read.permutation`` computes the
-places that are asked for.
+length is what the kinds differ in. No array of the order exists: ``data.read.permutation`` computes
+the places that are asked for.
 """
 
 from dataclasses import dataclass

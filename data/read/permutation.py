@@ -10,10 +10,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 6
-# The finaliser of SplitMix64 (S. Vigna, xoroshiro.di.unimi.it/splitmix64.c, public domain).
-_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SHIFTS = (np.uint64(30), np.uint64(27))
+_ROUNDS = 4
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # a round has few bits to mix with there
+# Of the finaliser of SplitMix64 (S. Vigna, prng.di.unimi.it/splitmix64.c, public domain).
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HIGH_HALF = np.uint64(32)
 
 Words64 = NDArray[np.uint64]
@@ -28,7 +28,8 @@ class Permutation:
         self._size = np.uint64(size)
         self._side = np.uint64(math.isqrt(size - 1) + 1)
         # SeedSequence gives the same words in every version of numpy; Generator promises less.
-        self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
+        rounds = _SMALL_ROUNDS if self._side < _SMALL_SIDE else _ROUNDS
+        self._keys = np.random.SeedSequence(key).generate_state(rounds, np.uint64)
 
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Images [n] of distinct or repeated indices [n] in range(size)."""
@@ -48,6 +49,10 @@ class Permutation:
 
     def _below_side(self, word: Words64) -> Words64:
         """A hash of each word, in range(side); by multiplication, division being slow."""
-        for shift, factor in zip(_SHIFTS, _FACTORS, strict=True):
-            word = (word ^ (word >> shift)) * factor
-        return ((word >> _HIGH_HALF) * self._side) >> _HIGH_HALF
+        word = word * _FIRST
+        word ^= word >> _HIGH_HALF
+        word *= _SECOND
+        word >>= _HIGH_HALF
+        word *= self._side
+        word >>= _HIGH_HALF
+        return word
