@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from data.format.manifest_check import SPLITS, check_content
 from data.format.schema import Field
-from sbpflow.config import HOW_TO_MAKE_DATA, data_folder_problem
+from sbpflow.config.checks import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.errors import DataError
 
 FORMAT = "sbpflow-prepared"

@@ -21,7 +21,7 @@ from data.numbers import MAX_SEED
 from data.read.feeds import FEEDS, Backend, Buffers, Parts, Threads, read_ahead
 from data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.sbp import balanced_sizes
+from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
 State = dict[str, int | str]
