@@ -10,11 +10,13 @@ from data.format.manifest import Bayes, Manifest, load_manifest
 from data.format.schema import Field
 
 if TYPE_CHECKING:
-    from data.read.loader import Batch, Loader, RowLoader, open_loader
+    from data.read.batch import Batch, Cursor, Loader
+    from data.read.loader import RowLoader, open_loader
 
 __all__ = [
     "Batch",
     "Bayes",
+    "Cursor",
     "Field",
     "Loader",
     "Manifest",
@@ -27,6 +29,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from data.read import loader
+    from data.read import batch, loader
 
-    return getattr(loader, name)
+    return getattr(batch if hasattr(batch, name) else loader, name)
