@@ -17,7 +17,7 @@ from data.format.manifest import Manifest
 from data.format.shards import SplitRows
 from data.read.batch import Ids
 from data.read.order import Runs
-from sbpflow.embedding.ids.reader import BatchIds, Lists
+from sbpflow.embedding.ids.reader import BatchIds, IdBounds, Lists
 
 Words = NDArray[np.int32]
 
@@ -67,6 +67,7 @@ class BlockReader:
             + self._num_labels
             + (self._weight is not None)
         )
+        self._bounds = id_bounds(manifest)
         self._only_words = self._row_words == self._words.num_words
 
     def view(self, words: SplitRows, runs: Runs) -> Block | None:
@@ -116,7 +117,9 @@ class BlockReader:
         return Parts(
             floats[:, 0],
             floats[:, 1:],
-            ids if self._lists is None else BatchIds(ids, self._split_lists(sections, lengths)),
+            ids
+            if self._lists is None
+            else BatchIds(ids, self._split_lists(sections, lengths), self._bounds),
             weights,
             columns,
         )
@@ -132,6 +135,15 @@ class BlockReader:
         for part in (self._words, self._lists, self._labels, self._weight, *self._wide.values()):
             if part is not None:
                 part.close()
+
+
+def id_bounds(manifest: Manifest) -> IdBounds:
+    """What the set vouches for: ``prepare`` wrote no other ids, and checksums guard them."""
+    return IdBounds(
+        columns=tuple(field.rows for field in manifest.fixed for _ in range(field.hot)),
+        lists=tuple(field.rows for field in manifest.lists),
+        lengths=tuple(field.hot for field in manifest.lists),
+    )
 
 
 class _Sections:
