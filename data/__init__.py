@@ -11,6 +11,7 @@ from data.format.schema import Field
 
 if TYPE_CHECKING:
     from data.read.batch import Batch, Cursor, Loader
+    from data.read.fields import fields_of
     from data.read.loader import RowLoader, open_loader
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Loader",
     "Manifest",
     "RowLoader",
+    "fields_of",
     "load_manifest",
     "open_loader",
 ]
@@ -29,6 +31,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from data.read import batch, loader
+    from data.read import batch, fields, loader
 
-    return getattr(batch if hasattr(batch, name) else loader, name)
+    homes = (batch, fields, loader)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
