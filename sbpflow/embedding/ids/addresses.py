@@ -40,7 +40,9 @@ class BagShape:
         self._slice = _as_slice(wanted)
         self._columns = self._index(wanted)
         lists = [use.place for use in uses if use.place is not None]
-        self._places = self._index([places[p] if places is not None else p for p in lists])
+        found = [places[p] if places is not None else p for p in lists]
+        self._places = self._index(found)
+        self._in_order = found == list(range(len(found)))
         hotness = [use.hotness for use in uses]
         self._one_hot = all(count == 1 for count in hotness)
         self.of_use = self._index([n for n, use in enumerate(uses) for _ in range(use.hotness)])
@@ -66,6 +68,8 @@ class BagShape:
         """The uses' lists of every sample."""
         if ids.lists is None:
             raise RuntimeError("the batch has no lists, yet some are looked up")
+        if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
+            return ids.lists
         return ids.lists.take(self._places)
 
     def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
