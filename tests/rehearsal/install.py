@@ -1,6 +1,7 @@
 """Makes a process believe it has a CUDA device; for good, so only in processes made for it."""
 
 import contextlib
+import importlib
 import time
 from typing import Any
 
@@ -22,7 +23,8 @@ def install() -> None:
     _claim_factories()
     _claim_collectives()
     _plan_without()
-    torch.optim.optimizer._foreach_supported_types.append(Rehearsed)
+    foreach_types: Any = vars(importlib.import_module("torch.optim.optimizer"))
+    foreach_types["_foreach_supported_types"].append(Rehearsed)
     torch.autograd.set_multithreading_enabled(False)
     Mode().__enter__()
 
@@ -39,7 +41,7 @@ class _Stream:
     """Streams are not rehearsed: all work is one queue."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", Rehearsed.index)
 
     def wait_stream(self, other: object) -> None: ...
 
@@ -87,14 +89,18 @@ def _synchronize(*_: object) -> None:
     PINNED.arrive()
 
 
+def _set_device(device: Any) -> None:
+    Rehearsed.index = device if isinstance(device, int) else torch.device(device).index or 0
+
+
 def _claim_device() -> None:
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
     cuda.is_initialized = lambda: True
     cuda.device_count = lambda: 8
-    cuda.set_device = lambda device: None
-    cuda.current_device = lambda: 0
+    cuda.set_device = _set_device
+    cuda.current_device = lambda: Rehearsed.index
     cuda.get_device_name = lambda *_: "rehearsed CUDA device"
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream, cuda.Event = _Stream, _Event

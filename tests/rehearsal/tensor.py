@@ -1,6 +1,6 @@
-"""Tensors that say they are on ``cuda:0`` and hold real numbers in host memory.
+"""Tensors that say they are on a CUDA device and hold real numbers in host memory.
 
-Python sees ``cuda:0``; C++ sees ``meta``, whose backward needs no driver and runs in the calling
+Python sees ``cuda``; C++ sees ``meta``, whose backward needs no driver and runs in the calling
 thread. Every op comes through ``run``, which refuses what CUDA refuses and notes where the host
 would wait. Blind to streams, to the allocator, and to the kernels themselves.
 """
@@ -16,11 +16,11 @@ from tests.rehearsal import rules
 from tests.rehearsal.journal import count_op, note
 from tests.rehearsal.memory import PINNED, RefusedError, check_access
 
-DEVICE = torch.device("cuda", 0)
-
 
 class Rehearsed(Tensor):
-    """``host`` has the numbers."""
+    """``host`` has the numbers; all are on the device of this process, number ``index``."""
+
+    index = 0
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -44,7 +44,7 @@ class Rehearsed(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         return run(func, args, kwargs or {})
 
-    device = property(lambda self: DEVICE)
+    device = property(lambda self: torch.device("cuda", Rehearsed.index))
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
     is_meta = property(lambda self: False)
@@ -53,7 +53,7 @@ class Rehearsed(Tensor):
         return f"Rehearsed({self.host!r})"
 
     def get_device(self) -> int:
-        return 0
+        return Rehearsed.index
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
@@ -64,7 +64,7 @@ class Rehearsed(Tensor):
         return self.host.tolist()
 
     def numpy(self, *_: object, **__: object):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy; use .cpu() first")
+        raise TypeError("can't convert cuda device type tensor to numpy; use .cpu() first")
 
     __array__ = numpy
 
@@ -97,7 +97,7 @@ class Rehearsed(Tensor):
         return torch.ops.aten._to_copy(self, dtype=dtype or self.dtype)
 
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None):
-        return torch.tensor(data, dtype=dtype or self.dtype, device=device or DEVICE)
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
 
 
 def _parse_to(

@@ -9,7 +9,8 @@ import torch
 
 from models.run_plan import plan_run
 from sbpflow.boxing.executor import Boxing, Pending
-from sbpflow.config.schema import Config, TableRule
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.exchange.all_to_all import Exchange
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World

@@ -24,9 +24,9 @@ from sbpflow.config.schema import (
     ParallelConfig,
     RowwiseAdagrad,
     SparseSgd,
-    TableRule,
     WideConfig,
 )
+from sbpflow.config.table_rules import TableRule
 from sbpflow.runtime.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
