@@ -133,6 +133,15 @@ def _claim_factories() -> None:
     claims: Any = torch
     claims.Generator, claims.tensor, claims.empty = Generator, tensor, empty
     patched: Any = Tensor
+    real_to = Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any):
+        # C++ asks the driver for the number of a device without one.
+        if args and args[0] == "cuda":
+            args = (torch.device("cuda", Rehearsed.index), *args[1:])
+        return real_to(self, *args, **kwargs)
+
+    patched.to = to
     patched.pin_memory = lambda self, *_: PINNED.add(self.clone())
     patched.is_pinned = lambda self, *_: PINNED.has(self)
 

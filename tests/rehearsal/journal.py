@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_OWN = (str(ROOT / "tests" / "rehearsal"), str(ROOT / "tests" / "ranks.py"))
+_PARTS = ("install", "journal", "memory", "rules", "task", "tensor", "transfers")
+_OWN = frozenset(
+    str(ROOT / "tests" / name)
+    for name in (
+        "ranks.py",
+        *(f"rehearsal/{part}.py" for part in _PARTS),
+    )
+)
 _NUM_FRAMES = 3
 
 
@@ -94,7 +101,7 @@ def where() -> str:
     frame = sys._getframe(1)
     while frame is not None and len(found) < _NUM_FRAMES:
         file = frame.f_code.co_filename
-        if file.startswith(str(ROOT)) and not file.startswith(_OWN) and "site-packages" not in file:
+        if file.startswith(str(ROOT)) and file not in _OWN and "site-packages" not in file:
             found.append(f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "outside the project"
