@@ -1,4 +1,4 @@
-"""Fixtures every test may use: persistent ranks on gloo, on NCCL, and on a rehearsed CUDA device."""
+"""Fixtures every test may use: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -175,7 +175,11 @@ def _serve(
         device = "cuda"
     from sbpflow.runtime.world import Rendezvous, World
 
-    meeting = Rendezvous(init_method=f"file://{store}", rank=rank, size=world_size, local_rank=rank)
+    # Several ranks share a device where there are more of them.
+    local_rank = rank % torch.cuda.device_count() if device == "cuda" else rank
+    meeting = Rendezvous(
+        init_method=f"file://{store}", rank=rank, size=world_size, local_rank=local_rank
+    )
     world = World.start(device, timeout_s=TIMEOUT_S, checked=True, rendezvous=meeting)
     while (task := pipe.recv()) is not None:
         pipe.send(_perform(world, *task))

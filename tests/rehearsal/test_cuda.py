@@ -1,9 +1,16 @@
 """The tests that wait for a GPU, run on a rehearsed one: so no mistake costs time on a card."""
 
 import pytest
+import torch
 
 import tests.sbp.test_cuda as conversions
 import tests.training.test_gpu as training
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests.training.test_equality import SCHEMES
 from tests.training.wdl_case import SPARSE
 
@@ -51,3 +58,16 @@ def test_schemes_train_like_the_reference(rehearsed_ranks, scheme, sparse):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_explain_holds_against_the_log(rehearsed_ranks, scheme):
     training.test_explain_holds_against_the_log_over_nccl(rehearsed_ranks, scheme)
+
+
+def cpu_part_of_a_cuda_layout(world):
+    boxing = Boxing(world)
+    layout = Layout(Placement.line("cuda", 1), (Broadcast(),))
+    made = GlobalTensor.from_local(torch.ones(2, device=world.device), layout, (2,), boxing)
+    assert made.part.is_cuda
+    with pytest.raises(SbpError, match=r"part on cpu, but B@\[0\] is on cuda; pass part.to\("):
+        GlobalTensor.from_local(torch.ones(2), layout, (2,), boxing)
+
+
+def test_a_part_on_the_wrong_device_is_refused_where_it_is_given(rehearsed_ranks):
+    rehearsed_ranks(1, cpu_part_of_a_cuda_layout)
