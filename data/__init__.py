@@ -10,6 +10,7 @@ from data.format.manifest import Bayes, Manifest, load_manifest
 from data.format.schema import Field
 
 if TYPE_CHECKING:
+    from data.read.fields import fields_of
     from data.read.loader import Batch, Loader, RowLoader, open_loader
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Loader",
     "Manifest",
     "RowLoader",
+    "fields_of",
     "load_manifest",
     "open_loader",
 ]
@@ -27,6 +29,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from data.read import loader
+    from data.read import fields, loader
 
-    return getattr(loader, name)
+    return getattr(fields if name == "fields_of" else loader, name)

@@ -1,8 +1,8 @@
 """The ``parallel`` group: which layout each embedding table gets.
 
-A scheme is a short list of patterns; ``parallel.tables`` adds patterns after them, and the last one
-that matches a table's name decides. The result, one ``TableLayoutConfig`` per table, is all that
-the rest of sbpflow sees: nothing downstream knows schemes.
+A scheme is a list of patterns that the model gives; ``parallel.tables`` adds patterns after them,
+and the last one that matches a table's name decides. The result, one ``TableLayoutConfig`` per
+table, is all that the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
 import difflib
@@ -130,7 +130,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
-    tables: Annotated[Mapping[str, TableRule], Example({"deep.*": {"sbp": "S(0)"}})] = field(
+    tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
     )
     dense: Annotated[Mapping[str, str], Example({"mlp.0.*": "S(0)"})] = field(
@@ -170,24 +170,8 @@ class TableLayoutConfig:
         return f"{self.layout} {self.exchange}"
 
 
-_SCHEMES: dict[Scheme, dict[str, TableRule]] = {
-    "dp": {
-        "wide.*": TableRule(sbp="B", exchange="local"),
-        "deep.*": TableRule(sbp="B", exchange="local"),
-    },
-    "1": {
-        "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
-        "deep.*": TableRule(sbp="S(1)", exchange="columns"),
-    },
-    "2": {
-        "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
-        "deep.*": TableRule(sbp="S(0)", exchange="reduce"),
-    },
-    "3": {
-        "wide.*": TableRule(sbp="S(0)", exchange="unique"),
-        "deep.*": TableRule(sbp="S(0)", exchange="unique"),
-    },
-}
+# What each scheme means for a model: rules by pattern of table names, the last match deciding.
+Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def resolve_dense_layouts(
@@ -228,6 +212,7 @@ def _dense_layout(
 def resolve_table_layouts(
     parallel: ParallelConfig,
     tables: Mapping[str, Shape],
+    schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
 ) -> dict[str, TableLayoutConfig]:
@@ -239,7 +224,7 @@ def resolve_table_layouts(
     _check_patterns("parallel.tables", parallel.tables, tables, "table")
     return {
         name: _fit(
-            *_rule_of(parallel, name),
+            *_rule_of(parallel, schemes, name),
             name,
             shape,
             device_type,
@@ -259,11 +244,11 @@ def _check_patterns(key: str, patterns: Iterable[str], names: Iterable[str], wha
             raise ConfigError(f"{key}.{pattern}: matches no {what}; {hint}")
 
 
-def _rule_of(parallel: ParallelConfig, name: str) -> tuple[str, TableRule]:
+def _rule_of(parallel: ParallelConfig, schemes: Schemes, name: str) -> tuple[str, TableRule]:
     """The key and the rule that decide: the last match, the scheme's patterns coming first."""
     found: tuple[str, TableRule] | None = None
     if parallel.scheme is not None:
-        for pattern, rule in _SCHEMES[parallel.scheme].items():
+        for pattern, rule in schemes[parallel.scheme].items():
             if fnmatchcase(name, pattern):
                 found = (f"parallel.scheme {parallel.scheme}", rule)
     for pattern, rule in parallel.tables.items():

@@ -26,9 +26,9 @@ from sbpflow.embedding.storage.choose import (
     choose_kernels,
     make_storage,
 )
-from sbpflow.embedding.storage.initial import fill_uniform, stream_key
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.errors import DataError, SbpError
+from sbpflow.runtime.streams import fill_uniform, stream_key
 from sbpflow.runtime.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 

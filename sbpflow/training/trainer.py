@@ -14,18 +14,23 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection, Passage
-from sbpflow.embedding.storage.initial import stream_key
 from sbpflow.errors import DataError, SbpError, TrainingError
+from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
+from sbpflow.sbp.sbp import Split, balanced_sizes
 from sbpflow.tensor import ops
-from sbpflow.tensor.global_tensor import GlobalTensor, parameter
-from sbpflow.tensor.gradient_sync import GradientSync, PendingSync
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.gradient_sync import (
+    GradientPlan,
+    GradientSync,
+    PendingSync,
+    Total,
+    plan_gradients,
+)
+from sbpflow.training.dense_part import DensePart
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.step_schedule import OVERLAPPED, Pass, StepSchedule
-
-LOSS_SHAPE = (1,)
 
 
 class Batch(Protocol):
@@ -65,26 +70,6 @@ class Loader(Protocol):
         ...
 
 
-class Model(Protocol):
-    """The dense part of a model, written on global tensors."""
-
-    @property
-    def parameters(self) -> Mapping[str, GlobalTensor]:
-        """Leaves by name."""
-        ...
-
-    def logits(
-        self,
-        vectors: Mapping[str, GlobalTensor],
-        dense: GlobalTensor,
-        *,
-        training: bool,
-        seed: int,
-    ) -> GlobalTensor:
-        """[batch, 1] from the embeddings' outputs and the dense fields."""
-        ...
-
-
 @dataclass(slots=True)
 class _Pass(Pass):
     """A batch's way through a step, and what its moves leave for later ones."""
@@ -114,15 +99,16 @@ def _check_batch(given: object) -> None:
 
 
 class Trainer:
-    """Runs a model and its embeddings; ``optimizer`` holds the parts of the model's parameters.
+    """Runs a dense part and its embeddings; ``optimizer`` holds the parts of its parameters.
 
     ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
-    gives the factor of all learning rates at a step.
+    gives the factor of all learning rates at a step. ``gradients`` is how dense gradients and the
+    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: DensePart,
         embeddings: EmbeddingCollection,
         optimizer: torch.optim.Optimizer | None,
         boxing: Boxing,
@@ -131,6 +117,7 @@ class Trainer:
         seed: int,
         rate_factor: RateFactor = constant,
         schedule: StepSchedule = OVERLAPPED,
+        gradients: GradientPlan | None = None,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -141,15 +128,14 @@ class Trainer:
         self._rate_factor = rate_factor
         self.schedule = schedule
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
-        # The loss is P like the gradients: as the "gradient" of one more number it costs no
-        # collective of its own.
-        self._loss = parameter(
-            torch.zeros(1, dtype=dtype, device=boxing.world.device),
-            Layout(self._line, (Broadcast(),)),
-            LOSS_SHAPE,
-            boxing,
+        leaves = list(model.parameters.values())
+        # The loss is P like the gradients: as one more number among them it costs no collective.
+        plan = gradients or plan_gradients(
+            leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
-        self.gradients = GradientSync([*model.parameters.values(), self._loss])
+        self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
+        self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
+        self._loss: Tensor | None = None  # [1], of all ranks
         self._gradients_under_way: PendingSync | None = None
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         self._coming: _Pass | None = None
@@ -183,11 +169,10 @@ class Trainer:
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        if self._loss.part.grad is None:
+        loss, self._loss = self._loss, None
+        if loss is None:
             raise RuntimeError("the loss did not come back from its exchange")
-        loss = self._loss.part.grad.squeeze(0)
-        self._loss.part.grad = None
-        return loss
+        return loss.squeeze(0)
 
     def _run(self, passes: list[_Pass]) -> None:
         self.schedule.run(
@@ -245,26 +230,26 @@ class Trainer:
         batch, seed = one.batch, self._mask_seed(one.number)
         logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        loss = ops.bce_with_logits(logits, labels)
+        loss = ops.reduce_mean(self._model.row_losses(logits, labels), id="loss")
         one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
 
     def _backward(self, one: _Pass) -> None:
         if one.loss is None:
             raise RuntimeError("backward before forward")
         one.loss.backward()
-        terms = one.loss.detach().to("P", id="loss").part.reshape(LOSS_SHAPE)
-        so_far = self._loss.part.grad
-        self._loss.part.grad = terms if so_far is None else so_far + terms
+        terms = one.loss.detach().to("P", id="loss").part.reshape(1)
+        self._loss_terms = terms if self._loss_terms is None else self._loss_terms + terms
         one.loss, one.vectors = None, {}
 
     def _send_dense(self) -> None:
-        self._gradients_under_way = self.gradients.start()
+        terms, self._loss_terms = self._loss_terms, None
+        self._gradients_under_way = self.gradients.start(terms)
 
     def _receive_dense(self) -> None:
         under_way, self._gradients_under_way = self._gradients_under_way, None
         if under_way is None:
             raise RuntimeError("receive_dense before send_dense")
-        under_way.wait()
+        self._loss = under_way.wait()
 
     def _update_dense(self) -> None:
         if self._optimizer is not None:
@@ -288,7 +273,7 @@ class Trainer:
         self, batch: Batch, vectors: Mapping[str, Tensor], *, training: bool, seed: int
     ) -> GlobalTensor:
         num_rows = batch.num_rows
-        return self._model.logits(
+        return self._model.forward(
             {name: self._home(part, num_rows) for name, part in vectors.items()},
             self._home(batch.dense, num_rows),
             training=training,

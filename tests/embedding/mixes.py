@@ -12,7 +12,7 @@ from sbpflow.embedding.ids.reader import Bags
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.embedding.storage.initial import fill_uniform
+from sbpflow.runtime.streams import fill_uniform
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
@@ -160,7 +160,7 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
 def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, ReferenceTable]]:
     """Outputs per step, and the tables at the end, of the reference."""
     tables: dict[str, ReferenceTable] = {}
-    rules = {t.name: out.optimizer or mix.optimizer for out in mix.outputs for t in out.tables}
+    rules = {t.name: t.optimizer or mix.optimizer for out in mix.outputs for t in out.tables}
     for table in mix.tables():
         weights = torch.empty(table.shape, dtype=mix.row_dtype or torch.float64)
         fill_uniform(

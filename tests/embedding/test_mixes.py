@@ -88,14 +88,12 @@ def mixes(draw) -> Mix:
                 num_rows=rows,
                 dim=dim,
                 pooling=draw(st.sampled_from(["sum", "mean"])),
+                optimizer=draw(st.sampled_from([None, *RULES])),
             )
             tables.append(table)
             chosen[table.name] = draw(specs(rows, dim, world_size))
         combine = "sum" if name == "wide" else "concat"
-        own = draw(st.sampled_from([None, *RULES]))
-        outputs.append(
-            OutputConfig(name=name, tables=tuple(tables), combine=combine, optimizer=own)
-        )
+        outputs.append(OutputConfig(name=name, tables=tuple(tables), combine=combine))
     return Mix(
         features=listed,
         outputs=tuple(outputs),

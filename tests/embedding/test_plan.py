@@ -20,8 +20,8 @@ from sbpflow.embedding.plan.tables import (
 )
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import choose_kernel, choose_kernels
-from sbpflow.embedding.storage.initial import fill_uniform
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split

@@ -20,7 +20,7 @@ from sbpflow.training.health import (
 )
 from sbpflow.training.metrics import Evaluation, auc
 from sbpflow.training.run_folder import RunLock
-from tests.training.wdl_case import COLUMNS, Rows, make_batches, make_config, make_job
+from tests.training.wdl_case import FIELDS, Rows, make_batches, make_config, make_job
 
 
 def message_of(error: type[Exception], call: Any, *args: Any) -> str:
@@ -33,7 +33,7 @@ def message_of(error: type[Exception], call: Any, *args: Any) -> str:
 
 def train_on_nan(world: World) -> str:
     job = make_job(world, make_config("1", "sgd"))
-    watch = LossWatch(job.boxing, COLUMNS.dense)
+    watch = LossWatch(job.boxing, FIELDS.dense)
     for step, batch in enumerate(make_batches(4, 30)[:3], 1):
         part = batch.part(world.rank, world.size)
         if step == 3 and world.rank == 1:
@@ -54,7 +54,7 @@ def test_a_nan_loss_names_step_and_fields_on_every_rank(ranks):
 
 
 def push_a_loss(world: World) -> str:
-    watch = LossWatch(Boxing(world), COLUMNS.dense)
+    watch = LossWatch(Boxing(world), FIELDS.dense)
     batch = make_batches(1, 4)[0]
     return message_of(TrainingError, watch.push, 9, torch.tensor(float("inf")), [batch])
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import train_wdl
 from data import load_manifest
 from data.read.loaders import open_loaders
-from models.run_plan import sparse_optimizer
 from sbpflow.__main__ import explain
 from sbpflow.config.schema import (
     Adagrad,
@@ -28,6 +27,7 @@ from sbpflow.config.schema import (
     TrainConfig,
 )
 from sbpflow.errors import ConfigError
+from sbpflow.run.build_plan import sparse_optimizer
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.training import loop

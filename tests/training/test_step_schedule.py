@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.run_plan import plan_run
 from sbpflow.errors import DataError, SbpError, TrainingError
+from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, ahead
 from tests.training.wdl_case import (
-    COLUMNS,
+    FIELDS,
     dense_of,
     make_batches,
     make_config,
@@ -144,9 +144,7 @@ def test_the_architecture_page_shows_the_schedule():
     ],
 )
 def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
-    _, plan = plan_run(
-        make_config(scheme, "sgd"), COLUMNS, world_size=world_size, device_type="cpu"
-    )
+    _, plan = plan_run(make_config(scheme, "sgd"), FIELDS, world_size=world_size, device_type="cpu")
     assert plan.transfers() == made
     under_way = {name for move in describe(plan)["schedule"] for name in move["under_way"]}
     assert {name.removeprefix("next ") for name in under_way} == made

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.ids.reader import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack

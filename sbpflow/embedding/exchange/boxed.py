@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.exchange.base import (
     GRADIENTS,
     VECTORS,

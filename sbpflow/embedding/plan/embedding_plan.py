@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
 from sbpflow.embedding.plan.optimizer import SparseOptimizer

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import Exchange, OutputConfig, TableConfig

@@ -44,6 +44,7 @@ class TableConfig:
     """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
     ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
+    ``optimizer`` updates it in place of the plan's.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TableConfig:
     num_rows: int
     dim: int
     pooling: Pooling = "sum"
+    optimizer: SparseOptimizer | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
@@ -86,14 +88,12 @@ class OutputConfig:
     """One output of a collection over the batch, laid out S(0).
 
     It has a vector per table and feature, in that order: ``concat`` gives [batch, sum of dims],
-    ``sum`` adds them ([batch, dim]; all dims equal). ``optimizer`` updates its tables in place of
-    the plan's.
+    ``sum`` adds them ([batch, dim]; all dims equal).
     """
 
     name: str
     tables: tuple[TableConfig, ...]
     combine: Combine = "concat"
-    optimizer: SparseOptimizer | None = None
 
     def __post_init__(self) -> None:
         if not self.tables:

@@ -1,8 +1,9 @@
-"""Initial values as a pure function of (seed, name, row, column).
+"""Streams of numbers that depend on a seed and a name alone, and tensors filled from them.
 
-A shard is filled without the rest of its table, so every layout, world size and single process
-starts from the same numbers. The mixing function is the 64-bit finaliser of SplitMix64 (Steele,
-Lea, Flood, OOPSLA 2014), in int64 arithmetic that wraps alike on CPU and CUDA.
+An initial value is a pure function of (seed, name, row, column): a shard is filled without the rest
+of its table, so every layout, world size and single process starts from the same numbers. The
+mixing function is the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in int64
+arithmetic that wraps alike on CPU and CUDA.
 """
 
 import hashlib
