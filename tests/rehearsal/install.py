@@ -164,6 +164,7 @@ def _claim_collectives() -> None:
 def _plan_without() -> None:
     """Planning runs a model on meta tensors, which must stay that; FBGEMM is not rehearsed."""
     import models.run_plan
+
     from sbpflow.embedding.storage import choose
 
     real = models.run_plan.dense_steps
