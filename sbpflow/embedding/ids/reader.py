@@ -12,10 +12,9 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError
+from sbpflow.runtime.streams import mix
 
 _ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
-_SHIFT_1, _SHIFT_2 = 30, 27
-_MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, the first factor of SplitMix64's finaliser
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +385,7 @@ class IdReader:
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
         if self._plan.out_of_range == "clamp":
             return torch.minimum(ids.clamp(min=0), limits - 1)
-        mixed = ids ^ (ids >> _SHIFT_1)
-        mixed = mixed * _MIX
-        mixed = mixed ^ (mixed >> _SHIFT_2)
-        return torch.where(bad, mixed.remainder(limits), ids)
+        return torch.where(bad, mix(ids).remainder(limits), ids)
 
     def _refuse(self, number: int, id: int, row: int) -> None:
         raise DataError(
