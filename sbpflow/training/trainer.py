@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
+from sbpflow.embedding.ids.reader import BatchIds
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -41,7 +42,13 @@ from sbpflow.training.step_schedule import (
 
 
 class Batch(Protocol):
-    """This rank's rows of a global batch of ``num_rows``."""
+    """This rank's rows of a global batch of ``num_rows``.
+
+    A batch may also have ``weights`` [local batch], of mean 1 over all rows of the set: factors of
+    the rows' losses. The loss of a step is sum(weight x loss) / rows: not over the sum of the
+    weights, which would need a collective before the backward, and would make steps of light rows
+    as strong as those of heavy ones.
+    """
 
     @property
     def labels(self) -> Tensor:
@@ -54,8 +61,8 @@ class Batch(Protocol):
         ...
 
     @property
-    def ids(self) -> Tensor:
-        """[local batch, id columns] int32."""
+    def ids(self) -> Tensor | BatchIds:
+        """[local batch, id columns] int32, or these with lists."""
         ...
 
     @property
@@ -233,7 +240,11 @@ class Trainer:
         batch, seed = one.batch, self._mask_seed(one.number)
         logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        loss = ops.reduce_mean(self._model.row_losses(logits, labels), id="loss")
+        losses = self._model.row_losses(logits, labels)
+        weights: Tensor | None = getattr(batch, "weights", None)
+        if weights is not None:
+            losses = ops.mul(losses, self._home(weights.unsqueeze(1), batch.num_rows))
+        loss = ops.reduce_mean(losses, id="loss")
         one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
 
     def _backward(self, one: _BatchInFlight) -> None:
