@@ -19,8 +19,13 @@ def open_loaders(
 ) -> dict[str, RowLoader]:
     """By split; only ``train`` is shuffled or may drop its tail.
 
-    Raises ConfigError if the train part has no batch.
+    Raises ConfigError if the train part has no batch, or rows without labels.
     """
+    if not manifest.labelled:
+        raise ConfigError(
+            f"data.path: the rows of {manifest.path} were encoded without labels, to be scored; "
+            "train on a set that `python -m data prepare` made"
+        )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
