@@ -25,15 +25,14 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.config.checks import data_path, run_dir
-    from sbpflow.config.load import config_facts, config_hash, load_config
+    from sbpflow.config.load import config_facts, load_config
     from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.explain import format_plan
+    from sbpflow.run.explain import format_plan, plan_digest
     from sbpflow.run.job import build_job
     from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.training.health import (
         LossWatch,
         check_replicas,
-        check_same,
         gather_text,
         on_all_or_none,
         out_of_range_note,
@@ -51,11 +50,15 @@ def train(path: str, overrides: Sequence[str]) -> int:
         world_size=world_size_of_environment(),
         device_type=device_type_of(config.parallel.device),
     )
-    world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
+    data_set = f"{manifest.fingerprint[:16]} in {manifest.path}"
+    world = World.start(
+        config.parallel.device,
+        timeout_s=config.parallel.timeout_s,
+        checked=config.parallel.checked,
+        facts={**config_facts(config), "data set": data_set, "plan": plan_digest(plan)},
+    )
     setup_logging(world.rank)
     boxing = Boxing(world)
-    check_same(boxing, "configuration", config_hash(config), config_facts(config))
-    check_same(boxing, "data set", manifest.fingerprint)
     lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
     loaders = open_loaders(
         manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device

@@ -172,11 +172,12 @@ def dali_feed(
 
     def run() -> Iterator[Parts]:
         words = (output[0] for output in pipe.run())
-        parts = (
-            split(torch.from_dlpack(block), rows.popleft()) for block in words if block.shape()[0]
-        )
-        # On a GPU the consumer converts, which joins its stream. Elsewhere this thread does: right
-        # after a step of some ms a consumer's first calls of torch take five times as long.
+        blocks = (torch.from_dlpack(block) for block in words if block.shape()[0])
+        # On a GPU the consumer converts, which joins its stream, and copies: DALI reuses a block's
+        # memory in the order of its own stream, which knows nothing of the consumer's reads.
+        # Elsewhere this thread converts: right after a step of some ms a consumer's first calls of
+        # torch take five times as long.
+        parts = (split(block.clone() if gpu else block, rows.popleft()) for block in blocks)
         return parts if gpu else iter(list(parts))
 
     pending: deque[Future[Iterator[Parts]]] = deque(

@@ -126,7 +126,9 @@ class ParallelConfig:
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
     Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
     ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
-    where it starts, and sends no ids ahead.
+    where it starts, and sends no ids ahead. ``checked: true`` compares, before each transfer, what
+    every rank is about to do: for finding ranks that take different steps, at the cost of a round
+    trip each.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -143,6 +145,7 @@ class ParallelConfig:
     exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
     overlap: bool = True
     timeout_s: Annotated[float, Range(above=0)] = 300.0
+    checked: bool = False
 
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():

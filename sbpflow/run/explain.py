@@ -4,6 +4,7 @@ Renders the very plan objects that a run executes, so that the two cannot differ
 the same facts as a dictionary for programs.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,11 @@ def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int
         "dense_gradient_bytes": dense * itemsize,
         "dense_state_bytes": dense_state * itemsize,
     }
+
+
+def plan_digest(plan: RunPlan) -> str:
+    """Equal on ranks that will run the same: tables, kernels, transfers and their order."""
+    return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
 
 
 def format_plan(plan: RunPlan, *, shards: bool = True) -> str:

@@ -5,7 +5,8 @@ its ids to its row gradients, and a schedule is the order of them; moves on ids 
 one batch ahead. ``print(OVERLAPPED)`` shows what each move has under way beside it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -122,7 +123,8 @@ class StepSchedule:
 
         def make(move: Move, one: BatchT | None) -> None:
             if one is not None and move.name not in one.made:
-                of_batch[move.name](one)
+                with _named(move):
+                    of_batch[move.name](one)
                 one.made.add(move.name)
 
         for this, following in zip(batches, [*batches[1:], coming], strict=True):
@@ -132,7 +134,8 @@ class StepSchedule:
                 make(move, following if move.ahead else this)
         for move in self.each_step:
             if move.name in of_step:
-                of_step[move.name]()
+                with _named(move):
+                    of_step[move.name]()
             else:
                 for one in batches:
                     make(move, one)
@@ -169,6 +172,16 @@ class StepSchedule:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+@contextmanager
+def _named(move: Move) -> Generator[None]:
+    """An error of a move names it in its traceback."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the move {move.name}: {move.says}")
+        raise
 
 
 OVERLAPPED = StepSchedule(
