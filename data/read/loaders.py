@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from data.read.feeds import Backend
 from data.read.loader import RowLoader, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
+from sbpflow.run.model import HashedCross
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ def open_loaders(
     *,
     seed: int,
     device: torch.device,
+    crosses: Sequence[HashedCross] = (),
 ) -> dict[str, RowLoader]:
     """By split; only ``train`` is shuffled or may drop its tail.
 
@@ -64,6 +67,7 @@ def open_loaders(
             seed=seed,
             device=device,
             tail=config.tail if split == "train" else "keep",
+            crosses=crosses,
         )
         for split, num_rows in manifest.splits.items()
         if num_rows
