@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from data.format.manifest import Manifest, load_manifest
-from data.format.schema import CRITEO, parse_crosses, read_schema
+from data.format.schema import CRITEO
 from data.format.verify import verify_set
+from data.prepare.schema_file import parse_crosses, read_schema
 from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 

@@ -19,7 +19,8 @@ from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
 from data.prepare.options import PrepareOptions
 from data.prepare.parquet import PIECE_ROWS, count_rows, parquet_piece
-from data.prepare.parse import BadLines, Piece, parse_piece
+from data.prepare.parse import parse_piece
+from data.prepare.piece import BadLines, Piece
 from data.prepare.source import Input, gzip_pieces, read_piece
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
