@@ -5,7 +5,7 @@ Composes configuration, data, model and loop; has no logic of its own.
 
 from collections.abc import Sequence
 
-from sbpflow.launch import ArgumentParser, run_main
+from sbpflow.runtime.launch import ArgumentParser, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,10 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from data.read.loaders import open_loaders
     from models.job import build_job
     from models.run_plan import Columns, plan_run
-    from sbpflow.boxing import Boxing
-    from sbpflow.config import config_facts, config_hash, data_path, load_config, run_dir
-    from sbpflow.dist import World, device_name, device_type_of, world_size_of_environment
-    from sbpflow.explain import format_plan
+    from sbpflow.boxing.executor import Boxing
+    from sbpflow.config.checks import data_path, run_dir
+    from sbpflow.config.load import config_facts, config_hash, load_config
+    from sbpflow.run.explain import format_plan
+    from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.training.health import (
         LossWatch,
         check_replicas,

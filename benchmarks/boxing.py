@@ -24,14 +24,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
-from sbpflow import boxing as boxing_module
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import BoxingStep, plan_boxing
-from sbpflow.dist import Rendezvous, World, all_gather_single, reduce_scatter_single
-from sbpflow.interchange import to_mesh, to_theirs
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import parse_nd_sbp
+from sbpflow.boxing import executor as boxing_module
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.runtime.world import Rendezvous, World, all_gather_single, reduce_scatter_single
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import parse_nd_sbp
+from sbpflow.tensor.dtensor import to_mesh, to_theirs
 
 CONVERSIONS = [
     ("S(0)", "B"),

@@ -3,8 +3,8 @@
 from benchmarks.click_model import Rows, Shape
 from models.job import build_job
 from models.run_plan import Columns, plan_run
-from sbpflow.boxing import Boxing
-from sbpflow.config import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import (
     Config,
     DataConfig,
     DenseSgd,
@@ -16,7 +16,7 @@ from sbpflow.config import (
     TableRule,
     WideConfig,
 )
-from sbpflow.dist import World
+from sbpflow.runtime.world import World
 
 
 class ClickTrainer:

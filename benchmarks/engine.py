@@ -25,23 +25,24 @@ from torch import Tensor, nn
 from benchmarks.click_model import Shape, zipf_ids
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
-from sbpflow.boxing import Boxing
-from sbpflow.dist import World
-from sbpflow.embedding.access import Access
+from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.storage import Tbe, TorchStorage
-from sbpflow.embedding.tables import (
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import (
     Exchange,
     FeatureConfig,
     OutputConfig,
     TableConfig,
     TableLayout,
 )
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Split
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.fbgemm_storage import Tbe
+from sbpflow.embedding.storage.torch_storage import TorchStorage
+from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split
 
 RULE = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
 SEED = 3

@@ -18,9 +18,10 @@ from torch import Tensor
 from benchmarks.record import Results
 from models.job import build_job
 from models.run_plan import Columns, plan_run
-from sbpflow.boxing import Boxing
-from sbpflow.config import Config, load_config
-from sbpflow.dist import World
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.load import load_config
+from sbpflow.config.schema import Config
+from sbpflow.runtime.world import World
 
 FIRST_ROWS = 3_200_000
 WARM_UP, STEPS, REPEATS = 5, 20, 5

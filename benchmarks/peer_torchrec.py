@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.click_model import Rows, Shape
-from sbpflow.embedding.initial import fill_uniform
+from sbpflow.embedding.storage.initial import fill_uniform
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)

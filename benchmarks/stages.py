@@ -26,20 +26,20 @@ from benchmarks.engine import many_tables
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from models.wdl import WdlSpec, WideDeep
-from sbpflow import ops
-from sbpflow.boxing import Boxing, Pending
-from sbpflow.boxing_plan import BoxingStep
-from sbpflow.dist import World
+from sbpflow.boxing.executor import Boxing, Pending
+from sbpflow.boxing.plan import BoxingStep
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.exchange import Exchange
-from sbpflow.embedding.group_plan import ExchangeStep
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Split
+from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import Trainer
 

@@ -33,8 +33,8 @@ def work(args: argparse.Namespace) -> None:
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
-    from sbpflow.dist import World
     from sbpflow.embedding.collection import INITIAL_BOUND
+    from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
     shape = Shape()

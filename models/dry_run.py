@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 
 from models.wdl import WdlSpec, WideDeep
-from sbpflow import ops
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_plan import BoxingStep
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Split, balanced_sizes
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.plan import BoxingStep
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, balanced_sizes
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def dense_steps(

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from models.run_plan import DTYPES
 from models.wdl import WdlSpec, WideDeep
-from sbpflow.boxing import Boxing
-from sbpflow.config import Config
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import Config
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.explain import RunPlan
+from sbpflow.run.plan import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer

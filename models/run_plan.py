@@ -11,19 +11,20 @@ import torch
 
 from models.dry_run import dense_steps
 from models.wdl import WdlSpec, wdl_spec
-from sbpflow.config import Config, check
-from sbpflow.config import SparseOptimizer as SparseOptimizerConfig
-from sbpflow.config_layout import resolve_dense_layouts
-from sbpflow.embedding.kernels import choose_kernels
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableLayout
+from sbpflow.config.checks import check
+from sbpflow.config.schema import Config
+from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
+from sbpflow.config.table_rules import resolve_dense_layouts
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableLayout
+from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
-from sbpflow.explain import DenseParameter, RunPlan
-from sbpflow.gradients import plan_gradients
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast
+from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
+from sbpflow.tensor.gradient_sync import plan_gradients
 from sbpflow.training.dense_optimizers import state_per_element
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import LOSS_SHAPE

@@ -13,15 +13,15 @@ from itertools import pairwise, permutations
 
 import torch
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.config import ModelConfig
-from sbpflow.embedding.initial import fill_uniform
-from sbpflow.embedding.tables import OutputConfig, TableConfig
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import ModelConfig
+from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
+from sbpflow.embedding.storage.initial import fill_uniform
 from sbpflow.errors import ConfigError
-from sbpflow.global_tensor import GlobalTensor, parameter
-from sbpflow.layout import Layout
-from sbpflow.op_linear import linear_of_parts
+from sbpflow.sbp.layout import Layout
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor, parameter
+from sbpflow.tensor.ops.matmul import linear_of_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from sbpflow.launch import ArgumentParser, run_main
+from sbpflow.runtime.launch import ArgumentParser, run_main
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -19,10 +19,11 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
     args = parser.parse_intermixed_args(argv)
 
-    from sbpflow.config import data_path, load_config
-    from sbpflow.dist import device_type_of
+    from sbpflow.config.checks import data_path
+    from sbpflow.config.load import load_config
     from sbpflow.errors import ConfigError
-    from sbpflow.explain import describe, format_plan
+    from sbpflow.run.explain import describe, format_plan
+    from sbpflow.runtime.world import device_type_of
 
     try:
         from data import load_manifest
@@ -49,8 +50,8 @@ def explain(argv: Sequence[str]) -> int:
 
 def main() -> int:
     """Dispatch on the first word."""
-    from sbpflow import doctor
     from sbpflow.errors import ConfigError
+    from sbpflow.runtime import doctor
 
     commands = {"explain": explain, "doctor": doctor.main}
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"

@@ -9,8 +9,8 @@ import random
 
 import torch
 
-from sbpflow.layout import Layout
-from sbpflow.sbp import Broadcast, Partial, Split
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 
 def pieces(size, split, parts):

@@ -20,7 +20,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "sbpflow.ops", "tests.ranks"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "sbpflow.tensor.ops",
+    "tests.ranks",
+]
 TIMEOUT_S = 60.0  # of a collective
 TASK_TIMEOUT_S = 240.0  # of one call of ``fn``
 GRACE_S = 3.0  # for the other ranks, once one has failed
@@ -162,7 +168,7 @@ def _serve(
     import torch
 
     torch.set_num_threads(1)
-    from sbpflow.dist import Rendezvous, World
+    from sbpflow.runtime.world import Rendezvous, World
 
     meeting = Rendezvous(init_method=f"file://{store}", rank=rank, size=world_size, local_rank=rank)
     world = World.start(device, timeout_s=TIMEOUT_S, checked=True, rendezvous=meeting)

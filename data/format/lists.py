@@ -1,170 +1,117 @@
-"""The lists of ids of a split across its shards: mapped, read by ranges or row numbers."""
+"""The lists of ids of a split, and the columns beside its features, mapped across its shards."""
 
-import bisect
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest, check_unchanged
-from data.format.npy import map_array, touch
+from data.format.manifest import Manifest, Shard, check_unchanged
+from data.format.mapped_rows import MappedItems, MappedRows, Places
+from data.format.npy import map_array
 
 
-class RowLists(NamedTuple):
-    """Lists of some rows, row by row, list by list: the order in which the engine takes them."""
+def _map_part(manifest: Manifest, split: str, name: str) -> "list[NDArray[Any]]":
+    """The maps of a part, one for each shard with rows."""
+    kind = manifest.part_types[name]
 
-    lengths: "NDArray[Any]"
-    """[rows, lists] uint8 or uint16, in the order of ``Manifest.lists``"""
-    values: NDArray[np.int32]
-    """[sum of lengths] ids"""
-    weights: NDArray[np.float32] | None
-    """like ``values``, where the set has weights"""
+    def one(shard: Shard) -> "NDArray[Any]":
+        part = shard.parts[name]
+        return map_array(manifest.path / part.file, kind.dtype, kind.shape(shard.rows, part.count))
 
-
-class _Shard(NamedTuple):
-    lengths: "NDArray[Any]"
-    starts: NDArray[np.int64]
-    values: NDArray[np.int32]
-    weights: NDArray[np.float32] | None
+    return [one(shard) for shard in manifest.shards(split) if shard.rows]
 
 
-class SplitLists:
-    """The lists of one split; row numbers count from its first row, as those of ``SplitRows``.
-
-    Maps are copy-on-write, as there. Not for a set without ragged fields.
-    """
-
-    def __init__(self, manifest: Manifest, split: str) -> None:
-        shards = [shard for shard in manifest.shards(split) if shard.rows]
-        self._starts = [0, *accumulate(shard.rows for shard in shards)]
-        self._shards: list[_Shard] = []
-        self._weighted = manifest.weighted
-        self._none = np.empty((0, len(manifest.lists)), dtype=manifest.part_types["lengths"].dtype)
-        try:
-            for shard in shards:
-                found: dict[str, NDArray[Any]] = {}
-                for name in ("lengths", "starts", "values", "value_weights"):
-                    if name in manifest.part_types:
-                        kind, part = manifest.part_types[name], shard.parts[name]
-                        shape = kind.shape(shard.rows, part.count)
-                        found[name] = map_array(manifest.path / part.file, kind.dtype, shape)
-                self._shards.append(
-                    _Shard(
-                        found["lengths"],
-                        found["starts"],
-                        found["values"],
-                        found.get("value_weights"),
-                    )
-                )
-        finally:
-            check_unchanged(manifest)
-        self.num_rows = self._starts[-1]
-
-    def view(self, start: int, stop: int) -> RowLists | None:
-        """The lists of rows [start, stop) without a copy; None where they cross shards."""
-        if stop == start:
-            return self._empty()
-        index = bisect.bisect_right(self._starts, start) - 1
-        if stop > self._starts[index + 1]:
-            return None
-        shard, first = self._shards[index], self._starts[index]
-        a, b = start - first, stop - first
-        low, high = int(shard.starts[a]), int(shard.starts[b])
-        weights = None if shard.weights is None else shard.weights[low:high]
-        lists = RowLists(shard.lengths[a:b], shard.values[low:high], weights)
-        for array in lists:
-            if array is not None:
-                touch(array)
-        return lists
-
-    def read(self, runs: Sequence[tuple[int, int]]) -> RowLists:
-        """The lists of the rows of ``runs``, one run after the other, as new arrays."""
-        found: list[RowLists] = [self._empty()]
-        for start, stop in runs:
-            while start < stop:
-                index = bisect.bisect_right(self._starts, start) - 1
-                end = min(stop, self._starts[index + 1])
-                lists = self.view(start, end)
-                if lists is not None:
-                    found.append(lists)
-                start = end
-        weights = [lists.weights for lists in found if lists.weights is not None]
-        return RowLists(
-            np.concatenate([lists.lengths for lists in found]),
-            np.concatenate([lists.values for lists in found]),
-            np.concatenate(weights) if self._weighted else None,
-        )
-
-    def gather(self, rows: NDArray[np.int64]) -> RowLists:
-        """The lists of the given rows, in the given order, as new arrays."""
-        index = np.searchsorted(self._starts, rows, side="right") - 1
-        local = rows - np.asarray(self._starts)[index]
-        first, count = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
-        lengths = np.empty((len(rows), self._none.shape[1]), dtype=self._none.dtype)
-        for number in np.unique(index):
-            shard, here = self._shards[number], index == number
-            first[here] = shard.starts[local[here]]
-            count[here] = shard.starts[local[here] + 1] - first[here]
-            lengths[here] = shard.lengths[local[here]]
-        ends = np.cumsum(count)
-        source = np.arange(int(count.sum())) + np.repeat(first - (ends - count), count)
-        owner = np.repeat(index, count)
-        values = np.empty(len(source), dtype=np.int32)
-        weights = np.empty(len(source), dtype=np.float32) if self._weighted else None
-        for number in np.unique(index):
-            shard, here = self._shards[number], owner == number
-            values[here] = shard.values[source[here]]
-            if weights is not None and shard.weights is not None:
-                weights[here] = shard.weights[source[here]]
-        return RowLists(lengths, values, weights)
-
-    def _empty(self) -> RowLists:
-        weights = np.empty(0, dtype=np.float32) if self._weighted else None
-        return RowLists(self._none, np.empty(0, dtype=np.int32), weights)
-
-    def close(self) -> None:
-        """Drop the memory maps; views handed out keep theirs alive."""
-        self._shards = []
-
-
-class SplitPart:
-    """A part with one entry per row (``weight``, ``group``, ``time``, ``labels``) of a split."""
+class SplitPart(MappedRows):
+    """A part with an entry per row of a split, such as ``lengths``, ``weight`` or ``time``."""
 
     def __init__(self, manifest: Manifest, split: str, name: str) -> None:
         kind = manifest.part_types[name]
-        shards = [shard for shard in manifest.shards(split) if shard.rows]
-        self._starts = [0, *accumulate(shard.rows for shard in shards)]
-        self._none = np.empty((0, *kind.tail), dtype=kind.dtype)
-        self._maps = [
-            map_array(
-                manifest.path / shard.parts[name].file, kind.dtype, kind.shape(shard.rows, None)
+        none = np.empty((0, *kind.tail), dtype=kind.dtype)
+        super().__init__(_map_part(manifest, split, name), none)
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where the ids of some runs of rows lie; a run that crosses shards is several here."""
+
+    rows: tuple[Places, Places]
+    """first rows and lengths of the runs as they were asked for"""
+    maps: Places
+    lows: Places
+    highs: Places
+
+    @property
+    def num_values(self) -> int:
+        """Ids in all of them."""
+        return int((self.highs - self.lows).sum())
+
+
+class SplitLists:
+    """The lists of one split: ids of each row end to end, field by field, row by row.
+
+    That is the order in which the engine takes them. Row numbers count from the split's first row,
+    and maps are copy-on-write, as those of ``SplitRows``. Not for a set without ragged fields.
+    """
+
+    def __init__(self, manifest: Manifest, split: str) -> None:
+        try:
+            self.lengths = SplitPart(manifest, split, "lengths")
+            starts = _map_part(manifest, split, "starts")
+            self._values = _map_part(manifest, split, "values")
+            self._weights = (
+                _map_part(manifest, split, "value_weights") if manifest.weighted else None
             )
-            for shard in shards
+        finally:
+            check_unchanged(manifest)
+        self._starts = MappedItems(starts)
+
+    def find(self, firsts: Places, lengths: Places) -> Extents:
+        """Where the ids of the rows of these runs are."""
+        pieces, counts = self._within_maps(firsts, lengths)
+        maps, local = self.lengths.maps_of(pieces)
+        ends = np.empty((2, len(pieces)), dtype=np.int64)
+        if len(pieces):
+            places = self._starts.offsets[maps] + local
+            self._starts.copy(np.concatenate([places, places + counts]), ends.reshape(-1), 1)
+        return Extents((firsts, lengths), maps, ends[0], ends[1])
+
+    def _within_maps(self, firsts: Places, lengths: Places) -> tuple[Places, Places]:
+        """The runs, those that cross shards cut where a shard ends."""
+        pieces = [
+            piece
+            for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
+            for piece in self.lengths.pieces(first, first + length)
         ]
+        found = np.array(pieces, dtype=np.int64).reshape(-1, 2)
+        return found[:, 0], found[:, 1] - found[:, 0]
 
-    def read(self, runs: Sequence[tuple[int, int]]) -> "NDArray[Any]":
-        """The entries of the rows of ``runs``, one run after the other, as a new array."""
-        found = [self._none]
-        for start, stop in runs:
-            while start < stop:
-                index = bisect.bisect_right(self._starts, start) - 1
-                end = min(stop, self._starts[index + 1])
-                first = self._starts[index]
-                found.append(self._maps[index][start - first : end - first])
-                start = end
-        return np.concatenate(found)
-
-    def gather(self, rows: NDArray[np.int64]) -> "NDArray[Any]":
-        """The entries of the given rows, in the given order."""
-        out = np.empty((len(rows), *self._none.shape[1:]), dtype=self._none.dtype)
-        index = np.searchsorted(self._starts, rows, side="right") - 1
-        for number in np.unique(index):
-            here = index == number
-            out[here] = self._maps[number][rows[here] - self._starts[number]]
-        return out
+    def gather(
+        self,
+        found: Extents,
+        lengths: "NDArray[Any]",
+        values: NDArray[np.int32],
+        weights: NDArray[np.float32] | None,
+    ) -> None:
+        """Copy lengths [rows, lists], ids and their weights (where the set has some)."""
+        self.lengths.gather(*found.rows, lengths)
+        _copy(self._values, found, values)
+        if weights is not None and self._weights is not None:
+            _copy(self._weights, found, weights)
 
     def close(self) -> None:
-        """Drop the memory maps."""
-        self._maps = []
+        """Drop the maps."""
+        self.lengths.close()
+        self._values, self._weights, self._starts = [], None, MappedItems([])
+
+
+def _copy(maps: "list[NDArray[Any]]", found: Extents, out: "NDArray[Any]") -> None:
+    done = 0
+    for index, low, high in _each(found):
+        out[done : done + high - low] = maps[index][low:high]
+        done += high - low
+
+
+def _each(found: Extents) -> Iterator[tuple[int, int, int]]:
+    return zip(found.maps.tolist(), found.lows.tolist(), found.highs.tolist(), strict=True)

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.format.manifest import Manifest, Part, Shard, check_unchanged
-from data.format.npy import check_array, map_array, read_array, touch, write_array
+from data.format.mapped_rows import MappedRows
+from data.format.npy import check_array, map_array, read_array, write_array
 from data.format.parts import COUNTED_PARTS
 
 Words = NDArray[np.int32]
@@ -43,12 +44,7 @@ def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, t
     return files
 
 
-def _as_rows(words: Words) -> "NDArray[np.void]":
-    """A view [rows] whose items are whole rows; indexing it copies a row at a time."""
-    return words.view(np.dtype((np.void, 4 * words.shape[1])))[:, 0]
-
-
-class SplitRows:
+class SplitRows(MappedRows):
     """The words of one split across its shards; row numbers count from the split's first row.
 
     The maps are copy-on-write: who writes into a view changes no file, but does change what this
@@ -58,52 +54,15 @@ class SplitRows:
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         shards = [shard for shard in manifest.shards(split) if shard.rows]
-        shapes = [(shard.rows, manifest.num_words) for shard in shards]
         try:
-            self._maps: list[Words] = [
-                map_array(manifest.path / shard.file, _WORD, shape)
-                for shard, shape in zip(shards, shapes, strict=True)
+            maps = [
+                map_array(manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
+                for shard in shards
             ]
         finally:  # also where a shard does not fit: that the set was replaced says more
             check_unchanged(manifest)
-        self._starts = [0, *accumulate(shard.rows for shard in shards)]
-        self.num_rows = self._starts[-1]
         self.num_words = manifest.num_words
-
-    def read(self, start: int, stop: int, out: Words) -> None:
-        """Copy rows [start, stop) into ``out`` [stop - start, words]."""
-        index = bisect.bisect_right(self._starts, start) - 1
-        done = 0
-        while start < stop:
-            first = self._starts[index]
-            piece = self._maps[index][start - first : stop - first]
-            out[done : done + len(piece)] = piece
-            done, start, index = done + len(piece), start + len(piece), index + 1
-
-    def view(self, start: int, stop: int) -> Words | None:
-        """Rows [start, stop) without a copy, their pages read; None where they cross shards."""
-        index = bisect.bisect_right(self._starts, start) - 1
-        if stop > self._starts[index + 1]:
-            return None
-        first = self._starts[index]
-        words = self._maps[index][start - first : stop - first]
-        touch(words)
-        return words
-
-    def gather(self, rows: NDArray[np.int64], out: Words) -> None:
-        """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""
-        if not len(rows):
-            return
-        index = np.searchsorted(self._starts, rows, side="right") - 1
-        order = np.argsort(index, kind="stable")
-        shards, firsts = np.unique(index[order], return_index=True)
-        target = _as_rows(out)
-        for shard, chosen in zip(shards, np.split(order, firsts[1:]), strict=True):
-            target[chosen] = _as_rows(self._maps[shard])[rows[chosen] - self._starts[shard]]
-
-    def close(self) -> None:
-        """Drop the memory maps; views handed out keep theirs alive."""
-        self._maps = []
+        super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
 
 
 class RowFiles:

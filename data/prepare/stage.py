@@ -24,7 +24,7 @@ from data.prepare.piece import BadLines, Piece
 from data.prepare.source import Input, gzip_pieces, read_piece
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
-from sbpflow.sbp import balanced_sizes
+from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
 ENCODED_KEYS = ("shards", "clamped")

@@ -21,7 +21,7 @@ from data.numbers import MAX_SEED
 from data.read.feeds import FEEDS, Backend, Buffers, Parts, Threads, read_ahead
 from data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.sbp import balanced_sizes
+from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
 State = dict[str, int | str]
@@ -181,17 +181,16 @@ class RowLoader:
 
         def read(index: int) -> Words:
             step = filled[index]
-            words = None
-            if order.shuffle != "rows" and len(runs := order.runs(step.start, step.stop)) == 1:
-                words = rows.view(*runs[0])
+            runs = order.runs(step.start, step.stop)
+            words = rows.view(*runs.only) if len(runs.firsts) == 1 else None
             if words is None:
                 words = buffers.take(step.stop - step.start)
-                _fill(words, self._rows, order, step)
+                self._rows.gather(runs.firsts, runs.lengths, words)
             return words
 
         # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
-        # gathering rows one by one keeps both readers busy.
-        if self._backend == "dali" and order.shuffle != "rows":
+        # gathering short runs keeps both readers busy.
+        if self._backend == "dali" and order.shuffle in ("none", "blocks"):
             blocks = map(read, range(len(filled)))
         else:
             blocks = read_ahead(read, len(filled), self._threads.readers)
@@ -244,8 +243,8 @@ class RowLoader:
         steps = self._steps(self._cursor if epoch == self._epoch else 0)[:num_batches]
         ids: list[Tensor] = []
         for step in steps:
-            words = self._new(step.stop - step.start)
-            _fill(words, self._rows, order, step)
+            runs, words = order.runs(step.start, step.stop), self._new(step.stop - step.start)
+            self._rows.gather(runs.firsts, runs.lengths, words)
             ids.append(torch.from_numpy(words[:, self._fields :]))
         return ids
 
@@ -294,17 +293,6 @@ def _check_integer(key: str, value: object, least: int, most: int) -> None:
         raise ConfigError(f"{key}: {value!r} must be a whole number from {least} to {most}")
 
 
-def _fill(out: Words, rows: SplitRows, order: RowOrder, step: _Step) -> None:
-    """Copy this rank's rows of a step into ``out``."""
-    if order.shuffle == "rows":
-        rows.gather(order.rows(step.start, step.stop), out)
-        return
-    done = 0
-    for start, stop in order.runs(step.start, step.stop):
-        rows.read(start, stop, out[done : done + stop - start])
-        done += stop - start
-
-
 def open_loader(
     manifest: Manifest,
     *,
@@ -313,7 +301,7 @@ def open_loader(
     rank: int = 0,
     world_size: int = 1,
     backend: Backend = "dali",
-    shuffle: Shuffle = "blocks",
+    shuffle: Shuffle = "runs",
     seed: int = 7,
     device: torch.device | None = None,
     tail: Tail = "keep",

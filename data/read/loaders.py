@@ -4,7 +4,7 @@ import torch
 
 from data.format.manifest import Manifest
 from data.read.loader import RowLoader, open_loader
-from sbpflow.config import DataConfig
+from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
 
 

@@ -1,1 +1,1 @@
-"""Embedding tables under any layout: plan, storages, exchanges, and their collection."""
+"""Embedding tables under any layout: plan, ids, storages, exchanges, and their collection."""

@@ -11,26 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sbpflow.boxing import Boxing
-from sbpflow.dist import World
-from sbpflow.embedding.group import AnyGroup, Visit
-from sbpflow.embedding.group_plan import GroupPlan
-from sbpflow.embedding.groups import Received, make_group
-from sbpflow.embedding.id_transfer import IdsUnderWay, IdTransfer
-from sbpflow.embedding.ids import IdReader, Ids
-from sbpflow.embedding.initial import fill_uniform, stream_key
-from sbpflow.embedding.kernels import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.exchange.base import AnyGroup, Visit
+from sbpflow.embedding.exchange.boxed import Received, make_group
+from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
+from sbpflow.embedding.ids.reader import IdReader, Ids
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.stack import Piece, Stack
+from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.choose import (
     KernelRequest,
     choose_kernels,
     make_storage,
 )
-from sbpflow.embedding.optimizers import SumOverColumns
-from sbpflow.embedding.plan import EmbeddingPlan
-from sbpflow.embedding.stack import Piece, Stack
-from sbpflow.embedding.storage import Storage
-from sbpflow.embedding.tables import OutputConfig
+from sbpflow.embedding.storage.initial import fill_uniform, stream_key
+from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.errors import DataError, SbpError
-from sbpflow.sbp import balanced_sizes
+from sbpflow.runtime.world import World
+from sbpflow.sbp.sbp import balanced_sizes
 
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 

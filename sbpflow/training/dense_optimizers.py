@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sbpflow.config import AdamW, DenseOptimizer, DenseSgd
+from sbpflow.config.schema import AdamW, DenseOptimizer, DenseSgd
 
 
 def make_dense_optimizer(

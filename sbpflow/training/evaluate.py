@@ -7,11 +7,11 @@ depend on the number of ranks.
 import torch
 from torch import Tensor
 
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Split, balanced_sizes
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
 from sbpflow.training.metrics import Evaluation, evaluate
 from sbpflow.training.trainer import Loader, Trainer
 

@@ -7,14 +7,14 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import plan_boxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
 from sbpflow.errors import ConfigError, TrainingError
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Sbp, Split
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split
+from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.trainer import Batch
 
 Result = TypeVar("Result")

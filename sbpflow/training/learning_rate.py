@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from sbpflow.config import ScheduleConfig
+from sbpflow.config.schema import ScheduleConfig
 
 RateFactor = Callable[[int], float]
 

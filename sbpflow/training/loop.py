@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from sbpflow.boxing import Boxing
-from sbpflow.config import TrainConfig
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import TrainConfig
 from sbpflow.training.evaluate import score_split
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation

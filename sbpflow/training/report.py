@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from sbpflow.config import Config, dump_config
+from sbpflow.config.load import dump_config
+from sbpflow.config.schema import Config
+from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.run_folder import set_aside
-from sbpflow.versions import summary as version_summary
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from sbpflow.dist import World
+from sbpflow.runtime.world import World
 
 
 @dataclass(frozen=True, slots=True)

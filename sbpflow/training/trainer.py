@@ -12,16 +12,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
+from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection, Passage
-from sbpflow.embedding.initial import stream_key
+from sbpflow.embedding.storage.initial import stream_key
 from sbpflow.errors import DataError, SbpError, TrainingError
-from sbpflow.global_tensor import GlobalTensor, parameter
-from sbpflow.gradients import GradientSync, PendingSync
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Split, balanced_sizes
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor, parameter
+from sbpflow.tensor.gradient_sync import GradientSync, PendingSync
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.step_schedule import OVERLAPPED, Pass, StepSchedule
 

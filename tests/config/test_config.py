@@ -6,17 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sbpflow.config import (
-    Config,
-    LazyAdam,
-    SparseSgd,
-    check,
-    config_facts,
-    config_hash,
-    data_path,
-    dump_config,
-    load_config,
-)
+from sbpflow.config.checks import check, data_path
+from sbpflow.config.load import config_facts, config_hash, dump_config, load_config
+from sbpflow.config.schema import Config, LazyAdam, SparseSgd
 from sbpflow.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))

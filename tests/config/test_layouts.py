@@ -2,10 +2,10 @@
 
 import pytest
 
-from sbpflow.config import load_config
-from sbpflow.config_layout import resolve_table_layouts
+from sbpflow.config.load import load_config
+from sbpflow.config.table_rules import resolve_table_layouts
 from sbpflow.errors import ConfigError
-from sbpflow.sbp import Broadcast, Split
+from sbpflow.sbp.sbp import Broadcast, Split
 
 TABLES = {"wide.C1xC2": (100, 1), "deep.C1": (50, 16), "deep.C3": (7, 16)}
 

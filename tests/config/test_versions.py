@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from sbpflow import doctor, versions
 from sbpflow.errors import ConfigError
-from sbpflow.versions import Installed, check_pair, import_fbgemm, install_command
+from sbpflow.runtime import doctor, versions
+from sbpflow.runtime.versions import Installed, check_pair, import_fbgemm, install_command
 
 
 @pytest.fixture

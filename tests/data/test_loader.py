@@ -12,7 +12,7 @@ import torch
 from data import open_loader
 from sbpflow.errors import ConfigError, DataError
 
-SHUFFLES = ["none", "blocks", "rows"]
+SHUFFLES = ["none", "blocks", "runs", "rows"]
 
 
 def rows_of(batch):

@@ -10,7 +10,8 @@ from data import load_manifest, open_loader
 from data.__main__ import main
 from data.format.manifest import MANIFEST, Manifest, fingerprint_of
 from data.stats import compute_stats, stats_json
-from sbpflow.config import Config, DataConfig, data_path
+from sbpflow.config.checks import data_path
+from sbpflow.config.schema import Config, DataConfig
 from sbpflow.errors import ConfigError, DataError
 from tests.data.conftest import make_set
 

@@ -6,21 +6,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.dist import World
+from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.tables import (
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import (
     Exchange,
     FeatureConfig,
     OutputConfig,
     TableConfig,
     TableLayout,
 )
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import NdSbp, Split, balanced_sizes, parse_nd_sbp
+from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import NdSbp, Split, balanced_sizes, parse_nd_sbp
 
 SEED = 11
 

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.dist import World
+from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import INITIAL_BOUND, EmbeddingCollection
-from sbpflow.embedding.ids import Bags
-from sbpflow.embedding.initial import fill_uniform
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.placement import Placement
-from sbpflow.sbp import balanced_sizes
+from sbpflow.embedding.ids.reader import Bags
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.storage.initial import fill_uniform
+from sbpflow.runtime.world import World
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec
 from tests.embedding.reference import Bag, ReferenceTable
 

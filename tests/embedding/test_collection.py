@@ -5,11 +5,11 @@ from ast import literal_eval
 import pytest
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.dist import World
+from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.runtime.world import World
 from tests.embedding.cases import SEED, Case, Spec
 
 CASE = Case(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.embedding.initial import fill_uniform
-from sbpflow.embedding.optimizers import SparseOptimizer
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage.initial import fill_uniform
 from sbpflow.errors import ConfigError
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.reference_wdl import ReferenceWdl, SparseRule

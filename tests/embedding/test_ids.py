@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from sbpflow.embedding.ids import Bags, IdReader
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.ids.reader import Bags, IdReader
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Split, parse_nd_sbp
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, parse_nd_sbp
 
 FEATURES = (
     FeatureConfig(name="a"),

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from sbpflow.embedding.access import Access
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.storage import FbgemmStorage, TorchStorage
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
+from sbpflow.embedding.storage.torch_storage import TorchStorage
 
 pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed")
 CPU = torch.device("cpu")

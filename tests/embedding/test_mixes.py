@@ -15,10 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
-from sbpflow.embedding import collection as collection_module
-from sbpflow.embedding.kernels import make_storage
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.storage.choose import make_storage
 from sbpflow.errors import DataError
 from tests.embedding.cases import Spec
 from tests.embedding.mixes import Mix, as_input, expected, make_collection, train
@@ -366,7 +365,7 @@ def watch(world, mix: Mix) -> list[tuple[int, int]]:
         watched.append(Watched(make_storage(*args, **kwargs)))
         return watched[-1]
 
-    with mock.patch.object(collection_module, "make_storage", make):
+    with mock.patch("sbpflow.embedding.collection.make_storage", make):
         train(world, mix)
     return [(len(storage.held), storage.most) for storage in watched]
 

@@ -4,15 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.embedding.access import Access
-from sbpflow.embedding.addresses import LocalAddresses, OwnerAddresses
-from sbpflow.embedding.ids import BatchIds
-from sbpflow.embedding.initial import fill_uniform
-from sbpflow.embedding.kernels import choose_kernel, choose_kernels
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.plan import plan_embeddings
-from sbpflow.embedding.stack import Stack
-from sbpflow.embedding.tables import (
+from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
+from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
     Shard,
@@ -21,10 +18,13 @@ from sbpflow.embedding.tables import (
     check_cover,
     shards_of,
 )
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.choose import choose_kernel, choose_kernels
+from sbpflow.embedding.storage.initial import fill_uniform
 from sbpflow.errors import ConfigError
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests.embedding.cases import Case, Spec
 
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_fbgemm_serves_only_what_it_means_the_same(width, optimizer, dtype, spli
 
 
 def test_without_fbgemm_torch_serves_and_says_so(monkeypatch):
-    monkeypatch.setattr("sbpflow.embedding.kernels.import_fbgemm", lambda: None)
+    monkeypatch.setattr("sbpflow.embedding.storage.choose.import_fbgemm", lambda: None)
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
     with pytest.raises(ConfigError, match=r"parallel\.kernel: fbgemm, but FBGEMM is not installed"):

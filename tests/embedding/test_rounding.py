@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from sbpflow.embedding.access import Access
-from sbpflow.embedding.optimizers import SparseOptimizer
-from sbpflow.embedding.rounding import HALF_DTYPES, round_randomly
-from sbpflow.embedding.storage import TorchStorage
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.rounding import HALF_DTYPES, round_randomly
+from sbpflow.embedding.storage.torch_storage import TorchStorage
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)

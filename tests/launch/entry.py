@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.launch import run_main
+from sbpflow.runtime.launch import run_main
 
 
 def main() -> int | None:
@@ -21,7 +21,7 @@ def main() -> int | None:
     import torch.distributed as dist
 
     if mode == "world":
-        from sbpflow.dist import World
+        from sbpflow.runtime.world import World
 
         World.start("cpu", timeout_s=float(os.environ["TIMEOUT_S"]))
         (ready / f"rank{rank}").write_text(str(os.getpid()))

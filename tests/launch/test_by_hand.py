@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sbpflow import last_words
-from sbpflow.dist import World, device_type_of
 from sbpflow.errors import ConfigError, DataError, TrainingError
-from sbpflow.last_words import AbsentError, Meeting, Words, compose, first_line, no_store
-from sbpflow.launch import ArgumentParser, classify
+from sbpflow.runtime import exit_messages as last_words
+from sbpflow.runtime.exit_messages import AbsentError, Meeting, Words, compose, first_line, no_store
+from sbpflow.runtime.launch import ArgumentParser, classify
+from sbpflow.runtime.world import World, device_type_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sbpflow import closing
-from sbpflow.dist import World
+from sbpflow.runtime import shutdown as closing
+from sbpflow.runtime.world import World
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def exit_codes(output: str) -> list[str]:
 
 def own_traceback(output: str) -> bool:
     """torchrun raises too; a traceback of ours has run_main in it."""
-    return "sbpflow/launch.py" in output
+    return "sbpflow/runtime/launch.py" in output
 
 
 @pytest.mark.parametrize("run", ["mistake_on_all"], indirect=True)

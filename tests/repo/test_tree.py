@@ -61,7 +61,7 @@ def imports(path: Path) -> set[str]:
 
 def test_the_lists_above_find_the_tree():
     names = {name(path) for path in FILES}
-    assert {"pyproject.toml", "sbpflow/config.py", "data/__init__.py", "README.md"} <= names
+    assert {"pyproject.toml", "sbpflow/config/schema.py", "data/__init__.py", "README.md"} <= names
     assert len(PYTHON) > 20
 
 
@@ -83,7 +83,7 @@ def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
         for path in PYTHON
         if path.relative_to(ROOT).parts[0] == "sbpflow" and path.name != "__main__.py"
     ]
-    assert "sbpflow.launch" in modules
+    assert "sbpflow.runtime.launch" in modules
     code = (
         f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('nvidia', 'fbgemm_gpu')])"
@@ -93,7 +93,9 @@ def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
 
 def test_the_launcher_is_light():
     """A Ctrl-C or a broken torch must be met inside run_main, not while importing it."""
-    assert run_python("import sbpflow.launch, sys; print('torch' in sys.modules)") == "False"
+    assert (
+        run_python("import sbpflow.runtime.launch, sys; print('torch' in sys.modules)") == "False"
+    )
 
 
 def run_python(code: str) -> str:
@@ -152,7 +154,7 @@ def test_the_wheel_holds_all_of_sbpflow_and_nothing_else(wheel):
 
 
 def test_extras_pin_pairs_that_fit():
-    from sbpflow.versions import FBGEMM_OF_TORCH, minor
+    from sbpflow.runtime.versions import FBGEMM_OF_TORCH, minor
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extra in ("cpu", "cuda"):

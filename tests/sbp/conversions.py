@@ -8,12 +8,12 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, format_nd_sbp
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, format_nd_sbp
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 from tests.meter import Meter
 

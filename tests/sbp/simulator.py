@@ -5,8 +5,8 @@ Covers worlds larger than the machine and backends it lacks; the real executor h
 
 import torch
 
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.boxing_program import compile_step
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.program import compile_step
 from tests import oracle
 from tests.sbp.conversions import whole_numbers
 

@@ -6,12 +6,13 @@ import itertools
 import pytest
 import torch
 
-from sbpflow import boxing_program, staging
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.layout import line_layout
-from sbpflow.sbp import Broadcast, Partial, Split
-from sbpflow.staging import Staging
+from sbpflow.boxing import buffers as staging
+from sbpflow.boxing import program as boxing_program
+from sbpflow.boxing.buffers import Staging
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.sbp.layout import line_layout
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests import oracle
 from tests.sbp.conversions import check_parts
 
@@ -60,7 +61,7 @@ def test_results_outlive_the_buffers_they_came_through(ranks):
 
 
 def test_staging_reuses_and_forgets(monkeypatch):
-    monkeypatch.setattr("sbpflow.staging.MIN_BYTES", 1000)
+    monkeypatch.setattr("sbpflow.boxing.buffers.MIN_BYTES", 1000)
     pool = Staging()
     loan = pool.loan()
     first = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
@@ -73,7 +74,7 @@ def test_staging_reuses_and_forgets(monkeypatch):
     again = pool.loan().take((9000,), torch.empty(0, dtype=torch.int32))
     assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
     assert pool.kept_bytes == 40_000
-    monkeypatch.setattr("sbpflow.staging.MAX_KEPT_BYTES", 50_000)
+    monkeypatch.setattr("sbpflow.boxing.buffers.MAX_KEPT_BYTES", 50_000)
     loan = pool.loan()
     loan.take((3000,), torch.empty(0)), loan.take((6000,), torch.empty(0))
     loan.give_back()

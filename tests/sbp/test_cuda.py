@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Split, parse_nd_sbp
+from sbpflow.boxing.executor import Boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, parse_nd_sbp
 from tests.sbp.conversions import check_conversion, convert_all, one_axis
 from tests.sbp.test_model import LAYOUTS, train
 

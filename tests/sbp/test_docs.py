@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sbpflow import op_apply, ops
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.layout import line_layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import parse_nd_sbp, parse_sbp
-from sbpflow.signature import describe
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.sbp.layout import line_layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import parse_nd_sbp, parse_sbp
+from sbpflow.tensor import dispatch, ops
+from sbpflow.tensor.signature import describe
 from tests.sbp import test_ops
 
 PAGE = Path(__file__).parents[2] / "docs" / "sbp.md"
@@ -91,8 +91,8 @@ UNLIKE_TORCH = {  # what test_ops does not compare with a plain op, on one float
 
 def test_the_table_of_signatures_holds(monkeypatch):
     seen = []
-    deduce = op_apply.deduce
-    monkeypatch.setattr(op_apply, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
+    deduce = dispatch.deduce
+    monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
     for op, shown in _rows("Ops choose their layouts"):
         seen.clear()
         call, shapes_of = _call_of(op)

@@ -8,7 +8,7 @@ scheme 2, which contradicts its own derivation, and counts ids with the copy tha
 import pytest
 
 from models.run_plan import Columns, plan_run
-from sbpflow.config import (
+from sbpflow.config.schema import (
     Config,
     DataConfig,
     ModelConfig,
@@ -17,7 +17,7 @@ from sbpflow.config import (
     SparseSgd,
     WideConfig,
 )
-from sbpflow.explain import describe
+from sbpflow.run.explain import describe
 
 B, F, D_EACH, CROSSES, DENSE, HIDDEN = 16384, 26, 16, 2, 13, 1024
 COLUMNS = Columns(

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.boxing.executor import Boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 from tests.sbp.conversions import check_parts, sum_over_ranks
 

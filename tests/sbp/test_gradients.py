@@ -5,16 +5,16 @@ import itertools
 import pytest
 import torch
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_plan import plan_boxing
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.gradients import GradientSync, sync_gradients
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.gradient_sync import GradientSync, sync_gradients
 from tests import oracle
 from tests.meter import Meter
 from tests.ranks import RanksFailed

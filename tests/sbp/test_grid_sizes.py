@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
-from sbpflow.global_tensor import GlobalTensor, check_user
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, balanced_sizes, format_nd_sbp, parse_nd_sbp
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, balanced_sizes, format_nd_sbp, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor, check_user
 from tests import oracle
 from tests.sbp import test_ops
 from tests.sbp.conversions import check_parts, whole_numbers

@@ -7,13 +7,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import Partial as DPartial
 
-from sbpflow.boxing import Boxing
+from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.interchange import chunk_sizes, from_dtensor, from_mesh, to_dtensor, to_mesh
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.tensor.dtensor import chunk_sizes, from_dtensor, from_mesh, to_dtensor, to_mesh
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 from tests.sbp.conversions import check_parts, one_axis, whole_numbers
 

@@ -10,14 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_moves import find_moves
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.moves import find_moves
 from sbpflow.errors import SbpError
-from sbpflow.global_shape import full_shape
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout, line_layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import (
+from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import (
     Broadcast,
     Partial,
     Split,
@@ -27,6 +25,8 @@ from sbpflow.sbp import (
     parse_nd_sbp,
     parse_sbp,
 )
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.infer_shape import full_shape
 from tests import oracle
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)

@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.dist import World
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.op_linear import linear_of_parts
-from sbpflow.ops import reduce_sum
-from sbpflow.placement import Placement
-from sbpflow.sbp import parse_nd_sbp
+from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.ops.elementwise import reduce_sum
+from sbpflow.tensor.ops.matmul import linear_of_parts
 
 WIDTHS = (3, 8, 1)
 

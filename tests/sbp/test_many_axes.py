@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, parse_nd_sbp
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, parse_nd_sbp
 from tests.sbp.conversions import check_conversion, check_products, expected_names, one_axis
 
 GRID = [[0, 1], [2, 3]]

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_plan import plan_boxing
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
-from sbpflow.global_shape import infer_shape
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.gradients import GradientSync
-from sbpflow.layout import Layout, line_layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.gradient_sync import GradientSync
+from sbpflow.tensor.infer_shape import infer_shape
 from tests import oracle
 from tests.ranks import RanksFailed
 from tests.sbp.conversions import check_parts, whole_numbers
@@ -413,16 +413,16 @@ def test_an_id_that_is_no_row_on_a_grid(ranks):
 
 JOB = """
     import sys, time
-    from sbpflow.launch import run_main
+    from sbpflow.runtime.launch import run_main
 
     def main():
         import torch
         from sbpflow import ops
-        from sbpflow.boxing import Boxing
-        from sbpflow.dist import World
-        from sbpflow.global_tensor import GlobalTensor
-        from sbpflow.layout import line_layout
-        from sbpflow.sbp import Broadcast, Split
+        from sbpflow.boxing.executor import Boxing
+        from sbpflow.runtime.world import World
+        from sbpflow.tensor.global_tensor import GlobalTensor
+        from sbpflow.sbp.layout import line_layout
+        from sbpflow.sbp.sbp import Broadcast, Split
 
         world = World.start("cpu", timeout_s=120)
         boxing = Boxing(world)

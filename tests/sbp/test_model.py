@@ -7,14 +7,14 @@ changes between them.
 import pytest
 import torch
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.gradients import GradientSync
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import parse_nd_sbp
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.gradient_sync import GradientSync
 from tests.meter import Meter
 
 BATCH, FIELDS, ROWS, WIDTH, DENSE, HIDDEN = 11, 3, 9, 5, 4, 8

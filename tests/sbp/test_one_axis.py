@@ -5,8 +5,8 @@ A failure here names the pair, the shape and the rank; ``tests/oracle.py`` has w
 
 import pytest
 
-from sbpflow import boxing_program
-from sbpflow.sbp import Broadcast, Split
+from sbpflow.boxing import program as boxing_program
+from sbpflow.sbp.sbp import Broadcast, Split
 from tests.sbp.conversions import EXCHANGE, convert_all, expected_names, one_axis
 
 SHAPES = [(4, 4), (6, 8), (5, 7), (25, 33), (13, 17)]

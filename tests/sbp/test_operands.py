@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from sbpflow import ops
 from sbpflow.errors import SbpError
+from sbpflow.tensor import ops
 from tests.sbp.test_mistakes import dry, wrong
 
 PLAIN = torch.ones(5, 7)

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sbpflow import op_apply, ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_plan import plan_boxing
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Partial, Split, parse_nd_sbp
-from sbpflow.signature import deduce, describe
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Partial, Split, parse_nd_sbp
+from sbpflow.tensor import dispatch, ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.signature import deduce, describe
 from tests import oracle
 from tests.sbp.conversions import check_parts, one_axis, whole_numbers
 
@@ -206,8 +206,8 @@ def dry_operands(name, nd_sbps, boxing, placement):
 def test_signatures_are_the_table(name, monkeypatch):
     """The table is what the op offers, and each signature is taken as it stands."""
     seen = []
-    deduce = op_apply.deduce
-    monkeypatch.setattr(op_apply, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
+    deduce = dispatch.deduce
+    monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
     placement = Placement.line("cpu", 2)
     for text in SIGNATURES[name].split("; "):
         if "S(1)" in text and any(s == (7, 1) for s in OPS[name][2]):
@@ -303,8 +303,8 @@ def test_every_op_is_compared_with_plain_torch():
     public = {
         name
         for name, value in vars(ops).items()
-        if inspect.isfunction(value) and value.__module__.startswith("sbpflow.op")
-        and not name.startswith("_") and value is not vars(op_apply).get(name)
+        if inspect.isfunction(value) and value.__module__.startswith("sbpflow.tensor.ops")
+        and not name.startswith("_") and value is not vars(dispatch).get(name)
     }  # fmt: skip
     elsewhere = {"dropout": "test_dropout_masks", "reduce_max": "test_reduce_max_over_a_split_dim",
                  "cast": "test_cast_keeps_partial_only_if_terms_lose_nothing"}  # fmt: skip

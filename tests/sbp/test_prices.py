@@ -9,12 +9,12 @@ from typing import get_args
 import pytest
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import format_steps, plan_boxing
-from sbpflow.boxing_step import Collective
-from sbpflow.layout import Layout, line_layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import format_steps, plan_boxing
+from sbpflow.boxing.step import Collective
+from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests import oracle
 from tests.meter import Meter
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, balanced_sizes
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, balanced_sizes
 from tests import oracle
 from tests.sbp.conversions import check_conversion, whole_numbers
 from tests.sbp.simulator import simulate
@@ -72,7 +72,8 @@ def cases(draw, world_size):
 def _reproduction(case, backend):
     src, dst, shape, dtype = case
     return (
-        "from sbpflow.layout import *; from sbpflow.placement import *; from sbpflow.sbp import *; "
+        "from sbpflow.sbp.layout import *; from sbpflow.sbp.placement import *; "
+        "from sbpflow.sbp.sbp import *; "
         "from tests.sbp.simulator import check\n"
         f"check({src!r}, {dst!r}, {shape!r}, {dtype!r}, {backend!r})"
     )

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import parse_nd_sbp
+from sbpflow.boxing.executor import Boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 
 HALVES = ["float16", "bfloat16"]

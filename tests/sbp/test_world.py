@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sbpflow import ops
-from sbpflow.boxing import Boxing
-from sbpflow.boxing_dry import DryBoxing
-from sbpflow.boxing_plan import plan_boxing
-from sbpflow.comm_log import CommRecord
-from sbpflow.dist import World
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.global_shape import infer_shape
-from sbpflow.global_tensor import GlobalTensor
-from sbpflow.layout import Layout, line_layout
-from sbpflow.placement import Placement
-from sbpflow.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.runtime.comm_log import CommRecord
+from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.infer_shape import infer_shape
 from tests import oracle
 from tests.ranks import RanksFailed
 from tests.torchrun import run_script
@@ -269,11 +269,11 @@ def _script(text, env=None, **kwargs):
 
 ALONE = """
     import torch
-    from sbpflow.boxing import Boxing
-    from sbpflow.boxing_plan import plan_boxing
-    from sbpflow.dist import World
-    from sbpflow.layout import line_layout
-    from sbpflow.sbp import parse_sbp
+    from sbpflow.boxing.executor import Boxing
+    from sbpflow.boxing.plan import plan_boxing
+    from sbpflow.runtime.world import World
+    from sbpflow.sbp.layout import line_layout
+    from sbpflow.sbp.sbp import parse_sbp
 
     with World.start("cpu") as world:
         world.log.enabled = True
@@ -306,11 +306,11 @@ def test_half_an_environment_is_refused():
 def test_torchrun_starts_a_world(tmp_path):
     source = """
         import torch
-        from sbpflow.boxing import Boxing
-        from sbpflow.boxing_plan import plan_boxing
-        from sbpflow.dist import World
-        from sbpflow.layout import line_layout
-        from sbpflow.sbp import Broadcast, Partial
+        from sbpflow.boxing.executor import Boxing
+        from sbpflow.boxing.plan import plan_boxing
+        from sbpflow.runtime.world import World
+        from sbpflow.sbp.layout import line_layout
+        from sbpflow.sbp.sbp import Broadcast, Partial
 
         with World.start("cpu", timeout_s=60, checked=True) as world:
             src, dst = (line_layout("cpu", world.size, s) for s in (Partial(), Broadcast()))

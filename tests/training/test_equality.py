@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config import Config, Ftrl, TableRule
-from sbpflow.embedding.initial import fill_uniform
+from sbpflow.config.schema import Config, Ftrl, TableRule
+from sbpflow.embedding.storage.initial import fill_uniform
 from tests.reference_wdl import ReferenceWdl, SparseRule
 from tests.training.wdl_case import COLUMNS, SPARSE, join_tables, make_batches, make_config, train
 

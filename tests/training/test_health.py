@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.boxing import Boxing
-from sbpflow.dist import World
+from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError, DataError, TrainingError
+from sbpflow.runtime.world import World
 from sbpflow.training.evaluate import gather_rows, score_split
 from sbpflow.training.health import (
     LossWatch,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config import Ftrl, OptimizerConfig, ScheduleConfig
-from sbpflow.dist import World
-from sbpflow.embedding.initial import stream_key
+from sbpflow.config.schema import Ftrl, OptimizerConfig, ScheduleConfig
+from sbpflow.embedding.storage.initial import stream_key
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.world import World
 from sbpflow.training.learning_rate import constant, rate_factor
 from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
 

@@ -18,7 +18,7 @@ from data.format.manifest import load_manifest, write_manifest
 from data.format.npy import file_crc32
 from models.wdl import wdl_spec
 from sbpflow.__main__ import explain
-from sbpflow.config import ModelConfig, WideConfig
+from sbpflow.config.schema import ModelConfig, WideConfig
 from sbpflow.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ class Run:
     def end(self, limit_s: float = 60) -> str:
         text, _ = self.process.communicate(timeout=limit_s)
         assert self.process.returncode != 0
-        assert "sbpflow/launch.py" not in text, text  # a traceback of ours
+        assert "sbpflow/runtime/launch.py" not in text, text  # a traceback of ours
         return text
 
     def ranks(self) -> list[int]:

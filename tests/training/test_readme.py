@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sbpflow.__main__ import explain
-from sbpflow.config import load_config
+from sbpflow.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", " ")

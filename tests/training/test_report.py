@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sbpflow.config import load_config
+from sbpflow.config.load import load_config
 from sbpflow.errors import ConfigError
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress

@@ -16,7 +16,7 @@ from data import load_manifest
 from data.read.loaders import open_loaders
 from models.run_plan import sparse_optimizer
 from sbpflow.__main__ import explain
-from sbpflow.config import (
+from sbpflow.config.schema import (
     Adagrad,
     Adam,
     AdamW,
@@ -27,9 +27,9 @@ from sbpflow.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from sbpflow.dist import World
 from sbpflow.errors import ConfigError
-from sbpflow.explain import describe
+from sbpflow.run.explain import describe
+from sbpflow.runtime.world import World
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.metrics import Evaluation

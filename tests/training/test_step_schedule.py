@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from models.run_plan import plan_run
-from sbpflow.dist import World
 from sbpflow.errors import DataError, SbpError, TrainingError
-from sbpflow.explain import describe
+from sbpflow.run.explain import describe
+from sbpflow.runtime.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, ahead

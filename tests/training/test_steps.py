@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from models.run_plan import plan_run
-from sbpflow.boxing import Boxing, Pending
-from sbpflow.config import Config, TableRule
-from sbpflow.dist import World
-from sbpflow.embedding.exchange import Exchange
-from sbpflow.explain import describe
+from sbpflow.boxing.executor import Boxing, Pending
+from sbpflow.config.schema import Config, TableRule
+from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.run.explain import describe
+from sbpflow.runtime.world import World
 from sbpflow.training.health import check_replicas
 from tests.ranks import RanksFailed
 from tests.training.wdl_case import COLUMNS, make_batches, make_config, make_job, to_device

@@ -9,8 +9,8 @@ import torch
 
 from models.job import Job, build_job
 from models.run_plan import Columns, plan_run
-from sbpflow.boxing import Boxing
-from sbpflow.config import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import (
     Adagrad,
     Adam,
     AdamW,
@@ -27,8 +27,8 @@ from sbpflow.config import (
     TableRule,
     WideConfig,
 )
-from sbpflow.dist import World
-from sbpflow.sbp import balanced_sizes
+from sbpflow.runtime.world import World
+from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 
 # No size divides by 2, 3 or 4, and C4 has fewer rows than four ranks.

@@ -1,0 +1,28 @@
+"""Boxing without ranks: follows one rank of a world that is not running, and lists its steps.
+
+For ``explain`` and tests: a model on GlobalTensors, forward and backward, runs on meta tensors and
+leaves behind exactly the steps that a real run would execute.
+"""
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing, Finish
+from sbpflow.boxing.plan import BoxingStep
+from sbpflow.runtime.world import World
+
+
+class DryBoxing(Boxing):
+    """``trace`` has the steps in the order they were asked for, those without traffic included."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        super().__init__(World(rank, size, torch.device("meta"), owns_default_group=False))
+        self.trace: list[BoxingStep] = []
+
+    def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
+        self.trace.append(step)
+        shape = step.dst.part_shape(step.shape, self.world.rank)
+        if shape is None:
+            return lambda: None
+        out = torch.empty(shape, dtype=step.dtype, device="meta")
+        return lambda: out

@@ -1,0 +1,72 @@
+"""Plans conversions: a printable list of steps, each with at most one collective and its bytes.
+
+Pure: no rank runs, no tensor is touched, so ``explain`` and the planner call it for any world. The
+executor is ``boxing``; it follows the list and adds nothing. The search over several steps, needed
+for n-D layouts and for partial sums that change placement, is ``boxing_search``.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from sbpflow.boxing.moves import find_moves, is_local
+from sbpflow.boxing.search import cheapest_route
+from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step, one_step_legal
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout
+
+__all__ = ["BoxingStep", "Collective", "format_steps", "plan_boxing"]
+
+
+def plan_boxing(
+    src: Layout,
+    dst: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    id: str,
+    backend: str,
+) -> tuple[BoxingStep, ...]:
+    """The cheapest steps that turn ``src`` into ``dst``, value kept.
+
+    Empty if the layouts are equal. A list of several steps numbers their ids: "<id>.0", "<id>.1".
+    ``backend`` is "gloo" or "nccl". Raises SbpError when a split does not fit ``shape``, or
+    P is asked of a dtype that does not add up.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise SbpError(f"backend {backend!r} is not known; use gloo or nccl")
+    return _plan(src, dst, tuple(shape), dtype, id, backend)
+
+
+@lru_cache(maxsize=16384)
+def _plan(
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, backend: str
+) -> tuple[BoxingStep, ...]:
+    if src == dst:
+        return ()
+    check_dtype(src, dtype)
+    check_dtype(dst, dtype)
+    route = (src, dst)
+    if not is_direct(src, dst, shape):
+        route = cheapest_route(src, dst, shape, dtype, backend)
+    names = [id] if len(route) == 2 else [f"{id}.{n}" for n in range(len(route) - 1)]
+    return tuple(
+        make_step(name, a, b, shape, dtype, backend)
+        for name, a, b in zip(names, route, route[1:], strict=False)
+    )
+
+
+def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether one step is certainly the best plan, so that no search is needed."""
+    if not one_step_legal(src, dst):
+        return False
+    same = src.placement == dst.placement
+    if same and src.placement.ndim == 1:
+        return True
+    return is_local(find_moves(src, dst, shape))
+
+
+def format_steps(steps: Sequence[BoxingStep]) -> str:
+    """One line per step, or a line that says there is nothing to do."""
+    return "\n".join(str(step) for step in steps) or "nothing to do: the layouts are equal"

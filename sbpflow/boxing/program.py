@@ -1,0 +1,296 @@
+"""One rank's share of one step, compiled once: how to pack, sizes to exchange, how to unpack.
+
+Touches local tensors only; ``boxing`` issues the collective between ``pack`` and ``unpack``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.copies import (
+    Landing,
+    LocalFn,
+    Pack,
+    Piece,
+    Shape,
+    Unpack,
+    adder,
+    as_it_is,
+    assembler,
+    closed_up,
+    combiner,
+    cutter,
+    keep,
+    lengths,
+    lie_in_order,
+    neutral,
+    packer,
+    pad_to,
+    padder,
+    run_of,
+    run_taker,
+    slicer,
+    whole,
+)
+from sbpflow.boxing.moves import Box, Move, numel, shift
+from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, padded_part
+from sbpflow.sbp.sbp import Partial, Reduction
+
+# A piece that stays on its rank skips the buffers from this size on; below it, the copies saved
+# take less time than the calls that save them (benchmarks.boxing, gloo, 2 ranks).
+APART_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``pack`` makes the send buffer from the part; ``unpack`` makes the result from what came.
+
+    ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. Else it
+    takes a buffer of ``receive_shape``; if it ``keeps_received``, that buffer is the result, and
+    must not be lent. ``sizes`` has what an all-to-all receives from and sends to each rank of the
+    group, None where all of it is equal. What is sent goes as ``wire`` dtype, None for its own.
+
+    An exchange that leaves out what this rank would send to itself has ``stays`` where that is
+    copied, or where it is a term ``add_own`` instead of ``unpack``: (received, part) -> result.
+    """
+
+    step: BoxingStep
+    group: tuple[int, ...] | None
+    bytes_sent: int
+    part_shape: Shape | None
+    reduction: Reduction
+    unpack: Unpack
+    changes_device: bool
+    wire: torch.dtype | None
+    pack: Pack = as_it_is
+    receive_shape: Shape = ()
+    keeps_received: bool = True
+    sizes: tuple[list[int], list[int]] | None = None
+    stays: "Stays | None" = None
+    add_own: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """The box of the part that stays on its rank: copied straight into the result.
+
+    It skips the send buffer, the backend's copy to itself and the receive buffer. What others send
+    is received into ``run`` of the flat result, or is copied from the buffer as ``pieces`` say.
+    """
+
+    shape: Shape
+    cut: LocalFn  # its place in the part
+    put: LocalFn  # and in the result
+    run: slice | None
+    pieces: tuple[tuple[LocalFn, Piece], ...]
+
+    def place(self, received: Tensor, out: Tensor) -> Tensor:
+        """``out`` with what came, once it is there."""
+        if self.run is None:
+            for put, piece in self.pieces:
+                put(out).copy_(piece.of(received))
+        return out
+
+
+def compile_step(step: BoxingStep, rank: int) -> Program:
+    """What ``rank`` does in ``step``."""
+    group = step.group_of(rank)
+    base = Program(
+        step=step,
+        group=group,
+        bytes_sent=step.bytes_sent(rank),
+        part_shape=step.src.part_shape(step.shape, rank),
+        reduction=reduction_of(step),
+        unpack=keep,
+        changes_device=step.src.placement.device_type != step.dst.placement.device_type,
+        wire=_wire(step.dtype),
+    )
+    if group is None:
+        return replace(base, unpack=_local(step, rank))
+    if step.collective == "all_gather":
+        return _all_gather(base, rank, group)
+    if step.collective == "all_reduce":
+        return base
+    return _exchange(base, rank, group)
+
+
+def _wire(dtype: torch.dtype) -> torch.dtype | None:
+    """A dtype of the same size that the backends know: where nothing is added up, bits are enough.
+
+    None if they know ``dtype`` itself.
+    """
+    if dtype in WIRE_DTYPES or dtype == torch.bool:
+        return None
+    return {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize)
+
+
+def _landed(base: Program, landing: Landing) -> Program:
+    shape, unpack = landing
+    return replace(base, receive_shape=shape, unpack=unpack, keeps_received=unpack is keep)
+
+
+def reduction_of(step: BoxingStep) -> Reduction:
+    """How terms combine in this step; sum where there are none."""
+    ops: list[Reduction] = [
+        s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)
+    ]
+    return ops[0] if ops else "sum"
+
+
+def _nothing(part: Tensor) -> None:
+    """What a rank outside the destination has."""
+    del part
+
+
+def _local(step: BoxingStep, rank: int) -> Unpack:
+    """Slice the part, or set it into a part of neutral elements; no rank hears of it."""
+    dst_box = step.dst.part_slices(step.shape, rank)
+    if dst_box is None:
+        return _nothing
+    shape, fill = lengths(dst_box), neutral(reduction_of(step), step.dtype)
+    move = next((m for m in step.moves if m.src == m.dst == rank), None)
+    if move is None:
+        return lambda part: part.new_full(shape, fill)
+    src_box = step.src.part_slices(step.shape, rank) or ()
+    inside, at = shift(move.box, src_box), shift(move.box, dst_box)
+    if at == whole(shape):
+        return slicer(inside, lengths(src_box))
+    return padder(inside, at, lengths(src_box), shape, fill)
+
+
+def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
+    """Every part, padded to the largest, to every rank of the group."""
+    step = base.step
+    stride = padded_part(step.src, step.shape, group)
+    mine = numel(step.src.part_slices(step.shape, rank) or ())
+    dst_box = step.dst.part_slices(step.shape, rank) or ()
+    boxes = [(n * stride, step.src.part_slices(step.shape, r) or ()) for n, r in enumerate(group)]
+    pieces = [Piece(offset, shift(box, dst_box)) for offset, box in boxes if numel(box)]
+    packed = replace(base, pack=pad_to(stride) if mine < stride else as_it_is)
+    return _landed(packed, assembler(pieces, lengths(dst_box), stride * len(group)))
+
+
+def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
+    """Each rank of the group gets the box it needs; terms are combined in rank order."""
+    step = base.step
+    leaving = {move.dst: move for move in step.moves if move.src == rank}
+    coming = {move.src: move for move in step.moves if move.dst == rank}
+    dst_box = step.dst.part_slices(step.shape, rank)
+    sent, send_sizes = _pieces(leaving, group, step.src.part_slices(step.shape, rank))
+    received, receive_sizes = _pieces(coming, group, dst_box)
+    exchanged = replace(
+        base,
+        pack=packer(list(sent.values()), (0,) if base.part_shape is None else base.part_shape),
+        sizes=None if _all_equal(step, group) else (receive_sizes, send_sizes),
+    )
+    if dst_box is None:
+        return _landed(exchanged, ((sum(receive_sizes),), _nothing))
+    shape, total = lengths(dst_box), sum(receive_sizes)
+    if step.collective == "reduce_scatter":
+        return replace(exchanged, receive_shape=shape)
+    own = received.get(rank)
+    apart = None
+    if own is not None and own.numel * step.dtype.itemsize >= APART_BYTES:
+        apart = _leave_out_own(exchanged, rank, group, sent)
+    if any(isinstance(sbp, Partial) for sbp in (*step.src.nd_sbp, *step.dst.nd_sbp)):
+        terms = {source: received[source] for source in coming}
+        alike = len(terms) > 1 and all(term.box == whole(shape) for term in terms.values())
+        if apart is not None and alike:
+            return _adding_apart(apart, rank, sent[rank], terms, shape)
+        return _landed(exchanged, combiner(list(terms.values()), shape, total, base.reduction))
+    if apart is not None:
+        apart = _staying_apart(apart, rank, sent[rank], received, shape)
+    return apart or _landed(exchanged, assembler(list(received.values()), shape, total))
+
+
+def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
+    """Whether each rank of the group sends the same amount to each, below ``APART_BYTES``.
+
+    Sizes need not be told then; all ranks must find the same, so it is asked of the whole group.
+    """
+    inside = [move.numel for move in step.moves if move.src in group]
+    return (
+        len(inside) == len(group) ** 2
+        and len(set(inside)) == 1
+        and inside[0] * step.dtype.itemsize < APART_BYTES
+    )
+
+
+def _leave_out_own(
+    base: Program, rank: int, group: tuple[int, ...], sent: dict[int, Piece]
+) -> Program | None:
+    """The exchange without this rank's own piece, where that costs no copy of the others.
+
+    They must still be sent from one run of the part, or be packed anyway.
+    """
+    if rank not in sent or base.sizes is None or len(sent) < 2:
+        return None
+    part_shape = base.part_shape or ()
+    leaving = [piece for peer, piece in sent.items() if peer != rank]
+    run = run_of(leaving, part_shape)
+    if run is None and _in_order(sent, part_shape):
+        return None
+    at = group.index(rank)
+    come, leave = ([0 if n == at else k for n, k in enumerate(each)] for each in base.sizes)
+    return replace(
+        base,
+        pack=packer(leaving, part_shape) if run is None else run_taker(run),
+        receive_shape=(sum(come),),
+        keeps_received=False,
+        sizes=(come, leave),
+    )
+
+
+def _staying_apart(
+    base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
+) -> Program | None:
+    """With the own piece copied beside the exchange, if the others then need no copy more.
+
+    They must be received into one run of the result, or be copied anyway.
+    """
+    coming = [piece for peer, piece in received.items() if peer != rank]
+    run = run_of(coming, shape)
+    if not coming or (run is None and _in_order(received, shape)):
+        return None
+    stays = Stays(
+        shape,
+        cutter(own.box, base.part_shape or ()),
+        cutter(received[rank].box, shape),
+        run,
+        tuple((cutter(piece.box, shape), piece) for piece in closed_up(coming)),
+    )
+    return replace(base, stays=stays)
+
+
+def _adding_apart(
+    base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
+) -> Program:
+    """With the own term taken from the part once the others' came; order as in ``terms``."""
+    others = sorted(terms.keys() - {rank})
+    places = [len(others) if source == rank else others.index(source) for source in terms]
+    cut = cutter(own.box, base.part_shape or ())
+    return replace(
+        base,
+        receive_shape=(len(others), *shape),
+        add_own=adder(cut, places, base.reduction),
+    )
+
+
+def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
+    return lie_in_order(list(pieces.values()), shape, numel(whole(shape)))
+
+
+def _pieces(
+    moves: dict[int, Move], group: tuple[int, ...], origin: Box | None
+) -> tuple[dict[int, Piece], list[int]]:
+    """A buffer with one stretch per rank of the group, empty where nothing moves."""
+    pieces: dict[int, Piece] = {}
+    sizes: list[int] = []
+    for rank in group:
+        move = moves.get(rank)
+        if move is not None and origin is not None:
+            pieces[rank] = Piece(sum(sizes), shift(move.box, origin))
+        sizes.append(0 if move is None else move.numel)
+    return pieces, sizes

@@ -1,0 +1,207 @@
+"""One step of a conversion: the collective that carries it, among whom, for how many bytes.
+
+Pure values. ``boxing_plan`` makes lists of them, ``boxing`` runs them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+
+from sbpflow.boxing.moves import Move, find_moves, is_local, numel
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
+
+Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
+Groups = tuple[tuple[int, ...], ...]
+
+# An all-gather needs parts of one size and pads the others; past this much padding an all-to-all,
+# which sends exact sizes, takes its place. Balanced splits, whose parts differ by one, always pad.
+MAX_PADDING = 0.25
+
+# What gloo and NCCL know (torch 2.13); terms of others are exchanged and added locally.
+WIRE_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+# What torch adds and compares everywhere; a layout with P takes no other dtype.
+TERM_DTYPES = WIRE_DTYPES | {torch.int16}
+# For a dtype without addition, one that holds all its values and has it.
+_WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxingStep:
+    """One conversion: ``shape`` and ``dtype`` are those of the full tensor.
+
+    ``groups`` are disjoint, each in rank order; ranks talk only inside their group. ``collective``
+    is what really runs on the backend it was planned for. ``id`` is "<owner>/<fwd|bwd>/<n>".
+    """
+
+    id: str
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    collective: Collective
+    groups: Groups
+
+    def bytes_sent(self, rank: int) -> int:
+        """What ``rank`` sends to other ranks; 0 for a rank that takes no part."""
+        return self._bytes_by_rank.get(rank, 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sent by all ranks together."""
+        return sum(self._bytes_by_rank.values())
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """Every box that goes from one rank to another, or stays."""
+        return find_moves(self.src, self.dst, self.shape)
+
+    def group_of(self, rank: int) -> tuple[int, ...] | None:
+        """The group that ``rank`` talks in, if it talks."""
+        return next((group for group in self.groups if rank in group), None)
+
+    @cached_property
+    def _bytes_by_rank(self) -> dict[int, int]:
+        return {
+            rank: self.dtype.itemsize * elements
+            for group in self.groups
+            for rank, elements in zip(group, self._elements_sent(group), strict=True)
+        }
+
+    def _elements_sent(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        size = len(group)
+        if self.collective == "all_to_all":
+            return tuple(
+                sum(move.numel for move in self.moves if move.src == rank != move.dst)
+                for rank in group
+            )
+        if self.collective == "all_gather":
+            return ((size - 1) * padded_part(self.src, self.shape, group),) * size
+        # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
+        rounds = 2 if self.collective == "all_reduce" else 1
+        whole = numel(self.src.part_slices(self.shape, group[0]) or ())
+        return balanced_sizes(rounds * (size - 1) * whole, size)
+
+    def __str__(self) -> str:
+        where = " ".join(str(list(group)) for group in self.groups)
+        arrow = f"{self.src} -> {self.dst}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        traffic = f"{self.collective} {where} {self.total_bytes:,} B" if self.groups else "none"
+        return f"{self.id}: {arrow} {dtype}{list(self.shape)}: {traffic}"
+
+
+@lru_cache(maxsize=4096)
+def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
+    """Raise SbpError for a layout with P of a dtype whose terms nothing adds up or compares."""
+    if dtype in TERM_DTYPES or not any(isinstance(sbp, Partial) for sbp in layout.nd_sbp):
+        return
+    raise SbpError(
+        f"{layout} of {dtype}: P takes a dtype that adds up, float16 to float64, bfloat16, int8 to "
+        f"int64 or uint8; convert to {_WIDER.get(dtype, torch.float64)} first, or use S or B"
+    )
+
+
+def one_step_legal(src: Layout, dst: Layout) -> bool:
+    """A step combines terms with one operation: P(max) -> P must pass through B or S."""
+    ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
+    return len(ops) <= 1
+
+
+def make_step(
+    id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
+) -> BoxingStep:
+    """One step, with its collective chosen for ``backend``."""
+    moves = find_moves(src, dst, shape)
+    collective: Collective = "none"
+    groups: Groups = ()
+    if not is_local(moves):
+        if dtype.itemsize > 8:
+            raise SbpError(f"neither gloo nor NCCL moves {dtype}; convert it, or send its parts")
+        groups, changes = _talking_groups(src, dst, moves)
+        collective = _choose_collective(src, dst, shape, dtype, backend, groups, changes)
+    return BoxingStep(
+        id=id,
+        src=src,
+        dst=dst,
+        shape=shape,
+        dtype=dtype,
+        collective=collective,
+        groups=groups,
+    )
+
+
+def _talking_groups(
+    src: Layout, dst: Layout, moves: tuple[Move, ...]
+) -> tuple[Groups, set[tuple[Sbp, Sbp]]]:
+    """The groups, and how each axis inside them changes; no changes listed across placements.
+
+    On one placement the groups are the lines (planes, ...) along the axes that change, widened
+    while moves leave them: they do not depend on sizes, so a short batch needs no new group.
+    """
+    if src.placement != dst.placement:
+        return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()
+    pairs = list(zip(src.nd_sbp, dst.nd_sbp, strict=True))
+    axes = {axis for axis, (a, b) in enumerate(pairs) if a != b}
+    while True:
+        groups = src.placement.plane_groups(axes)
+        home = {rank: n for n, group in enumerate(groups) for rank in group}
+        if all(home[move.src] == home[move.dst] for move in moves):
+            ordered = tuple(tuple(sorted(group)) for group in groups)
+            return ordered, {pairs[axis] for axis in axes}
+        axes = set(range(src.placement.ndim))
+
+
+def _choose_collective(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    backend: str,
+    groups: Groups,
+    changes: set[tuple[Sbp, Sbp]],
+) -> Collective:
+    if not changes:
+        return "all_to_all"
+    if all(isinstance(a, Partial) and isinstance(b, Broadcast) for a, b in changes):
+        return "all_reduce" if dtype in WIRE_DTYPES else "all_to_all"
+    if all(isinstance(a, Split) and isinstance(b, Broadcast) for a, b in changes):
+        return "all_gather" if _worth_padding(src, shape, groups, changes) else "all_to_all"
+    scatters = all(isinstance(a, Partial) and isinstance(b, Split) for a, b in changes)
+    ready = backend == "nccl" and dtype in WIRE_DTYPES
+    if scatters and ready and _even(dst, shape, groups):
+        return "reduce_scatter"
+    return "all_to_all"
+
+
+def padded_part(layout: Layout, shape: tuple[int, ...], group: tuple[int, ...]) -> int:
+    """Elements of the largest part in ``group``."""
+    return max(numel(layout.part_slices(shape, rank) or ()) for rank in group)
+
+
+def _worth_padding(
+    src: Layout, shape: tuple[int, ...], groups: Groups, changes: set[tuple[Sbp, Sbp]]
+) -> bool:
+    if all(isinstance(a, Split) and a.sizes is None for a, _ in changes):
+        return True
+    padded = sum(padded_part(src, shape, group) * len(group) for group in groups)
+    exact = sum(numel(src.part_slices(shape, rank) or ()) for g in groups for rank in g)
+    return padded <= (1 + MAX_PADDING) * exact
+
+
+def _even(dst: Layout, shape: tuple[int, ...], groups: Groups) -> bool:
+    counts = {numel(dst.part_slices(shape, rank) or ()) for group in groups for rank in group}
+    return len(counts) == 1

@@ -1,0 +1,1 @@
+"""The configuration: classes, reading, messages. Knows no model."""

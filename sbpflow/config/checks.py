@@ -1,0 +1,66 @@
+"""What is checked of a configuration before a run: world size, tables, folders."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import (
+    Shape,
+    TableLayoutConfig,
+    resolve_table_layouts,
+)
+from sbpflow.errors import ConfigError
+
+HOW_TO_MAKE_DATA = (
+    "make a set with `python -m data prepare --input train.tsv --output DIR` "
+    "or `python -m data synth --rows 300000 --output DIR`"
+)
+
+
+def check(
+    config: Config, tables: Mapping[str, Shape], world_size: int, device_type: str = "cpu"
+) -> dict[str, TableLayoutConfig]:
+    """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
+
+    Call it on every rank before any process group exists.
+    """
+    if config.data.batch_size < world_size:
+        raise ConfigError(
+            f"data.batch_size: {config.data.batch_size} rows for {world_size} ranks leave ranks "
+            f"without any; for example data.batch_size: {world_size}"
+        )
+    return resolve_table_layouts(config.parallel, tables, world_size, device_type)
+
+
+def run_dir(config: Config) -> Path:
+    """``run.dir``, made if need be; ConfigError where nothing can be written."""
+    folder = config.run.dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or "cannot be used").lower()
+        raise ConfigError(
+            f"run.dir: {folder} cannot be written to ({reason}); for example run.dir=runs/wdl"
+        ) from error
+    return folder
+
+
+def data_path(config: Config) -> Path:
+    """``data.path``, which a run needs; ConfigError where it is not given or not a folder."""
+    path = config.data.path
+    if path is None:
+        raise ConfigError(f"data.path: not given, for example data.path=DIR; {HOW_TO_MAKE_DATA}")
+    if problem := data_folder_problem(path):
+        raise ConfigError(problem)
+    return path
+
+
+def data_folder_problem(folder: Path) -> str | None:
+    """Why a prepared set cannot be read from ``folder``, and what to do; None if it is a folder."""
+    if folder.is_dir():
+        return None
+    what = "is not a folder" if folder.exists() else "does not exist"
+    return f"data.path: {folder} {what}; {HOW_TO_MAKE_DATA}"

@@ -1,0 +1,360 @@
+"""The ``parallel`` group: which layout each embedding table gets.
+
+A scheme is a short list of patterns; ``parallel.tables`` adds patterns after them, and the last one
+that matches a table's name decides. The result, one ``TableLayoutConfig`` per table, is all that
+the rest of sbpflow sees: nothing downstream knows schemes.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from sbpflow.config.parse import Example, Range
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import (
+    Broadcast,
+    NdSbp,
+    Partial,
+    Sbp,
+    Split,
+    balanced_sizes,
+    parse_nd_sbp,
+)
+
+Scheme = Literal["dp", "1", "2", "3"]
+Exchange = Literal["local", "columns", "reduce", "unique"]
+Kernel = Literal["auto", "fbgemm", "torch"]
+Dtype = Literal["float32", "float64"]
+RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
+WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
+Shape = tuple[int, int]
+Size = Annotated[int, Range(low=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableRule:
+    """Layout of the tables that a pattern matches.
+
+    ``ranks`` defaults to all ranks, ``sizes`` to balanced parts, ``exchange`` to the first legal.
+    With ``sizes`` a rank may hold nothing.
+    """
+
+    sbp: Annotated[str, Example("S(0)")]
+    ranks: Annotated[tuple[int | tuple[int, ...], ...] | None, Example((0, 1))] = None
+    sizes: Annotated[tuple[Size | tuple[Size, ...], ...] | None, Example((60, 40))] = None
+    exchange: Exchange | None = None
+    exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
+
+    def check(self, key: str) -> None:
+        """What needs neither a table nor the world size."""
+        sbps = self.parsed(key)
+        placement = self.placement(key, "cpu", 1)
+        if self.sizes is None:
+            return
+        if not isinstance(sbps[0], Split):
+            raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
+        if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
+            raise ConfigError(f"{key}.sizes: {self.sbp} has one axis; for example sizes: [60, 40]")
+        lists = [size for size in self.sizes if isinstance(size, tuple)]
+        if len(sbps) == 2 and (len(lists) != 2 or len(self.sizes) != 2):
+            raise ConfigError(
+                f"{key}.sizes: {self.sbp} takes row sizes and column sizes; for example "
+                "sizes: [[60, 40], [8, 8]]"
+            )
+        for axis, num_ranks in enumerate(placement.shape):
+            sizes = self.axis_sizes(axis) or ()
+            if self.ranks is not None and len(sizes) != num_ranks:
+                raise ConfigError(
+                    f"{key}.sizes: {len(sizes)} sizes {list(sizes)} for {num_ranks} ranks along "
+                    f"axis {axis} of {placement}; give one size per rank"
+                )
+
+    def parsed(self, key: str) -> NdSbp:
+        """B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid of them."""
+        accepted = "a table takes B, S(0) or S(1), or (S(0), S(1)) on a grid of ranks"
+        try:
+            nd_sbp = parse_nd_sbp(self.sbp)
+        except SbpError as error:
+            raise ConfigError(f"{key}.sbp: {self.sbp!r} is not a layout; {accepted}") from error
+        if nd_sbp not in ((Broadcast(),), (Split(0),), (Split(1),), (Split(0), Split(1))):
+            raise ConfigError(f"{key}.sbp: {self.sbp} is no layout of a table; {accepted}")
+        return nd_sbp
+
+    def placement(self, key: str, device_type: str, world_size: int) -> Placement:
+        """The ranks, all of them by default; as many axes as the sbp has."""
+        axes = len(self.parsed(key))
+        ranks = self.ranks
+        if ranks is None and axes == 1:
+            return Placement.line(device_type, world_size)
+        example = "[0, 1]" if axes == 1 else "[[0, 1], [2, 3]]"
+        if ranks is None:
+            raise ConfigError(f"{key}.ranks: not given; {self.sbp} needs a grid such as {example}")
+        try:
+            placement = Placement.of(device_type, ranks)
+        except SbpError as error:
+            raise ConfigError(
+                f"{key}.ranks: {list(ranks)}: {error}; for example ranks: {example}"
+            ) from error
+        if placement.ndim != axes:
+            raise ConfigError(
+                f"{key}.ranks: {placement} has {placement.ndim} axes, {self.sbp} has {axes}; "
+                f"for example ranks: {example}"
+            )
+        return placement
+
+    def axis_sizes(self, axis: int) -> tuple[int, ...] | None:
+        """Explicit sizes of the parts along one axis."""
+        if self.sizes is None:
+            return None
+        sizes = self.sizes[axis] if len(parse_nd_sbp(self.sbp)) > 1 else self.sizes
+        listed = sizes if isinstance(sizes, tuple) else (sizes,)
+        return tuple(size for size in listed if isinstance(size, int))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Where tables live: a scheme for all, then patterns; the last that matches a table wins.
+
+    ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
+    weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
+    Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
+    ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
+    where it starts, and sends no ids ahead.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    scheme: Annotated[Scheme | None, Example("1")] = None
+    tables: Annotated[Mapping[str, TableRule], Example({"deep.*": {"sbp": "S(0)"}})] = field(
+        default_factory=dict[str, TableRule]
+    )
+    dense: Annotated[Mapping[str, str], Example({"mlp.0.*": "S(0)"})] = field(
+        default_factory=dict[str, str]
+    )
+    kernel: Kernel = "auto"
+    dtype: Dtype = "float32"
+    table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
+    exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
+    overlap: bool = True
+    timeout_s: Annotated[float, Range(above=0)] = 300.0
+
+    def __post_init__(self) -> None:
+        for pattern, rule in self.tables.items():
+            rule.check(f"parallel.tables.{pattern}")
+        named = {"table_dtype": self.table_dtype, "exchange_dtype": self.exchange_dtype}
+        named |= {f"tables.{p}.exchange_dtype": r.exchange_dtype for p, r in self.tables.items()}
+        for key, value in named.items():
+            if value in ("float32", "float64") and value != self.dtype:
+                raise ConfigError(
+                    f"parallel.{key}: {value} beside parallel.dtype: {self.dtype}; use "
+                    f"{self.dtype}, float16 or bfloat16"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableLayoutConfig:
+    """The resolved layout of one table; ``key`` is the config key that decided it."""
+
+    layout: Layout
+    exchange: Exchange
+    key: str
+    exchange_dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.layout} {self.exchange}"
+
+
+_SCHEMES: dict[Scheme, dict[str, TableRule]] = {
+    "dp": {
+        "wide.*": TableRule(sbp="B", exchange="local"),
+        "deep.*": TableRule(sbp="B", exchange="local"),
+    },
+    "1": {
+        "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
+        "deep.*": TableRule(sbp="S(1)", exchange="columns"),
+    },
+    "2": {
+        "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
+        "deep.*": TableRule(sbp="S(0)", exchange="reduce"),
+    },
+    "3": {
+        "wide.*": TableRule(sbp="S(0)", exchange="unique"),
+        "deep.*": TableRule(sbp="S(0)", exchange="unique"),
+    },
+}
+
+
+def resolve_dense_layouts(
+    parallel: ParallelConfig,
+    parameters: Mapping[str, tuple[int, ...]],
+    device_type: str,
+    world_size: int,
+) -> dict[str, Layout]:
+    """The layout of every dense parameter (name -> shape), over all ranks.
+
+    ConfigError where a pattern matches nothing, is no layout, or splits what is too short.
+    """
+    _check_patterns("parallel.dense", parallel.dense, parameters, "parameter")
+    world = Placement.line(device_type, world_size)
+    layouts = {name: Layout(world, (Broadcast(),)) for name in parameters}
+    for pattern, text in parallel.dense.items():
+        key = f"parallel.dense.{pattern}"
+        for name, shape in parameters.items():
+            if fnmatchcase(name, pattern):
+                layouts[name] = _dense_layout(key, text, name, shape, world)
+    return layouts
+
+
+def _dense_layout(
+    key: str, text: str, name: str, shape: tuple[int, ...], world: Placement
+) -> Layout:
+    legal = " or ".join(["B", *(f"S({dim})" for dim in range(len(shape)))])
+    try:
+        layout = Layout(world, parse_nd_sbp(text))
+        layout.check_user(shape)
+    except SbpError as error:
+        raise ConfigError(f"{key}: {text!r} does not fit {name} {list(shape)}: {error}") from error
+    if isinstance(layout.nd_sbp[0], Partial):
+        raise ConfigError(f"{key}: {text} is no layout of a parameter; {name} takes {legal}")
+    return layout
+
+
+def resolve_table_layouts(
+    parallel: ParallelConfig,
+    tables: Mapping[str, Shape],
+    world_size: int,
+    device_type: str = "cpu",
+) -> dict[str, TableLayoutConfig]:
+    """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
+
+    ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
+    table is matched by nothing.
+    """
+    _check_patterns("parallel.tables", parallel.tables, tables, "table")
+    return {
+        name: _fit(
+            *_rule_of(parallel, name),
+            name,
+            shape,
+            device_type,
+            world_size,
+            parallel.exchange_dtype or parallel.dtype,
+        )
+        for name, shape in tables.items()
+    }
+
+
+def _check_patterns(key: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, 3, cutoff=0.5) or known[:5]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there is no {what}"
+            raise ConfigError(f"{key}.{pattern}: matches no {what}; {hint}")
+
+
+def _rule_of(parallel: ParallelConfig, name: str) -> tuple[str, TableRule]:
+    """The key and the rule that decide: the last match, the scheme's patterns coming first."""
+    found: tuple[str, TableRule] | None = None
+    if parallel.scheme is not None:
+        for pattern, rule in _SCHEMES[parallel.scheme].items():
+            if fnmatchcase(name, pattern):
+                found = (f"parallel.scheme {parallel.scheme}", rule)
+    for pattern, rule in parallel.tables.items():
+        if fnmatchcase(name, pattern):
+            found = (f"parallel.tables.{pattern}", rule)
+    if found is None:
+        raise ConfigError(
+            f"parallel.scheme: {parallel.scheme or 'not given'}, and no pattern of parallel.tables "
+            f"matches {name}; set parallel.scheme to dp, 1, 2 or 3, or add "
+            f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
+        )
+    return found
+
+
+def _fit(
+    key: str,
+    rule: TableRule,
+    name: str,
+    shape: Shape,
+    device_type: str,
+    world_size: int,
+    exchange_dtype: str,
+) -> TableLayoutConfig:
+    """One rule on one table in one world, every part of the combination checked."""
+    placement = rule.placement(key, device_type, world_size)
+    if outside := [rank for rank in placement.ranks if rank >= world_size]:
+        raise ConfigError(
+            f"{key}.ranks: {outside} not in a world of {world_size}; use ranks 0..{world_size - 1}"
+        )
+    sbps = [
+        _fit_axis(key, rule, axis, sbp, name, shape, placement)
+        for axis, sbp in enumerate(rule.parsed(key))
+    ]
+    if isinstance(sbps[0], Broadcast) and placement.size not in (1, world_size):
+        ranks = list(placement.ranks)
+        raise ConfigError(
+            f"{key} ({name}): B on ranks {ranks} of {world_size}; a copied table is on all ranks, "
+            f"a whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
+        )
+    legal = _legal_exchanges(sbps, placement.size, world_size)
+    if rule.exchange is not None and rule.exchange not in legal:
+        raise ConfigError(
+            f"{key}.exchange: {rule.exchange} does not go with {rule.sbp} of {name} on "
+            f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
+        )
+    layout = Layout(placement, tuple(sbps))
+    return TableLayoutConfig(
+        layout=layout,
+        exchange=rule.exchange or legal[0],
+        key=key,
+        exchange_dtype=rule.exchange_dtype or exchange_dtype,
+    )
+
+
+def _fit_axis(
+    key: str,
+    rule: TableRule,
+    axis: int,
+    sbp: Sbp,
+    name: str,
+    shape: Shape,
+    placement: Placement,
+) -> Sbp:
+    """The sbp along one axis of the placement, with its explicit sizes if there are any."""
+    if not isinstance(sbp, Split):
+        return sbp
+    num_ranks, what, length = placement.shape[axis], ("rows", "columns")[sbp.dim], shape[sbp.dim]
+    sizes = rule.axis_sizes(axis)
+    if sbp.dim == 1 and sizes is None and length < num_ranks:
+        raise ConfigError(
+            f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, {name} has "
+            f"{length}; use S(0), or {length} rank{'s' * (length > 1)}, or explicit sizes, or a "
+            f"table of {num_ranks} columns or more"
+        )
+    fit = f"for example {list(balanced_sizes(length, num_ranks))}"
+    if sizes is None:
+        return sbp
+    if len(sizes) != num_ranks:
+        raise ConfigError(
+            f"{key}.sizes: {len(sizes)} sizes {list(sizes)} for {num_ranks} ranks; {fit}"
+        )
+    if sum(sizes) != length:
+        raise ConfigError(
+            f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
+        )
+    return Split(sbp.dim, sizes)
+
+
+def _legal_exchanges(sbps: Sequence[Sbp], num_ranks: int, world_size: int) -> tuple[Exchange, ...]:
+    """The exchanges a layout can run, the default first."""
+    if len(sbps) > 1:
+        return ("reduce",)
+    if isinstance(sbps[0], Split):
+        return ("columns",) if sbps[0].dim == 1 else ("reduce", "unique")
+    if num_ranks < world_size:
+        return ("columns",)
+    return ("local",) if world_size > 1 else ("local", "columns")

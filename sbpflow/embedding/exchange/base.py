@@ -1,0 +1,150 @@
+"""The moves of a group with a batch, in order, and the base of the classes that make them.
+
+    begin      ids are at hand: addresses, deduplication, first transfer of its own
+    advance    sizes are known: the transfer that needed them
+    look_up    rows out of the storage, vectors on their way
+    vectors    they are home
+    push       gradients on their way
+    collect    they are where the rows are
+    update     one optimizer step
+
+Between two moves the caller computes, or makes another group's move: that is all there is to
+overlap. ``begin`` and ``advance`` depend on ids alone, so they may run one batch ahead.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing, Pending
+from sbpflow.boxing.plan import BoxingStep
+from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
+from sbpflow.errors import SbpError
+from sbpflow.runtime.world import World
+
+VECTORS = "vectors"
+GRADIENTS = "gradients"
+# (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
+StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """One batch's way through one group; what a move leaves for a later one."""
+
+    num_rows: int  # of the whole batch
+    local: BatchIds
+    training: bool
+    lr: float = 0.0  # that the rows are looked up for, and updated with
+    everywhere: BatchIds | None = None
+    accesses: list[Access] = field(default_factory=list[Access])
+    pending: Pending | None = None
+
+    def look_up(self, storage: Storage, access: Access) -> Tensor:
+        """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
+        storage.prefetch(access.addresses)
+        if self.training:
+            return storage.lookup(access, self.lr)
+        rows = storage.lookup(access)
+        storage.release(access.addresses)
+        return rows
+
+    def update(self, storage: Storage, access: Access, grads: Tensor) -> None:
+        """A step on rows that were looked up, by this batch or by ones before it."""
+        storage.update(access, grads, self.lr)
+        storage.release(access.addresses)
+
+    def take_pending(self) -> Pending:
+        """What an earlier move sent on its way; each can be taken once."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            raise RuntimeError("nothing is on its way: a move was left out, or made twice")
+        return pending
+
+
+VisitT = TypeVar("VisitT", bound=Visit)
+
+
+class Group(ABC, Generic[VisitT]):
+    """One group on one rank. Every rank makes the same moves in the same order."""
+
+    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing) -> None:
+        self.plan, self.world, self.boxing = plan, world, boxing
+        self._collected: list[tuple[Visit, list[Access], list[Tensor]]] = []
+
+    @abstractmethod
+    def storages(self) -> list[tuple[Stack, Storage]]:
+        """What this rank stores."""
+
+    @abstractmethod
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> VisitT:
+        """See the module; ``num_rows`` counts the whole batch."""
+
+    @abstractmethod
+    def advance(self, visit: VisitT) -> None:
+        """See the module."""
+
+    @abstractmethod
+    def look_up(self, visit: VisitT) -> None:
+        """See the module. ``visit.everywhere`` is set by now, where this rank needs it."""
+
+    @abstractmethod
+    def vectors(self, visit: VisitT) -> Tensor:
+        """[local batch, plan.width]."""
+
+    @abstractmethod
+    def push(self, visit: VisitT, grad: Tensor) -> None:
+        """Takes [local batch, plan.width]."""
+
+    @abstractmethod
+    def collect(self, visit: VisitT) -> None:
+        """Keeps the gradients for ``update``; several batches' may come together."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """One step on all that was collected."""
+
+    def keep(self, visit: Visit, accesses: list[Access], grads: list[Tensor]) -> None:
+        """Put aside for ``update`` what a batch gives this rank's storages."""
+        self._collected.append((visit, accesses, grads))
+
+    def take_collected(self) -> tuple[Visit, int, list[tuple[Access, Tensor]]]:
+        """(the last visit kept, rows of all, one merged (access, gradients) per storage)."""
+        kept, self._collected = self._collected, []
+        if not kept:
+            raise RuntimeError(f"{self.plan.name}: an update without collected gradients")
+        merged: list[tuple[Access, Tensor]] = []
+        for index in range(len(kept[0][1])):
+            access = Access.merge([accesses[index] for _, accesses, _ in kept])
+            grads = [batch[index] for _, _, batch in kept]
+            merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
+        return kept[-1][0], sum(visit.num_rows for visit, _, _ in kept), merged
+
+    def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
+        """Begin a conversion, of whatever the steps carry."""
+        if part is not None and steps:
+            part = part.to(steps[0].dtype)
+        return self.boxing.start(steps, part, channel)
+
+    def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
+        """What this rank receives, as ``plan.dtype``; SbpError if that is not its part."""
+        out = pending.wait()
+        expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
+        if out is None or (expected is not None and out.shape != expected):
+            given = "no part" if out is None else f"a part of shape {list(out.shape)}"
+            raise SbpError(
+                f"{self.plan.name}: rank {self.world.rank} received {given}, not {expected}"
+            )
+        return out.to(self.plan.dtype)
+
+
+AnyGroup = Group[Any]  # a visit goes back to the group that began it

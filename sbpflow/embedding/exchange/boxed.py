@@ -1,0 +1,297 @@
+"""What each exchange does with a batch, forward and backward; one class per exchange."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import BoxingStep
+from sbpflow.embedding.exchange.base import (
+    GRADIENTS,
+    VECTORS,
+    AnyGroup,
+    Group,
+    StorageFactory,
+    Visit,
+    VisitT,
+)
+from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueGroup
+from sbpflow.embedding.ids.addresses import LocalAddresses
+from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
+from sbpflow.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Where the ids that a rank looks up for the whole batch lie, as it receives them."""
+
+    columns: Mapping[int, int]
+    places: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A stack that this rank takes part in, its storage and the map from ids to rows of it."""
+
+    index: int
+    stack: Stack
+    storage: Storage
+    addresses: LocalAddresses
+
+
+class AddressedGroup(Group[VisitT]):
+    """A group whose ranks look ids up in their own storages, member by member.
+
+    ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        world: World,
+        boxing: Boxing,
+        make: StorageFactory,
+        received: Received | None,
+    ) -> None:
+        super().__init__(plan, world, boxing)
+        self._row_state_steps = lru_cache(MAX_BATCH_SIZES)(plan.row_state_steps)
+        self._num_rows = 0  # of the batches that an update is about
+        self.members = [
+            Member(
+                index,
+                stack,
+                make(plan, index, self._sum_of(index)),
+                LocalAddresses(
+                    stack,
+                    world.rank,
+                    world.device,
+                    dtype=plan.dtype,
+                    columns=received.columns if received else None,
+                    places=received.places if received else None,
+                ),
+            )
+            for index, stack in enumerate(plan.stacks)
+            if self.takes_part(stack)
+        ]
+        self._everywhere = received is not None
+
+    def takes_part(self, stack: Stack) -> bool:
+        """Whether this rank looks up ids of the stack; in a row split even one without rows."""
+        if self.plan.exchange == "columns":
+            return bool(stack.pieces(self.world.rank))
+        return self.world.rank in self.plan.owners
+
+    def advance(self, visit: VisitT) -> None:
+        """Nothing to do: the ids are all there is to know."""
+
+    def storages(self) -> list[tuple[Stack, Storage]]:
+        return [(member.stack, member.storage) for member in self.members]
+
+    def rows_of(self, visit: VisitT) -> Tensor:
+        """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
+        ids = visit.everywhere if self._everywhere else visit.local
+        if ids is None:
+            raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
+        samples, pooled = ids.num_samples, self.plan.pooled
+        visit.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
+        parts = [
+            visit.look_up(member.storage, access).view(samples, self._width(member))
+            for member, access in zip(self.members, visit.accesses, strict=True)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.stack(parts).sum(0) if pooled else torch.cat(parts, 1)
+
+    def split(self, grad: Tensor) -> list[Tensor]:
+        """The gradient of ``rows_of``, [bags, width] per member; pooled, all of it to each."""
+        if self.plan.pooled:
+            return [grad] * len(self.members)
+        widths = [self._width(member) for member in self.members]
+        return [
+            part.reshape(grad.shape[0] * member.addresses.num_uses, member.storage.weights.shape[1])
+            for part, member in zip(grad.split(widths, 1), self.members, strict=True)
+        ]
+
+    def update(self) -> None:
+        last, self._num_rows, merged = self.take_collected()
+        # Stack by stack in the plan's order, so that all ranks walk the same steps.
+        mine = {member.index: n for n, member in enumerate(self.members)}
+        for index, stack in enumerate(self.plan.stacks):
+            if index in mine:
+                access, grad = merged[mine[index]]
+                last.update(self.members[mine[index]].storage, access, grad)
+            elif index in self.plan.shared_state:
+                steps = self._row_state_steps(index, self._num_rows * stack.lookups())
+                self.boxing.run(steps, None, GRADIENTS)
+
+    def _width(self, member: Member) -> int:
+        """Columns of a member in a part; spelled out because a batch may have no rows."""
+        width = member.storage.weights.shape[1]
+        return width if self.plan.pooled else width * member.addresses.num_uses
+
+    def _sum_of(self, index: int) -> SumOverColumns | None:
+        if index not in self.plan.shared_state:
+            return None
+        lookups = self.plan.stacks[index].lookups()
+
+        def add_up(squares: Tensor) -> Tensor:
+            most = self._num_rows * lookups
+            steps = self._row_state_steps(index, most)
+            padded = F.pad(squares, (0, most - squares.shape[0]))
+            total = self.boxing.run(steps, padded, GRADIENTS)
+            if total is None:
+                raise RuntimeError(f"{self.plan.name}: the rows' squares did not come back")
+            return total[: squares.shape[0]]
+
+        return add_up
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalVisit(Visit):
+    """``vectors`` after the lookup, ``grads`` of each member after the push in a world of one."""
+
+    vectors: Tensor | None = None
+    grads: list[Tensor] = field(default_factory=list[Tensor])
+
+
+class LocalGroup(AddressedGroup[LocalVisit]):
+    """B tables whose gradients are all-reduced whole, and all tables in a world of one rank.
+
+    A row's count of uses travels beside its gradient, so that only touched rows take a step.
+    """
+
+    @cached_property
+    def _steps(self) -> tuple[BoxingStep, ...]:
+        return self.plan.backward_steps(0)  # of a size that no batch changes
+
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> LocalVisit:
+        return LocalVisit(local=local, num_rows=num_rows, training=training)
+
+    def look_up(self, visit: LocalVisit) -> None:
+        visit.vectors = self.rows_of(visit)
+
+    def vectors(self, visit: LocalVisit) -> Tensor:
+        vectors, visit.vectors = visit.vectors, None
+        if vectors is None:
+            raise RuntimeError(f"{self.plan.name}: vectors before the lookup, or twice")
+        return vectors
+
+    def push(self, visit: LocalVisit, grad: Tensor) -> None:
+        parts = self.split(grad)
+        if self.world.size == 1:
+            visit.grads = parts
+            return
+        whole: list[Tensor] = []
+        for access, member, part in zip(visit.accesses, self.members, parts, strict=True):
+            rows, sums = access.row_gradients(part)
+            size, width = member.storage.weights.shape
+            table = part.new_zeros(size, width + 1)
+            counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
+            whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
+        visit.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
+
+    def collect(self, visit: LocalVisit) -> None:
+        if self.world.size == 1:
+            self.keep(visit, visit.accesses, visit.grads)
+            return
+        flat = self.arrived(self._steps, visit.take_pending())
+        accesses: list[Access] = []
+        grads: list[Tensor] = []
+        sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
+        for member, own, part in zip(self.members, visit.accesses, flat.split(sizes), strict=True):
+            table = part.view(-1, member.stack.dim + 1)
+            rows = table[:, -1].nonzero().squeeze(1)  # of any rank, the looked up ones among them
+            member.storage.prefetch(rows)
+            member.storage.release(own.addresses)
+            accesses.append(Access(rows))
+            grads.append(table[:, :-1].index_select(0, rows))
+        self.keep(visit, accesses, grads)
+
+
+class ColumnOrder:
+    """The columns of vectors as the ranks hold them, and in the order of the group's uses."""
+
+    def __init__(self, plan: GroupPlan, device: torch.device) -> None:
+        order = plan.column_order()
+        self._in_order = order == tuple(range(len(order)))
+        self._order = torch.tensor(order, dtype=torch.int64, device=device)
+        self._places = torch.argsort(self._order)
+
+    def to_uses(self, vectors: Tensor) -> Tensor:
+        """From rank order."""
+        return vectors if self._in_order else vectors.index_select(1, self._places)
+
+    def to_ranks(self, grad: Tensor) -> Tensor:
+        """From the uses' order."""
+        return grad if self._in_order else grad.index_select(1, self._order)
+
+
+class BoxedGroup(AddressedGroup[Visit]):
+    """Owners look up the whole batch; boxing brings the vectors home and the gradients back.
+
+    ``columns``: whole tables and S(1), the vectors are one uneven S(1) in rank order. ``reduce``:
+    S(0) gives terms that sum at home, P; a grid gives (P, S(1)).
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        world: World,
+        boxing: Boxing,
+        make: StorageFactory,
+        received: Received,
+    ) -> None:
+        super().__init__(plan, world, boxing, make, received)
+        self._order = ColumnOrder(plan, world.device)
+        self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
+        self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
+
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> Visit:
+        return Visit(local=local, num_rows=num_rows, training=training)
+
+    def look_up(self, visit: Visit) -> None:
+        part: Tensor | None = None
+        if self.members:
+            part = self.rows_of(visit)
+        elif self.plan.exchange == "columns":
+            part = torch.empty(visit.num_rows, 0, dtype=self.plan.wire, device=self.world.device)
+        visit.pending = self.start(self._forward_steps(visit.num_rows), part, VECTORS)
+
+    def vectors(self, visit: Visit) -> Tensor:
+        out = self.arrived(self._forward_steps(visit.num_rows), visit.take_pending())
+        return self._order.to_uses(out)
+
+    def push(self, visit: Visit, grad: Tensor) -> None:
+        steps = self._backward_steps(visit.num_rows)
+        visit.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
+
+    def collect(self, visit: Visit) -> None:
+        pending = visit.take_pending()
+        if not self.members:  # no rows here, but the same steps on all ranks
+            pending.wait()
+            self.keep(visit, [], [])
+            return
+        grad = self.arrived(self._backward_steps(visit.num_rows), pending)
+        self.keep(visit, visit.accesses, self.split(grad))
+
+
+def make_group(
+    plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory, received: Received
+) -> AnyGroup:
+    """The class for a plan's exchange."""
+    if plan.exchange == "unique":
+        return UniqueGroup(plan, world, boxing, make)
+    if plan.exchange == "local" and world.size > 1 and not plan.whole_gradients:
+        return LocalRowsGroup(plan, world, boxing, make)
+    if plan.exchange == "local":
+        return LocalGroup(plan, world, boxing, make, None)
+    return BoxedGroup(plan, world, boxing, make, received)

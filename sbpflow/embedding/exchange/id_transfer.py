@@ -1,0 +1,121 @@
+"""Ids on their way to the ranks that look them up for the whole batch, in three moves.
+
+``begin`` starts the matrix and the lengths of the lists, ``advance`` what the lists hold, for the
+lengths say how much that is, and ``finish`` waits. Between them the caller computes.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing, Pending
+from sbpflow.embedding.exchange.all_to_all import Exchange, received
+from sbpflow.embedding.ids.reader import BatchIds, Lists
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, ExchangeStep
+from sbpflow.errors import SbpError
+from sbpflow.runtime.world import World
+from sbpflow.sbp.sbp import balanced_sizes
+
+IDS = "ids"
+
+
+class IdTransfer:
+    """Moves ids as a plan says, batch after batch."""
+
+    def __init__(self, plan: EmbeddingPlan, world: World, boxing: Boxing) -> None:
+        self.plan, self.world, self.boxing = plan, world, boxing
+        self.id_steps = lru_cache(MAX_BATCH_SIZES)(plan.id_steps)
+        self.length_steps = lru_cache(MAX_BATCH_SIZES)(plan.length_steps)
+        self.list_steps = lru_cache(MAX_BATCH_SIZES)(plan.list_steps)
+        self.sent_columns = self._index(plan.sent_columns)
+        self.sent_lists = self._index(plan.sent_lists)
+        self.whole = plan.sent_columns == tuple(range(plan.ids.num_columns))
+        self.places = [self._index(places) for places in plan.needed_lists]
+        self.exchange = Exchange(world, IDS)
+
+    def begin(self, ids: BatchIds, num_rows: int) -> "IdsUnderWay":
+        """Start; every rank calls it for the same batches in the same order."""
+        return IdsUnderWay(self, ids, num_rows)
+
+    def _index(self, places: tuple[int, ...]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self.world.device)
+
+
+class IdsUnderWay:
+    """One batch's transfer."""
+
+    def __init__(self, transfer: IdTransfer, ids: BatchIds, num_rows: int) -> None:
+        self._transfer, self._ids, self._num_rows = transfer, ids, num_rows
+        self._matrix = self._lengths = None
+        self._values: list[tuple[ExchangeStep, Pending, int]] = []
+        self._received: Tensor | None = None
+        boxing = transfer.boxing
+        if transfer.sent_columns.numel():
+            send = ids.matrix
+            if not transfer.whole:
+                send = send.index_select(1, transfer.sent_columns)
+            self._matrix = boxing.start(transfer.id_steps(num_rows), send, IDS)
+        if transfer.sent_lists.numel() and ids.lists is not None:
+            lengths = ids.lists.lengths.index_select(1, transfer.sent_lists)
+            self._lengths = boxing.start(transfer.length_steps(num_rows), lengths, IDS)
+
+    def advance(self) -> None:
+        """The lengths are here: start what the lists hold."""
+        if self._lengths is None:
+            return
+        transfer, lists = self._transfer, self._ids.lists
+        self._received = self._lengths.wait()
+        steps = transfer.list_steps(self._num_rows)
+        if not steps or lists is None:
+            return
+        parts = [lists.take(places) for places in transfer.places]
+        out = [part.values.numel() for part in parts]
+        into = self._counts()
+        payloads = [torch.cat([part.values for part in parts])]
+        if transfer.plan.weighted:
+            payloads.append(torch.cat([_weights(part) for part in parts]))
+        self._values = [
+            (step, transfer.exchange.start(step, payload, out, into), sum(into))
+            for step, payload in zip(steps, payloads, strict=True)
+        ]
+
+    def finish(self) -> BatchIds | None:
+        """The ids of the whole batch that this rank needs; ``None`` if it needs none."""
+        transfer, rank = self._transfer, self._transfer.world.rank
+        matrix = None if self._matrix is None else self._matrix.wait()
+        columns, lists = transfer.plan.needed[rank], transfer.plan.needed_lists[rank]
+        values = [received(step, pending, count) for step, pending, count in self._values]
+        if not columns and not lists:
+            return None
+        if columns and (matrix is None or matrix.shape != (self._num_rows, len(columns))):
+            raise SbpError(f"ids/fwd: rank {rank} did not receive the batch's ids")
+        if matrix is None or not columns:
+            device = transfer.world.device
+            matrix = torch.empty(self._num_rows, 0, dtype=transfer.plan.ids_dtype, device=device)
+        if not lists:
+            return BatchIds(matrix, None)
+        if self._received is None:
+            raise SbpError(f"ids/fwd/lengths: rank {rank} did not receive the lengths of the lists")
+        if not values and self._ids.lists is not None:  # a world of one
+            return BatchIds(matrix, self._ids.lists.take(transfer.places[rank]))
+        weights = values[1] if len(values) > 1 else None
+        return BatchIds(matrix, Lists(self._received, values[0], weights))
+
+    def _counts(self) -> list[int]:
+        """Ids that each rank sends here: the lengths of its samples' lists."""
+        world = self._transfer.world
+        if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
+            return [0] * world.size
+        samples = self._received.sum(1, dtype=torch.int64)
+        sums = [
+            part.sum() for part in samples.split(list(balanced_sizes(self._num_rows, world.size)))
+        ]
+        return torch.stack(sums).tolist()
+
+
+def _weights(lists: Lists) -> Tensor:
+    if lists.weights is None:
+        raise SbpError("lists of weighted features came without weights")
+    return lists.weights

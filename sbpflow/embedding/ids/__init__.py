@@ -1,0 +1,1 @@
+"""A batch's ids: checked, and turned into rows of storages."""

@@ -1,0 +1,284 @@
+"""From table ids to rows of a storage.
+
+Two maps: ``LocalAddresses`` for ranks that look ids up in their own shards, and ``OwnerAddresses``
+for the unique exchange, where an address also says which rank owns the row. Both give an
+``Access``: addresses, the bags they form, and a weight each where sums are weighted.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.ids.reader import BatchIds, Lists
+from sbpflow.embedding.plan.stack import Stack, Use, columns_of
+from sbpflow.embedding.storage.access import Access
+
+_MOST_COMPARED = 8  # parts of a table up to which comparing beats a binary search
+
+
+class BagShape:
+    """How the ids of some uses form bags, and what each id of a bag weighs.
+
+    ``columns`` and ``places`` say where the ids' source has the columns and the lists that the
+    uses name.
+    """
+
+    def __init__(
+        self,
+        uses: tuple[Use, ...],
+        device: torch.device,
+        *,
+        ragged: bool,
+        dtype: torch.dtype,
+        columns: Mapping[int, int] | None = None,
+        places: Mapping[int, int] | None = None,
+    ) -> None:
+        self.uses, self._ragged, self._dtype, self._device = uses, ragged, dtype, device
+        wanted = [columns[c] if columns is not None else c for c in columns_of(uses)]
+        self._slice = _as_slice(wanted)
+        self._columns = self._index(wanted)
+        lists = [use.place for use in uses if use.place is not None]
+        self._places = self._index([places[p] if places is not None else p for p in lists])
+        hotness = [use.hotness for use in uses]
+        self._one_hot = all(count == 1 for count in hotness)
+        self.of_use = self._index([n for n, use in enumerate(uses) for _ in range(use.hotness)])
+        starts = [sum(hotness[:n]) for n in range(len(hotness))]
+        self._starts, self._per_sample = self._index(starts), sum(hotness)
+        means = [use.table.pooling == "mean" for use in uses]
+        self._mean = any(means) and (ragged or not self._one_hot)
+        self._is_mean = torch.tensor(means, device=device)
+        shares = [
+            1.0 / use.hotness if use.table.pooling == "mean" else 1.0
+            for use in uses
+            for _ in range(use.hotness)
+        ]
+        self._shares = torch.tensor(shares, dtype=dtype, device=device)
+
+    def matrix(self, ids: BatchIds) -> Tensor:
+        """[samples, columns of the uses]."""
+        if self._slice is not None:
+            return ids.matrix[:, self._slice]
+        return ids.matrix.index_select(1, self._columns)
+
+    def lists(self, ids: BatchIds) -> Lists:
+        """The uses' lists of every sample."""
+        if ids.lists is None:
+            raise RuntimeError("the batch has no lists, yet some are looked up")
+        return ids.lists.take(self._places)
+
+    def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
+        """Of the bags of a matrix, ``None`` for one id per bag."""
+        total = samples * self._per_sample
+        if pooled:
+            if self._per_sample == 1:
+                return None
+            return torch.arange(0, total + 1, self._per_sample, device=self._device)
+        if self._one_hot:
+            return None
+        first = torch.arange(0, total, self._per_sample or 1, device=self._device)
+        inner = (first.unsqueeze(1) + self._starts).view(-1)
+        return torch.cat([inner, inner.new_full((1,), total)])
+
+    def shares(self, samples: int) -> Tensor | None:
+        """[ids of a matrix]: what an id weighs in its mean; ``None`` if there are only sums."""
+        if not self._mean:
+            return None
+        return self._shares.expand(samples, -1).reshape(-1)
+
+    def list_weights(self, lists: Lists) -> Tensor | None:
+        """As ``shares``, for lists: their own weights, over the length where a mean is taken."""
+        if not self._mean:
+            return lists.weights
+        lengths = lists.lengths.to(self._dtype).clamp(min=1)
+        share = torch.where(self._is_mean, lengths.reciprocal(), torch.ones_like(lengths))
+        shares = torch.repeat_interleave(
+            share.reshape(-1), lists.lengths.reshape(-1), output_size=lists.values.numel()
+        )
+        return shares if lists.weights is None else shares * lists.weights
+
+    def list_offsets(self, lists: Lists, *, pooled: bool) -> Tensor:
+        """Of the bags that lists form: one each, or one per sample."""
+        lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
+        return _ends(lengths)
+
+    def use_of(self, lists: Lists) -> Tensor:
+        """[ids in lists]: the use that each belongs to."""
+        samples, uses = lists.lengths.shape
+        place = torch.arange(uses, device=self._device).repeat(samples)
+        flat = lists.lengths.reshape(-1)
+        return torch.repeat_interleave(place, flat, output_size=lists.values.numel())
+
+    def _index(self, places: list[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self._device)
+
+
+class LocalAddresses:
+    """Ids of a stack's uses to local rows of this rank's storage."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        rank: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        columns: Mapping[int, int] | None = None,
+        places: Mapping[int, int] | None = None,
+    ) -> None:
+        uses = stack.uses_on(rank)
+        self.bags = BagShape(
+            uses, device, ragged=stack.ragged, dtype=dtype, columns=columns, places=places
+        )
+        pieces = {piece.table.name: piece for piece in stack.pieces(rank)}
+        held = [pieces.get(use.table.name) for use in uses]
+        repeat = [1 if stack.ragged else use.hotness for use in uses]
+
+        def per_column(values: list[int]) -> Tensor:
+            spread = [value for value, n in zip(values, repeat, strict=True) for _ in range(n)]
+            return torch.tensor(spread, dtype=torch.int64, device=device)
+
+        self._shift = per_column([piece.base - piece.row_start if piece else 0 for piece in held])
+        self._starts = per_column([piece.row_start if piece else 0 for piece in held])
+        self._stops = per_column([piece.row_stop if piece else 0 for piece in held])
+        self._ragged = stack.ragged
+        self._whole = all(
+            piece is not None and piece.num_rows == use.table.num_rows
+            for piece, use in zip(held, uses, strict=True)
+        )
+
+    @property
+    def num_uses(self) -> int:
+        """Vectors of a sample that are looked up here."""
+        return len(self.bags.uses)
+
+    def access(self, ids: BatchIds, *, pooled: bool) -> Access:
+        """A bag per (sample, use), or per sample if ``pooled``; rows held elsewhere stay out."""
+        bags = self.bags
+        if self._ragged:
+            lists = bags.lists(ids)
+            use = bags.use_of(lists)
+            wanted, shift = lists.values, self._shift.index_select(0, use)
+            starts, stops = self._starts.index_select(0, use), self._stops.index_select(0, use)
+            offsets: Tensor | None = bags.list_offsets(lists, pooled=pooled)
+            weights = bags.list_weights(lists)
+        else:
+            wanted = bags.matrix(ids)
+            shift, starts, stops = self._shift, self._starts, self._stops
+            samples = wanted.shape[0]
+            offsets, weights = bags.offsets(samples, pooled=pooled), bags.shares(samples)
+        addresses = (wanted + shift).reshape(-1)
+        if self._whole:
+            return Access(addresses, offsets, weights)
+        here = ((wanted >= starts) & (wanted < stops)).reshape(-1)
+        ends = _ends(here)
+        kept = None if weights is None else weights[here]
+        return Access(
+            addresses[here], ends if offsets is None else ends.index_select(0, offsets), kept
+        )
+
+
+class OwnerAddresses:
+    """Ids of a stack's uses to job-wide addresses, consecutive per owning rank.
+
+    Rank r's rows have addresses ``bases[r] .. bases[r + 1] - 1`` in the order of its storage.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        world_size: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        address_dtype: torch.dtype = torch.int64,
+    ) -> None:
+        self.bags = BagShape(stack.uses, device, ragged=stack.ragged, dtype=dtype)
+        self._ragged, self._dtype = stack.ragged, address_dtype
+        self.bases = [0]
+        for rank in range(world_size):
+            self.bases.append(self.bases[-1] + stack.num_rows(rank))
+        parts = _row_parts(stack, self.bases)
+        most = max(len(of_table) for of_table in parts.values())
+        last = torch.iinfo(address_dtype).max
+        firsts: list[list[int]] = []  # per use: first rows of the second, third, .. part
+        steps: list[list[int]] = []  # and what passing each adds to the shift
+        shifts: list[int] = []
+        for use in stack.uses:
+            of_table = parts[use.table.name]
+            shifts.append(of_table[0][1])
+            padded = of_table + [(last, of_table[-1][1])] * (most - len(of_table))
+            firsts.append([first for first, _ in padded[1:]])
+            steps.append([b[1] - a[1] for a, b in pairwise(padded)])
+        of_use = self.bags.of_use if not stack.ragged else torch.arange(len(stack.uses))
+
+        def by_part(values: list[list[int]]) -> Tensor:
+            table = torch.tensor(values, dtype=address_dtype, device=device)
+            return table.view(len(values), most - 1).index_select(0, of_use.to(device)).t()
+
+        self._shift = torch.tensor(shifts, dtype=address_dtype, device=device).index_select(
+            0, of_use.to(device)
+        )
+        self._firsts, self._steps = by_part(firsts).contiguous(), by_part(steps).contiguous()
+        self._totals = torch.cat([self._shift.unsqueeze(0), self._steps]).cumsum(
+            0, dtype=address_dtype
+        )
+
+    def access(self, ids: BatchIds) -> Access:
+        """Addresses in the address dtype, a bag per (sample, use)."""
+        bags = self.bags
+        if self._ragged:
+            lists = bags.lists(ids)
+            addresses = self._address(lists.values, bags.use_of(lists))
+            offsets = bags.list_offsets(lists, pooled=False)
+            return Access(addresses, offsets, bags.list_weights(lists))
+        wanted = bags.matrix(ids)
+        addresses = self._address(wanted, None).reshape(-1)
+        samples = wanted.shape[0]
+        return Access(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
+
+    def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
+        """``ids`` [samples, columns], or [n] with the ``column`` of each."""
+        ids = ids.to(self._dtype)
+
+        def of(table: Tensor) -> Tensor:
+            return table if column is None else table.index_select(-1, column)
+
+        if self._firsts.shape[0] < _MOST_COMPARED:
+            addresses = ids + of(self._shift)
+            for first, step in zip(self._firsts, self._steps, strict=True):
+                addresses += (ids >= of(first)) * of(step)
+            return addresses
+        # One search per column: its first rows are sorted.
+        if column is None:
+            part = torch.searchsorted(
+                self._firsts.t().contiguous(), ids.t().contiguous(), right=True
+            )
+            return ids + self._totals.gather(0, part.t())
+        part = (ids.unsqueeze(0) >= of(self._firsts)).sum(0)
+        return ids + self._totals[part, column]
+
+
+def _row_parts(stack: Stack, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
+    """Per table (first row, address minus row) of each part that has rows, by first row."""
+    parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
+    for rank in range(len(bases) - 1):
+        for piece in stack.pieces(rank):
+            shift = bases[rank] + piece.base - piece.row_start
+            parts[piece.table.name].append((piece.row_start, shift))
+    return {name: sorted(of_table) for name, of_table in parts.items()}
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    """[n + 1] int64 offsets of bags of these lengths (or of ones where true)."""
+    ends = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=ends[1:])
+    return ends
+
+
+def _as_slice(columns: list[int]) -> slice | None:
+    """The columns as one slice, if they follow one another."""
+    if not columns or columns != list(range(columns[0], columns[0] + len(columns))):
+        return None
+    return slice(columns[0], columns[0] + len(columns))

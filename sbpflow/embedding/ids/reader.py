@@ -1,0 +1,316 @@
+"""A batch's ids: what a caller may pass, checked, as one matrix and one set of lists.
+
+Fixed numbers of ids per sample form a matrix, the fast path. Ids of any number, or with weights,
+form lists, sample by sample, so that parts of a batch are joined by laying them end to end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.errors import DataError
+
+_ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
+_SHIFT_1, _SHIFT_2 = 30, 27
+_MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, the first factor of SplitMix64's finaliser
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """The ids of one feature: sample i has ``values[offsets[i] : offsets[i + 1]]``.
+
+    ``values`` [n] int32 or int64, ``offsets`` [samples + 1], ``weights`` [n] floats or ``None``.
+    Weights are data: they get no gradient, and are refused if they require one.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+
+Ids = Tensor | Mapping[str, "Tensor | Bags"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Ids of several features, list by list, sample by sample.
+
+    ``lengths`` [samples, lists] int32, ``values`` [sum of lengths], ``weights`` like values.
+    """
+
+    lengths: Tensor
+    values: Tensor
+    weights: Tensor | None
+
+    def starts(self) -> Tensor:
+        """[samples, lists] int64: where each list begins."""
+        flat = self.lengths.reshape(-1).to(torch.int64)
+        return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
+
+    def take(self, places: Tensor) -> "Lists":
+        """The lists of these places, in this order, of every sample."""
+        lengths = self.lengths.index_select(1, places)
+        source = _positions(self.starts().index_select(1, places), lengths)
+        weights = None if self.weights is None else self.weights.index_select(0, source)
+        return Lists(lengths, self.values.index_select(0, source), weights)
+
+
+def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Positions of all elements of runs that begin at ``starts``, run by run."""
+    flat = lengths.reshape(-1).to(torch.int64)
+    ends = torch.cumsum(flat, 0)
+    shift = starts.reshape(-1) - (ends - flat)
+    total = int(ends[-1]) if flat.numel() else 0
+    within = torch.arange(total, device=flat.device)
+    return within + torch.repeat_interleave(shift, flat, output_size=total)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchIds:
+    """Checked ids of some samples: a matrix [samples, columns] and lists, if there are any."""
+
+    matrix: Tensor
+    lists: Lists | None
+
+    @property
+    def num_samples(self) -> int:
+        return self.matrix.shape[0]
+
+
+class IdReader:
+    """Checks the ids of a batch and applies the policy for those that a table has no row for.
+
+    An id must be a row of every table that looks its feature up, so the smallest decides. Under
+    clamp and hash these tables are of one size, by ``plan_embeddings``.
+    ``out_of_range`` counts them per feature, on this rank, since the start.
+    """
+
+    def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
+        self._plan, self._rank, self._device = plan, rank, device
+        rows = [_ANY_ID] * len(plan.features)
+        by_name = {feature.name: n for n, feature in enumerate(plan.features)}
+        for table in (table for out in plan.outputs for table in out.tables):
+            for name in table.features:
+                rows[by_name[name]] = min(rows[by_name[name]], table.num_rows)
+        self._rows = rows
+        self._matrix_is_all = all(first is not None for first in plan.ids.first)
+        self._by_name = by_name
+        self._matrix = [n for n, first in enumerate(plan.ids.first) if first is not None]
+        owner = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
+        self._owner = torch.tensor(owner, dtype=torch.int64, device=device)
+        limits = [rows[n] for n in owner]
+        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        top = torch.iinfo(plan.ids_dtype).max
+        self._least = torch.tensor(
+            [min(limit, top) for limit in limits], dtype=plan.ids_dtype, device=device
+        )
+        self._list_limits = torch.tensor(
+            [rows[n] for n in plan.ids.lists], dtype=torch.int64, device=device
+        )
+        self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
+
+    def read(self, ids: Ids) -> BatchIds:
+        """[samples, columns] in the plan's order, or {feature: [samples], [samples, hotness] or
+        Bags}. Raises DataError naming the feature for what is missing, misshapen or, under the
+        policy "error", out of range.
+        """
+        if isinstance(ids, Tensor):
+            if not self._matrix_is_all:
+                names = [self._plan.features[n].name for n in self._plan.ids.lists]
+                raise DataError(
+                    f"a matrix of ids has no lists; pass a dictionary with Bags for {names}"
+                )
+            matrix, bags = ids, {}
+        else:
+            self._check_names(ids)
+            matrix, bags = self._join(ids)
+        expected = self._plan.ids.num_columns
+        if matrix.ndim != 2 or matrix.shape[1] != expected or not _is_integer(matrix):
+            raise DataError(
+                f"ids are {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
+                f"[samples, {expected}], a column per id of {', '.join(self._by_name)}"
+            )
+        matrix = self._in_range(matrix)
+        lists = self._lists(matrix, bags) if self._plan.ids.lists else None
+        return BatchIds(matrix, lists)
+
+    def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:
+        used = {name for out in self._plan.outputs for t in out.tables for name in t.features}
+        wanted = used | {self._plan.features[n].name for n in self._matrix}
+        missing, unknown = sorted(wanted - set(ids)), sorted(set(ids) - set(self._by_name))
+        if missing or unknown:
+            what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not known"
+            raise DataError(f"ids: feature {what}; use {', '.join(sorted(wanted))}")
+
+    def _join(self, ids: Mapping[str, "Tensor | Bags"]) -> tuple[Tensor, dict[int, Bags]]:
+        columns: list[Tensor] = []
+        bags: dict[int, Bags] = {}
+        samples = {self._samples(name, value) for name, value in ids.items()}
+        if len(samples) > 1:
+            counts = {name: self._samples(name, value) for name, value in ids.items()}
+            raise DataError(f"ids: features have different numbers of samples: {counts}")
+        (count,) = samples
+        for number, feature in enumerate(self._plan.features):
+            value = ids.get(feature.name)
+            if value is None:
+                continue
+            if isinstance(value, Bags):
+                if self._plan.ids.first[number] is not None:
+                    raise DataError(
+                        f"feature {feature.name}: takes {feature.hotness} ids per sample, not "
+                        f"Bags; pass [samples, {feature.hotness}], or declare it ragged"
+                    )
+                bags[number] = self._checked(value, number)
+            elif self._plan.ids.first[number] is None:
+                raise DataError(f"feature {feature.name}: ragged or weighted ids come as Bags")
+            else:
+                wide = value.unsqueeze(1) if value.ndim == 1 else value
+                if wide.shape[1:] != (feature.hotness,) or not _is_integer(wide):
+                    raise DataError(
+                        f"feature {feature.name}: ids are {value.dtype}{list(value.shape)}; use "
+                        f"int32 or int64 [samples, {feature.hotness}]"
+                    )
+                columns.append(wide)
+        if columns:
+            return torch.cat(columns, 1), bags
+        empty = torch.empty(count, 0, dtype=self._plan.ids_dtype, device=self._device)
+        return empty, bags
+
+    def _samples(self, name: str, value: object) -> int:
+        if isinstance(value, Bags):
+            if value.offsets.ndim != 1 or not value.offsets.numel():
+                raise DataError(
+                    f"feature {name}: offsets are {list(value.offsets.shape)}; use [samples + 1]"
+                )
+            return value.offsets.numel() - 1
+        if not isinstance(value, Tensor):
+            raise DataError(
+                f"feature {name}: ids are a {type(value).__name__}; use a tensor or Bags"
+            )
+        if value.ndim not in (1, 2):
+            raise DataError(f"feature {name}: ids are {list(value.shape)}; use [samples, hotness]")
+        return value.shape[0]
+
+    def _checked(self, bags: Bags, number: int) -> Bags:
+        """Bags that hold together; offsets as int64 on the device."""
+        feature = self._plan.features[number]
+        whole = _is_integer(bags.values) and _is_integer(bags.offsets)
+        if bags.values.ndim != 1 or not whole:
+            raise DataError(
+                f"feature {feature.name}: values are {bags.values.dtype}{list(bags.values.shape)}; "
+                f"offsets {bags.offsets.dtype}; use int32 or int64 for both, values [ids]"
+            )
+        offsets = bags.offsets.to(self._device, torch.int64)
+        lengths = offsets.diff()
+        ends = (0, bags.values.numel())
+        if (int(offsets[0]), int(offsets[-1])) != ends:
+            raise DataError(
+                f"feature {feature.name}: offsets run from {int(offsets[0])} to "
+                f"{int(offsets[-1])}; use {ends[0]} to {ends[1]}, the number of values"
+            )
+        if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > feature.hotness):
+            sample = int(((lengths < 0) | (lengths > feature.hotness)).nonzero()[0])
+            raise DataError(
+                f"feature {feature.name}: sample {sample} has {int(lengths[sample])} ids; use "
+                f"0..{feature.hotness}, or declare a larger hotness"
+            )
+        if feature.weighted and (bags.weights is None or bags.weights.shape != bags.values.shape):
+            given = "none" if bags.weights is None else list(bags.weights.shape)
+            raise DataError(
+                f"feature {feature.name}: weights are {given}; use one for each of "
+                f"{bags.values.numel()} ids"
+            )
+        if not feature.weighted and bags.weights is not None:
+            raise DataError(
+                f"feature {feature.name}: weights were given; declare the feature weighted"
+            )
+        if bags.weights is not None and bags.weights.requires_grad:
+            raise DataError(
+                f"feature {feature.name}: weights require a gradient, and get none here; pass "
+                "weights.detach()"
+            )
+        return Bags(bags.values, offsets, bags.weights)
+
+    def _in_range(self, matrix: Tensor) -> Tensor:
+        """The matrix in the plan's dtype, every id a row of its table."""
+        if matrix.numel() == 0:
+            return matrix.to(self._plan.ids_dtype)
+        if matrix.dtype == self._plan.ids_dtype:
+            low, high = matrix.aminmax(dim=0)
+            if bool(((low >= 0) & (high < self._least)).all()):
+                return matrix
+        wide = matrix.to(torch.int64)
+        bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < _ANY_ID)
+        if not bool(bad.any()):
+            return matrix.to(self._plan.ids_dtype)
+        if self._plan.out_of_range == "error":
+            row, column = (int(place) for place in bad.nonzero()[0])
+            self._refuse(int(self._owner[column]), int(wide[row, column]), row)
+        self.out_of_range.index_add_(0, self._owner, bad.sum(0))
+        return self._replace(wide, bad, self._limits).to(self._plan.ids_dtype)
+
+    def _lists(self, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists:
+        """All lists of this rank's samples, interleaved: sample by sample."""
+        plan = self._plan
+        found = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
+        lengths = torch.stack([bag.offsets.diff() for bag in found], 1)
+        values = torch.cat([bag.values.to(torch.int64) for bag in found])
+        by_feature = Lists(lengths.t().contiguous(), values, None)
+        # Where each list of the result lies in the values, which go feature by feature.
+        source = _positions(by_feature.starts().t(), lengths)
+        weights = None
+        if plan.weighted:
+            all_weights = [
+                torch.ones(bag.values.shape, dtype=plan.dtype, device=self._device)
+                if bag.weights is None
+                else bag.weights.to(plan.dtype)
+                for bag in found
+            ]
+            weights = torch.cat(all_weights).index_select(0, source)
+        values = self._lists_in_range(values.index_select(0, source), lengths)
+        return Lists(lengths.to(torch.int32), values, weights)
+
+    def _as_bags(self, matrix: Tensor, number: int) -> Bags:
+        first, hotness = self._plan.ids.first[number], self._plan.features[number].hotness
+        if first is None:
+            raise DataError(f"ids: feature {self._plan.features[number].name} is missing")
+        values = matrix[:, first : first + hotness].reshape(-1)
+        return Bags(values, torch.arange(0, values.numel() + 1, hotness, device=self._device))
+
+    def _lists_in_range(self, values: Tensor, lengths: Tensor) -> Tensor:
+        flat = lengths.reshape(-1)
+        place = torch.arange(lengths.shape[1], device=values.device).repeat(lengths.shape[0])
+        place = torch.repeat_interleave(place, flat, output_size=values.numel())
+        limits = self._list_limits.index_select(0, place)
+        bad = ((values < 0) | (values >= limits)) & (limits < _ANY_ID)
+        if bool(bad.any()):
+            owner = torch.tensor(self._plan.ids.lists, device=values.device)
+            if self._plan.out_of_range == "error":
+                at = int(bad.nonzero()[0])
+                ends = torch.cumsum(flat, 0)
+                sample = int(torch.searchsorted(ends, at, right=True)) // lengths.shape[1]
+                self._refuse(int(owner[place[at]]), int(values[at]), sample)
+            self.out_of_range.index_add_(0, owner.index_select(0, place), bad.to(torch.int64))
+            values = self._replace(values, bad, limits)
+        return values.to(self._plan.ids_dtype)
+
+    def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
+        if self._plan.out_of_range == "clamp":
+            return torch.minimum(ids.clamp(min=0), limits - 1)
+        mixed = ids ^ (ids >> _SHIFT_1)
+        mixed = mixed * _MIX
+        mixed = mixed ^ (mixed >> _SHIFT_2)
+        return torch.where(bad, mixed.remainder(limits), ids)
+
+    def _refuse(self, number: int, id: int, row: int) -> None:
+        raise DataError(
+            f"field {self._plan.features[number].name}: id {id} in row {row} of rank "
+            f"{self._rank}'s part of the batch; use 0..{self._rows[number] - 1}"
+        )
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64)

@@ -1,0 +1,1 @@
+"""From table layouts to groups, stacks and transfers. Pure data and pure functions."""

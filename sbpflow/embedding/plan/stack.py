@@ -1,0 +1,123 @@
+"""Tables that share a storage on every rank, and the rectangle of each that a rank holds there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.sbp.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One shard in a rank's storage: table[row_start:row_stop, col_start:col_stop] at ``base``."""
+
+    table: TableConfig
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+    base: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def width(self) -> int:
+        return self.col_stop - self.col_start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A table looked up by a feature: one vector of every sample.
+
+    ``feature`` counts the features of the plan. One-hot and multi-hot ids lie in ``columns`` of the
+    batch's matrix of ids; ragged ones are the ``place``-th list of every sample.
+    """
+
+    table: TableConfig
+    feature: int
+    columns: tuple[int, ...] = ()
+    place: int | None = None
+    hotness: int = 1
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.table.name, self.feature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Tables of equal dim whose parts every rank stores as one block of rows, all equally wide.
+
+    ``ragged``: its ids come as lists, weighted or of any length; else as columns of a matrix.
+    """
+
+    tables: tuple[TableConfig, ...]
+    layouts: tuple[Layout, ...]
+    uses: tuple[Use, ...]
+    ragged: bool = False
+
+    @property
+    def dim(self) -> int:
+        return self.tables[0].dim
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """This rank's shards in storage order; tables it holds nothing of are left out."""
+        pieces: list[Piece] = []
+        base = 0
+        for table, layout in zip(self.tables, self.layouts, strict=True):
+            slices = layout.part_slices(table.shape, rank)
+            if slices is None:
+                continue
+            rows, cols = slices
+            piece = Piece(
+                table=table,
+                row_start=rows.start,
+                row_stop=rows.stop,
+                col_start=cols.start,
+                col_stop=cols.stop,
+                base=base,
+            )
+            if piece.num_rows and piece.width:
+                pieces.append(piece)
+                base += piece.num_rows
+        return tuple(pieces)
+
+    def num_rows(self, rank: int) -> int:
+        return sum(piece.num_rows for piece in self.pieces(rank))
+
+    def width(self, rank: int) -> int:
+        """Columns of the storage, which may have no rows; 0 on a rank outside the layouts."""
+        for table, layout in zip(self.tables, self.layouts, strict=True):
+            slices = layout.part_slices(table.shape, rank)
+            if slices is not None:
+                return slices[1].stop - slices[1].start
+        return 0
+
+    def uses_on(self, rank: int) -> tuple[Use, ...]:
+        """Uses of the tables that are placed on ``rank``, be it with no row."""
+        placed = {
+            table.name
+            for table, layout in zip(self.tables, self.layouts, strict=True)
+            if rank in layout.placement
+        }
+        return tuple(use for use in self.uses if use.table.name in placed)
+
+    def lookups(self) -> int:
+        """Most ids of one sample, over all uses."""
+        return sum(use.hotness for use in self.uses)
+
+    def holders(self) -> tuple[int, ...]:
+        """Ranks that store some of it, ascending."""
+        ranks = {rank for layout in self.layouts for rank in layout.placement.ranks}
+        return tuple(sorted(rank for rank in ranks if self.pieces(rank)))
+
+    def is_column_split(self) -> bool:
+        """Whether a logical row is spread over several ranks."""
+        return any(0 < self.width(rank) < self.dim for rank in self.holders())
+
+
+def columns_of(uses: Sequence[Use]) -> list[int]:
+    """Columns of the matrix of ids, use by use."""
+    return [column for use in uses for column in use.columns]

@@ -1,0 +1,202 @@
+"""What features, embedding tables and their layouts are, and which shards a layout compiles to.
+
+Values only. The shard list (EMBark's (table, row shard, column shard) -> rank) is derived from the
+layout here and nowhere else.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.errors import ConfigError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
+
+Exchange = Literal["local", "columns", "reduce", "unique"]
+Combine = Literal["concat", "sum"]
+Pooling = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureConfig:
+    """A categorical feature: a sample has ``hotness`` ids of it, or with ``ragged`` 0 to that many.
+
+    ``weighted`` ids come with a weight each, which multiplies the id's row. Where several tables
+    look the feature up, each of its ids must be a row of every one; the policies that replace ids
+    (clamp, hash) take tables of equal ``num_rows`` only.
+    """
+
+    name: str
+    hotness: int = 1
+    ragged: bool = False
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hotness < 1:
+            raise ConfigError(f"feature {self.name}: hotness {self.hotness}; use 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
+
+    ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    num_rows: int
+    dim: int
+    pooling: Pooling = "sum"
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.dim < 1:
+            raise ConfigError(
+                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
+            )
+        if self.pooling not in ("sum", "mean"):
+            raise ConfigError(f"table {self.name}: pooling {self.pooling!r}; use sum or mean")
+        if not self.features or len(set(self.features)) != len(self.features):
+            raise ConfigError(
+                f"table {self.name}: features {list(self.features)}; name one or more, each once"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.num_rows, self.dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLayout:
+    """``layout`` of the [num_rows, dim] table and how its ids and vectors travel.
+
+    ``wire`` is what vectors and gradients travel as; ``None`` for the dtype they are computed in.
+    """
+
+    layout: Layout
+    exchange: Exchange
+    wire: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """One output of a collection over the batch, laid out S(0).
+
+    It has a vector per table and feature, in that order: ``concat`` gives [batch, sum of dims],
+    ``sum`` adds them ([batch, dim]; all dims equal). ``optimizer`` updates its tables in place of
+    the plan's.
+    """
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    combine: Combine = "concat"
+    optimizer: SparseOptimizer | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tables:
+            raise ConfigError(f"output {self.name}: has no tables; name one or more")
+        dims = {table.dim for table in self.tables}
+        if self.combine == "sum" and len(dims) > 1:
+            raise ConfigError(f"output {self.name}: a sum needs equal dims, not {sorted(dims)}")
+
+    @property
+    def width(self) -> int:
+        if self.combine == "sum":
+            return self.tables[0].dim
+        return sum(table.dim * len(table.features) for table in self.tables)
+
+    def starts(self) -> dict[tuple[str, str], int]:
+        """(table, feature) -> first column of its vector before a sum over them."""
+        starts: dict[tuple[str, str], int] = {}
+        column = 0
+        for table in self.tables:
+            for feature in table.features:
+                starts[table.name, feature] = column
+                column += table.dim
+        return starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The rectangle rows x columns of one table that one rank stores."""
+
+    table: str
+    rank: int
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return (self.row_stop - self.row_start) * (self.col_stop - self.col_start)
+
+
+def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
+    """Every rank's rectangle of the table, empty ones left out, in placement order."""
+    shards: list[Shard] = []
+    for rank in layout.placement.ranks:
+        slices = layout.part_slices(table.shape, rank)
+        if slices is None:
+            continue
+        rows, cols = slices
+        shard = Shard(
+            table=table.name,
+            rank=rank,
+            row_start=rows.start,
+            row_stop=rows.stop,
+            col_start=cols.start,
+            col_stop=cols.stop,
+        )
+        if shard.num_elements:
+            shards.append(shard)
+    return tuple(shards)
+
+
+def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
+    """Raise ConfigError unless the shards tile the table: no hole, no overlap but replicas of B."""
+    replicas = 1
+    for axis, sbp in enumerate(layout.nd_sbp):
+        if isinstance(sbp, Broadcast):
+            replicas *= layout.placement.shape[axis]
+        if isinstance(sbp, Partial):
+            raise ConfigError(f"table {table.name}: {layout} stores terms of a sum; use S or B")
+    stored = sum(shard.num_elements for shard in shards)
+    if stored != replicas * table.num_rows * table.dim:
+        raise ConfigError(
+            f"table {table.name}: shards of {layout} hold {stored} elements, "
+            f"the table has {table.num_rows} x {table.dim} (x {replicas} replicas)"
+        )
+    distinct = {(s.row_start, s.row_stop, s.col_start, s.col_stop): s for s in shards}
+    parts = list(distinct.values())
+    for index, one in enumerate(parts):
+        for other in parts[index + 1 :]:
+            rows_apart = one.row_stop <= other.row_start or other.row_stop <= one.row_start
+            cols_apart = one.col_stop <= other.col_start or other.col_stop <= one.col_start
+            if not (rows_apart or cols_apart):
+                raise ConfigError(f"table {table.name}: shards {one} and {other} overlap")
+
+
+def check_exchange(table: TableConfig, given: TableLayout, world: Placement) -> None:
+    """Raise ConfigError unless the layout can run its exchange; in a world of one all can."""
+    layout, num_ranks = given.layout, given.layout.placement.size
+    if outside := [rank for rank in layout.placement.ranks if rank not in world.ranks]:
+        raise ConfigError(f"table {table.name}: {layout} names ranks {outside} outside {world}")
+    kinds = tuple(f"S({sbp.dim})" if isinstance(sbp, Split) else str(sbp) for sbp in layout.nd_sbp)
+    legal_by_kind: dict[tuple[str, ...], tuple[Exchange, ...]] = {
+        ("S(0)",): ("reduce", "unique", "columns") if num_ranks == 1 else ("reduce", "unique"),
+        ("S(1)",): ("columns",),
+        ("S(0)", "S(1)"): ("reduce",),
+    }
+    if num_ranks in (1, world.size):
+        legal_by_kind["B",] = ("local",) if num_ranks == world.size else ("columns",)
+    legal = legal_by_kind.get(kinds, ())
+    if world.size > 1 and given.exchange not in legal:
+        use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1) or (S(0), S(1))"
+        raise ConfigError(
+            f"table {table.name}: {given.exchange} does not go with {layout} in a world of "
+            f"{world.size}; {use}"
+        )

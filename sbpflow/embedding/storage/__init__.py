@@ -1,0 +1,1 @@
+"""Where rows live, the kernels that read and update them, and the choice among those."""

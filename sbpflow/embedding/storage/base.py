@@ -1,0 +1,51 @@
+"""Where the rows of a rank's shards live, and the two kernels that look them up and update them.
+
+A storage holds one [rows, width] block: shards of equal width stacked, addressed by local row
+number. Reading (``lookup``) and writing (``update``) are apart, so an update need not happen inside
+the backward. Two kernels, equal results: plain torch, and FBGEMM's table-batched embedding (TBE).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from sbpflow.embedding.storage.access import Access
+
+
+class Storage(Protocol):
+    """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``.
+
+    Every address that is looked up or updated was prefetched, and each prefetch is released once.
+    """
+
+    @property
+    def weights(self) -> Tensor:
+        """[rows, width]; writing to it changes what the next lookup reads."""
+        ...
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Optimizer state by name, [rows] or [rows, width], writable like ``weights``."""
+        ...
+
+    def prefetch(self, addresses: Tensor) -> None:
+        """Rows that will be looked up soon."""
+        ...
+
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        """[bags, width]: each bag's weighted sum of rows, zeros for an empty bag; no autograd.
+
+        ``lr`` announces an ``update`` of the same access, at that learning rate.
+        """
+        ...
+
+    def update(self, access: Access, grads: Tensor, lr: float) -> None:
+        """One optimizer step on the rows of ``access`` from the gradients [bags, width].
+
+        Duplicates are summed before the rule is applied, so a row takes one step.
+        """
+        ...
+
+    def release(self, addresses: Tensor) -> None:
+        """Rows that are not needed until the next prefetch."""
+        ...

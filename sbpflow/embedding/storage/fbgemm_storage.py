@@ -1,0 +1,143 @@
+"""Rows in FBGEMM's table-batched embedding (TBE), whose backward contains the update.
+
+Serves the cases ``choose.choose_kernels`` lets through: rules and widths where TBE means the same
+as ``TorchStorage``.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage import huge_pages
+from sbpflow.embedding.storage.access import Access, sum_bags
+
+
+class FbgemmStorage:
+    """Device-resident float32 rows in one TBE table; the update is fused into its backward.
+
+    Serves exactly the cases ``kernels.choose_kernel`` lets through: rules and widths where TBE
+    means the same as ``TorchStorage``.
+    """
+
+    def __init__(
+        self, rows: int, width: int, *, optimizer: SparseOptimizer, device: torch.device
+    ) -> None:
+        self._tbe = _make_tbe(rows, width, optimizer, device)
+        self._lr = optimizer.lr
+        self._state_names = optimizer.state_names
+        self.weights.zero_()
+        if optimizer.initial_accumulator:
+            for tensor in self.state.values():
+                tensor.fill_(optimizer.initial_accumulator)
+
+    @property
+    def weights(self) -> Tensor:
+        # .data: writes through the view itself would invalidate a graph waiting for its backward.
+        return self._tbe.split_embedding_weights()[0].data
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        if not self._state_names:
+            return {}
+        (state,) = self._tbe.split_optimizer_states()[0]
+        return {self._state_names[0]: state.data}
+
+    def prefetch(self, addresses: Tensor) -> None:
+        """Nothing to do: the rows are on the device."""
+
+    def release(self, addresses: Tensor) -> None:
+        """Nothing to do: the rows stay on the device."""
+
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        if lr is None:
+            return sum_bags(self.weights, access)
+        access.graph = self._run(access, lr)
+        return access.graph.detach()
+
+    def update(self, access: Access, grads: Tensor, lr: float) -> None:
+        graph, access.graph = access.graph, None
+        if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
+            graph = self._run(access, lr)
+        torch.autograd.backward([graph], [grads.contiguous()])
+
+    def _run(self, access: Access, lr: float) -> Tensor:
+        if lr != self._lr:  # TBE's backward takes the rate that was set at its forward
+            self._tbe.set_learning_rate(lr)
+            self._lr = lr
+        addresses = access.addresses
+        if addresses.is_cuda:  # its CUDA kernels take ids and offsets of one type
+            addresses = addresses.to(torch.int64)
+        with torch.enable_grad():
+            return self._tbe(
+                addresses, access.explicit_offsets(), per_sample_weights=access.weights
+            )
+
+
+class Tbe(Protocol):
+    """What is used of FBGEMM's module, which is imported late and has no stubs."""
+
+    def split_embedding_weights(self) -> list[Tensor]: ...
+    def split_optimizer_states(self) -> Sequence[Sequence[Tensor]]: ...
+    def set_learning_rate(self, lr: float) -> None: ...
+    def __call__(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Tbe:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        BoundsCheckMode,
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    kinds: dict[str, Any] = {
+        "sgd": EmbOptimType.EXACT_SGD,
+        "adagrad": EmbOptimType.EXACT_ADAGRAD,
+        "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    }
+    on_cuda = device.type == "cuda"
+    make: Callable[..., Any] = SplitTableBatchedEmbeddingBagsCodegen
+    return make(
+        [
+            (
+                rows,
+                width,
+                EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST,
+                ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU,
+            )
+        ],
+        optimizer=kinds[optimizer.name],
+        learning_rate=optimizer.lr,
+        eps=optimizer.eps,
+        pooling_mode=PoolingMode.SUM,
+        # Ids are checked once per batch, with field and row named; TBE's default trains row 0 on
+        # a bad id. NONE also leaves the caller's tensors untouched.
+        bounds_check_mode=BoundsCheckMode.NONE,
+        device=device if on_cuda else None,
+        **({} if on_cuda else _host_buffers(make, rows, width, optimizer, device)),
+    )
+
+
+def _host_buffers(
+    make: Callable[..., Any],
+    rows: int,
+    width: int,
+    optimizer: SparseOptimizer,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Memory of our own for TBE on CPU, where this release of FBGEMM takes it (1.8 does)."""
+    argument = "preallocated_host_buffers"
+    if argument not in inspect.signature(make).parameters:
+        return {}
+    buffers = {"weights": huge_pages.zeros((rows * width,), torch.float32, device)}
+    if optimizer.state_names:
+        size = torch.Size(optimizer.state_shape(rows, width)).numel()
+        buffers["momentum1"] = huge_pages.zeros((size,), torch.float32, device)
+    return {argument: buffers}

@@ -1,0 +1,105 @@
+"""The sparse rules: one step on unique rows with their summed gradients.
+
+State belongs to the logical row: rowwise Adagrad keeps one number per row, the mean of squares over
+the table's full width, whatever part of the columns is stored here. ``eps`` stands outside the
+root, as in FBGEMM and torch.optim.Adagrad.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+
+SumOverColumns = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class RowBlock:
+    """What one step works on: this rank's columns of some rows.
+
+    A rule changes ``weights`` in place and writes ``state`` back through the storage's tensors.
+    """
+
+    weights: Tensor  # [touched, width], a copy of the rows in the dtype of the arithmetic
+    state: dict[str, Tensor]  # whole, of the storage
+    rows: Tensor  # [touched] int64, unique
+    grads: Tensor  # [touched, width], summed over the batch
+    lr: float
+    num_steps: int  # of the job, this one included
+    squares: Tensor | None = None  # [touched] of rowwise rules, over the table's full width
+
+
+def apply_step(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    """Change ``block.weights`` and the state of its rows by one step."""
+    if optimizer.weight_decay:
+        block.weights.mul_(1.0 - block.lr * optimizer.weight_decay)
+    _RULES[optimizer.name](optimizer, block)
+
+
+def row_squares(grads: Tensor) -> Tensor:
+    """[touched]: each row's sum of squares over the columns that are here."""
+    return torch.mv(grads * grads, grads.new_full((grads.shape[1],), 1.0))
+
+
+def _sgd(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    block.weights.add_(block.grads, alpha=-block.lr)
+
+
+def _adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    total = block.state["sum"].index_select(0, block.rows).addcmul_(block.grads, block.grads)
+    block.state["sum"].index_copy_(0, block.rows, total)
+    block.weights.addcdiv_(block.grads, total.sqrt_().add_(optimizer.eps), value=-block.lr)
+
+
+def _rowwise_adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    if block.squares is None:
+        raise RuntimeError("a rowwise rule needs the rows' squares")
+    total = block.state["sum"].index_select(0, block.rows).add_(block.squares)
+    block.state["sum"].index_copy_(0, block.rows, total)
+    scale = total.sqrt_().add_(optimizer.eps).reciprocal_().mul_(-block.lr)
+    block.weights.addcmul_(block.grads, scale.unsqueeze(1))
+
+
+def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    # Bias correction by the job's step count, as TensorFlow's LazyAdam and torch's SparseAdam.
+    beta1, beta2 = optimizer.betas
+    mean = block.state["exp_avg"].index_select(0, block.rows).lerp_(block.grads, 1.0 - beta1)
+    block.state["exp_avg"].index_copy_(0, block.rows, mean)
+    square = block.state["exp_avg_sq"].index_select(0, block.rows).mul_(beta2)
+    square.addcmul_(block.grads, block.grads, value=1.0 - beta2)
+    block.state["exp_avg_sq"].index_copy_(0, block.rows, square)
+    correction = math.sqrt(1.0 - beta2**block.num_steps)
+    denominator = square.sqrt_().div_(correction).add_(optimizer.eps)
+    block.weights.addcdiv_(mean, denominator, value=-block.lr / (1.0 - beta1**block.num_steps))
+
+
+def _ftrl(optimizer: SparseOptimizer, block: RowBlock) -> None:
+    """FTRL-Proximal per coordinate: McMahan et al., KDD 2013, algorithm 1.
+
+    A row keeps its starting values until it is touched, as in TensorFlow's Ftrl. The rate is the
+    optimizer's throughout: ``linear`` is a sum of steps at it, and a weight follows from that sum.
+    """
+    old = block.state["sum"].index_select(0, block.rows)
+    total = old.addcmul(block.grads, block.grads)
+    block.state["sum"].index_copy_(0, block.rows, total)
+    root = total.sqrt_()
+    linear = block.state["linear"].index_select(0, block.rows).add_(block.grads)
+    linear.addcmul_((root - old.sqrt_()).div_(optimizer.lr), block.weights, value=-1.0)
+    block.state["linear"].index_copy_(0, block.rows, linear)
+    beyond = linear - linear.clamp(-optimizer.l1, optimizer.l1)
+    curvature = root.add_(optimizer.beta).div_(optimizer.lr).add_(optimizer.l2)
+    # Nothing seen yet and no l1 leaves 0 / 0: such a coordinate stays at 0.
+    block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))
+
+
+_RULES: dict[SparseName, Callable[[SparseOptimizer, RowBlock], None]] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "lazy_adam": _lazy_adam,
+    "ftrl": _ftrl,
+}

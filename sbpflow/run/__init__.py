@@ -1,0 +1,1 @@
+"""A run as a whole: its plan, how it is explained."""

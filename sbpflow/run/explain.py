@@ -1,0 +1,235 @@
+"""What a run will do, without starting a rank: tables, shards, steps, bytes, memory.
+
+Renders the very plan objects that a run executes, so that the two cannot differ. Text for people,
+the same facts as a dictionary for programs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import shards_of
+from sbpflow.run.plan import RunPlan
+from sbpflow.sbp.sbp import format_nd_sbp
+from sbpflow.training.step_schedule import (
+    Move,
+)
+
+
+def describe(plan: RunPlan) -> dict[str, Any]:
+    """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows, an update
+    included, of which there is one in ``accumulate`` iterations.
+    """
+    steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
+    tables = [_describe_table(plan, name) for name in plan.layouts]
+    return {
+        "world_size": plan.world_size,
+        "backend": plan.embeddings.backend,
+        "batch_size": plan.batch_size,
+        "accumulate": plan.accumulate,
+        "tables": tables,
+        "steps": steps,
+        "schedule": [_describe_move(*move) for move in plan.schedule.beside(plan.transfers())],
+        "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
+        "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
+    }
+
+
+def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
+    group, stack = _group_of(plan, name)
+    table = stack.tables[[t.name for t in stack.tables].index(name)]
+    layout, optimizer = plan.layouts[name], group.optimizer
+    itemsize = plan.embeddings.dtype.itemsize
+    per_row = optimizer.state_elements_per_row(table.dim)
+    rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
+    shards: list[dict[str, Any]] = []
+    for shard in shards_of(table, layout.layout):
+        rows, cols = shard.row_stop - shard.row_start, shard.col_stop - shard.col_start
+        state = rows * (per_row if rowwise else per_row * cols // table.dim)
+        shards.append(
+            {
+                "rank": shard.rank,
+                "rows": [shard.row_start, shard.row_stop],
+                "columns": [shard.col_start, shard.col_stop],
+                "table_bytes": rows * cols * plan.embeddings.row_dtype.itemsize,
+                "state_bytes": state * itemsize,
+            }
+        )
+    return {
+        "name": name,
+        "features": list(table.features),
+        "rows": table.num_rows,
+        "dim": table.dim,
+        "sbp": format_nd_sbp(layout.layout.nd_sbp),
+        "ranks": layout.layout.placement.nested(),
+        "exchange": next(g.exchange for g in plan.embeddings.groups if table in g.tables),
+        "kernel": plan.kernels[name].name,
+        "kernel_reason": plan.kernels[name].reason,
+        "shards": shards,
+    }
+
+
+def _group_of(plan: RunPlan, name: str) -> tuple[GroupPlan, Stack]:
+    for group in plan.embeddings.groups:
+        for stack in group.stacks:
+            if any(table.name == name for table in stack.tables):
+                return group, stack
+    raise KeyError(name)
+
+
+def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
+    common = {"phase": phase, "id": step.id, "collective": step.collective}
+    dtype = str(step.dtype).removeprefix("torch.")
+    if isinstance(step, ExchangeStep):
+        return common | {
+            "what": step.what,
+            "groups": [list(step.group)],
+            "dtype": dtype,
+            "exact": False,
+            "bytes_per_rank": [step.bound_bytes] * world_size,
+            "total_bytes": step.total_bound_bytes,
+        }
+    return common | {
+        "what": f"{step.src} -> {step.dst} {list(step.shape)}",
+        "groups": [list(group) for group in step.groups],
+        "dtype": dtype,
+        "exact": True,
+        "bytes_per_rank": [step.bytes_sent(rank) for rank in range(world_size)],
+        "total_bytes": step.total_bytes,
+    }
+
+
+def _describe_move(move: Move, under_way: Sequence[str]) -> dict[str, Any]:
+    return {
+        "move": move.name,
+        "batch": "next" if move.ahead else "this",
+        "what": move.says,
+        "under_way": list(under_way),
+    }
+
+
+def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    held = [shard for table in tables for shard in table["shards"] if shard["rank"] == rank]
+    itemsize = plan.embeddings.dtype.itemsize
+    dense = sum(p.num_elements(rank) for p in plan.dense)
+    dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
+    return {
+        "rank": rank,
+        "table_bytes": sum(shard["table_bytes"] for shard in held),
+        "table_state_bytes": sum(shard["state_bytes"] for shard in held),
+        "dense_bytes": dense * itemsize,
+        "dense_gradient_bytes": dense * itemsize,
+        "dense_state_bytes": dense_state * itemsize,
+    }
+
+
+def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
+    """The plan as text: tables, transfers, the order of a step's moves, then memory per rank."""
+    facts = describe(plan)
+    lines = [
+        f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
+        "",
+        *_table_lines(facts["tables"], shards=shards),
+        "",
+        *_step_lines(facts["steps"]),
+        _total_line(facts),
+        "",
+        plan.schedule.describe(plan.transfers()),
+        "",
+        *_rank_lines(facts["ranks"]),
+        "batches, activations and exchange buffers come on top",
+    ]
+    return "\n".join(lines)
+
+
+def _total_line(facts: Mapping[str, Any]) -> str:
+    bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
+    size = _size(facts["bytes_per_iteration"])
+    update = ""
+    if facts["accumulate"] > 1:
+        update = f"; dense gradients and phase update once in {facts['accumulate']} iterations"
+    return f"all steps: {bound}{size} per iteration, all ranks together{update}"
+
+
+def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:
+    rows = [("table", "rows", "dim", "layout", "exchange", "kernel", "")]
+    for table in tables:
+        layout = f"{table['sbp']}@{table['ranks']}"
+        rows.append(
+            (
+                table["name"],
+                f"{table['rows']:,}",
+                str(table["dim"]),
+                layout,
+                table["exchange"],
+                table["kernel"],
+                table["kernel_reason"],
+            )
+        )
+        if shards:
+            rows += [("", _extent(shard), "", "", "", "", "") for shard in table["shards"]]
+    return _columns(rows)
+
+
+def _extent(shard: Mapping[str, Any]) -> str:
+    (r0, r1), (c0, c1) = shard["rows"], shard["columns"]
+    size = _size(shard["table_bytes"] + shard["state_bytes"])
+    return f"  rank {shard['rank']}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {size}"
+
+
+def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [("step", "phase", "collective", "group", "bytes", "what")]
+    for step in steps:
+        groups = " ".join(str(group) for group in step["groups"]) or "-"
+        size = _size(step["total_bytes"])
+        rows.append(
+            (
+                step["id"],
+                step["phase"],
+                step["collective"],
+                groups,
+                size if step["exact"] else f"<= {size}",
+                step["what"],
+            )
+        )
+    return _columns(rows)
+
+
+def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = (
+        "table_bytes",
+        "table_state_bytes",
+        "dense_bytes",
+        "dense_gradient_bytes",
+        "dense_state_bytes",
+    )
+    rows: list[tuple[str, ...]] = [
+        ("rank", "tables", "their state", "dense", "gradients", "their state", "sum")
+    ]
+    for rank in ranks:
+        sizes = [rank[name] for name in names]
+        rows.append((str(rank["rank"]), *(_size(size) for size in (*sizes, sum(sizes)))))
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-aligned columns; a row that is only an extent (second cell) runs on."""
+    wide = [row for row in rows if row[0]]
+    widths = [max(len(row[i]) for row in wide) for i in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = (
+            [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            if row[0]
+            else [row[1]]
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,90 @@
+"""Everything static about a run, as one value: what ``explain`` prints and the trainer executes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sbpflow.boxing.plan import BoxingStep
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
+from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.sbp.layout import Layout
+from sbpflow.training.step_schedule import (
+    COUNTED_IDS,
+    COUNTS,
+    DENSE_GRADIENTS,
+    IDS,
+    ROW_GRADIENTS,
+    VECTORS,
+    StepSchedule,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseParameter:
+    """One parameter of the dense part; ``state_per_element`` counts its optimizer's numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    dtype: torch.dtype
+    state_per_element: int
+
+    def num_elements(self, rank: int) -> int:
+        shape = self.layout.part_shape(self.shape, rank)
+        return 0 if shape is None else torch.Size(shape).numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything static about a run: what ``explain`` prints and the trainer executes."""
+
+    embeddings: EmbeddingPlan
+    layouts: Mapping[str, TableLayout]
+    kernels: Mapping[str, KernelChoice]
+    dense: tuple[DenseParameter, ...]
+    dense_forward: tuple[BoxingStep, ...]
+    dense_backward: tuple[BoxingStep, ...]
+    dense_gradients: tuple[BoxingStep, ...]
+    schedule: StepSchedule
+    batch_size: int
+    accumulate: int
+
+    @property
+    def world_size(self) -> int:
+        return self.embeddings.world.size
+
+    def steps(self) -> tuple[tuple[str, Step], ...]:
+        """(phase, step) of one iteration of ``batch_size`` rows, in the order they are issued.
+
+        With overlap the ids of a batch travel during the iteration before it.
+        """
+        tables, rows = self.embeddings, self.batch_size
+        phases: tuple[tuple[str, Sequence[Step]], ...] = (
+            ("ids", tables.ahead_steps(rows)),
+            ("forward", (*tables.forward_steps(rows), *self.dense_forward)),
+            ("backward", (*self.dense_backward, *tables.push_steps(rows))),
+            ("backward", self.dense_gradients),
+            ("update", tables.update_steps(rows)),
+        )
+        return tuple((phase, step) for phase, steps in phases for step in steps)
+
+    def transfers(self) -> frozenset[str]:
+        """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""
+        tables, rows = self.embeddings, self.batch_size
+        counted = [step for group in tables.groups for step in group.row_steps(rows)]
+        made: dict[str, Sequence[Step]] = {
+            IDS: tables.id_steps(rows),
+            COUNTS: (*tables.length_steps(rows), *counted),
+            COUNTED_IDS: (*tables.list_steps(rows), *counted),
+            VECTORS: tables.forward_steps(rows),
+            ROW_GRADIENTS: tables.push_steps(rows),
+            DENSE_GRADIENTS: self.dense_gradients,
+        }
+        return frozenset(kind for kind, steps in made.items() if any(_sends(s) for s in steps))
+
+
+def _sends(step: Step) -> bool:
+    return isinstance(step, ExchangeStep) or bool(step.groups)

@@ -1,0 +1,308 @@
+"""The ranks that run together: this process's rank, device and process groups; the checked mode.
+
+A World is made once and passed on; nothing here is module state. No tensor of the user moves here
+(``boxing`` does that); the only traffic is the header exchange of the checked mode.
+"""
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.runtime.comm_log import CommLog
+from sbpflow.runtime.exit_messages import env_int, rank_and_world_size
+from sbpflow.runtime.shutdown import close_process_groups
+from sbpflow.runtime.startup import await_ranks
+from sbpflow.sbp.layout import Layout
+
+HEADER_BYTES = 512
+LENGTH_BYTES = 8  # of a header's end: how long this rank's reason to refuse is, 0 for none
+DEFAULT_TIMEOUT_S = 600.0
+
+# torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
+_names = vars(dist)
+all_gather_single: Callable[..., dist.Work | None] = (
+    _names.get("all_gather_single") or _names["all_gather_into_tensor"]
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """How the ranks find each other, as torch's ``init_process_group`` takes it.
+
+    ``init_method=None`` is a world of one that needs no meeting point.
+    """
+
+    init_method: str | None
+    rank: int
+    size: int
+    local_rank: int = 0
+
+
+class World:
+    """All ranks of one run. Build it with ``World.start``; ``close`` it before the process ends.
+
+    ``channel`` names keep traffic apart: each (ranks, channel) pair has a process group of its own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        owns_default_group: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.checked = checked
+        self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
+        self.log = CommLog()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._owns_default_group = owns_default_group
+        self._closed = False
+
+    @staticmethod
+    def start(
+        device: str = "auto",
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        rendezvous: Rendezvous | None = None,
+    ) -> "World":
+        """Join the other ranks; without a launcher, be a world of one.
+
+        ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets. A process group
+        that already exists is used as it is and left alone by ``close``. Raises ConfigError when
+        the device is not there or the environment is incomplete, AbsentError when not all ranks of
+        the environment are there in time.
+        """
+        meeting = rendezvous or _meeting_from_environment()
+        chosen = _choose_device(device, meeting.local_rank)
+        owns = not dist.is_initialized()
+        if owns:
+            alone = meeting.init_method is None
+            roll = await_ranks(timeout_s) if meeting.init_method == "env://" else None
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+                init_method=meeting.init_method,
+                store=_names["HashStore"]() if alone else None,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            del roll  # till here, for rank 0 may serve it
+        return World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            chosen,
+            timeout_s=timeout_s,
+            checked=checked,
+            owns_default_group=owns,
+        )
+
+    def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
+        """The process group of ``ranks`` (any order) on ``channel``; ``step_id`` is for errors.
+
+        Made on first use, so the first use must happen on all ranks of the world, in one order;
+        ``Boxing`` and the engine see to that by walking the same steps everywhere. A rank that is
+        not in it gets c10d's mark for that, which no collective takes.
+        """
+        key = (tuple(sorted(ranks)), channel)
+        group = self._groups.get(key)
+        if group is None:
+            if outside := [rank for rank in key[0] if not 0 <= rank < self.size]:
+                raise SbpError(
+                    f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
+                )
+            try:
+                made = dist.new_group(list(key[0]), timeout=self._timeout)
+            except RuntimeError as error:
+                what = f"making the group of ranks {list(key[0])} for {channel}"
+                raise broken(error, step_id, what) from error
+            group = self._groups[key] = cast("dist.ProcessGroup", made)
+        return group
+
+    def device_of(self, layout: Layout) -> torch.device:
+        """Where this rank's part of a tensor laid out so is; raises SbpError if it has no such."""
+        wanted = layout.placement.device_type
+        if self.device.type in (wanted, "meta"):
+            return self.device
+        if wanted == "cpu":
+            return torch.device("cpu")
+        raise SbpError(
+            f"{layout} is on {wanted}, this world runs on {self.device.type}; place it on "
+            f'{self.device.type}, or start the world with device="{wanted}"'
+        )
+
+    def check_ranks(self, layout: Layout) -> None:
+        """Raise SbpError if ``layout`` names ranks that this world does not have."""
+        if max(layout.placement.ranks) >= self.size:
+            raise SbpError(
+                f"{layout} names ranks outside this world of {self.size}; use 0..{self.size - 1}"
+            )
+
+    def backend_of(self, layout: Layout) -> str:
+        """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
+        return "nccl" if layout.placement.device_type == "cuda" else "gloo"
+
+    def check(self, step_id: str, operation: str, refused: str = "") -> None:
+        """In the checked mode, compare what every rank is about to do; else nothing.
+
+        All ranks of the world must call it; ``refused`` is why this rank cannot go on. Raises
+        SbpError on every rank if they are at different steps, naming them, or if any refused.
+        """
+        if not self.checked or self.size == 1:
+            return
+        reason = refused.encode()
+        step = _cut(f"{step_id} ({operation})".encode(), HEADER_BYTES - LENGTH_BYTES)
+        headers = self._exchange(step + len(reason).to_bytes(LENGTH_BYTES, "little"))
+        steps = [_decode(header[:-LENGTH_BYTES]) for header in headers]
+        if len(set(steps)) > 1:
+            lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(steps))
+            raise SbpError(
+                f"ranks take different steps: {lines}. Every rank must call the same conversions "
+                "in the same order, and requires_grad_() on the same tensors, also outside a "
+                "placement"
+            )
+        longest = max(int.from_bytes(header[-LENGTH_BYTES:], "little") for header in headers)
+        if not longest:
+            return
+        reasons = [_decode(row) for row in self._exchange(reason.ljust(longest, b"\0"))]
+        raise SbpError(
+            reasons[0]
+            if len(set(reasons)) == 1
+            else "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+        )
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """What each rank passed, all of one length."""
+        gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        all_gather_single(gathered, sent, group=self.group(range(self.size), "check"))
+        return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.group(range(self.size), "control"))
+
+    def close(self) -> None:
+        """Destroy the process groups; without it gloo aborts some processes at exit.
+
+        RuntimeError if that takes longer than 10 s, as it may when a peer has just died.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._owns_default_group:
+            close_process_groups()
+        self._groups.clear()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RuntimeError as failed:
+            if error is None:
+                raise
+            error.add_note(f"then {failed}")  # most likely its consequence
+
+
+def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
+    """What a collective raised, with the step it was for in front of torch's words."""
+    words = re.sub(r"^\[/\S+\]\s*", "", str(error))
+    return RuntimeError(f"{step_id}, {collective}: {words}")
+
+
+def _meeting_from_environment() -> Rendezvous:
+    rank, size = rank_and_world_size()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Rendezvous(init_method=None, rank=0, size=1)
+    if size == 1:  # nobody to meet, wherever MASTER_ADDR points
+        return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set but {', '.join(missing)} is not; start ranks with "
+            "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE for one process"
+        )
+    return Rendezvous(
+        init_method="env://",
+        rank=rank,
+        size=size,
+        local_rank=_local_rank(),
+    )
+
+
+def _local_rank() -> int:
+    given = env_int("LOCAL_RANK", 0)
+    if given < 0:
+        raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")
+    return given
+
+
+def world_size_of_environment() -> int:
+    """How many ranks the launcher started; 1 without one. Needs no process group."""
+    return _meeting_from_environment().size
+
+
+def device_type_of(device: str) -> str:
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
+    return _choose_device(device, _local_rank()).type
+
+
+def device_name(device: torch.device) -> str:
+    """The device and what it is, on which host, for summaries."""
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device} ({what}) on {platform.node()}"
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use cpu")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _cut(raw: bytes, length: int) -> bytes:
+    """Exactly ``length`` bytes: cut if need be, but still different where the texts are."""
+    if len(raw) > length:
+        digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
+        raw = raw[: length - len(digest)] + digest
+    return raw.ljust(length, b"\0")
+
+
+def _decode(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

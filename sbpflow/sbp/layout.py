@@ -1,0 +1,143 @@
+"""A layout: where a logical tensor lives (placement) and how (one sbp per placement axis).
+
+The only source of truth for shapes and slices of parts; nothing downstream decides them again.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sbpflow.errors import SbpError
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import (
+    NdSbp,
+    Partial,
+    Sbp,
+    Split,
+    as_nd_sbp,
+    balanced_sizes,
+    dual,
+    format_nd_sbp,
+)
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """``nd_sbp`` has one entry per axis of ``placement``; it may be given as text, "(S(0), B)".
+
+    Axes that split the same dim apply one after the other: axis 0 splits the dim, axis 1 splits
+    the piece axis 0 left.
+    """
+
+    placement: Placement
+    nd_sbp: NdSbp
+
+    def __init__(self, placement: Placement, nd_sbp: NdSbp | Sbp | str) -> None:
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "nd_sbp", as_nd_sbp(nd_sbp))
+        if len(self.nd_sbp) != self.placement.ndim:
+            raise SbpError(
+                f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, "
+                f"the placement has {self.placement.ndim} axes {self.placement.shape}"
+            )
+        for axis, sbp in enumerate(self.nd_sbp):
+            if isinstance(sbp, Split) and sbp.sizes is not None:
+                if len(sbp.sizes) != self.placement.shape[axis]:
+                    raise SbpError(
+                        f"{sbp} has {len(sbp.sizes)} sizes; axis {axis} of the placement needs "
+                        f"{self.placement.shape[axis]} of them"
+                    )
+        if len({sbp.op for sbp in self.nd_sbp if isinstance(sbp, Partial)}) > 1:
+            raise SbpError(
+                f"{format_nd_sbp(self.nd_sbp)} mixes reductions, whose order would matter; "
+                "reduce one of them to B or S first"
+            )
+
+    def __str__(self) -> str:
+        """``S(0)@[0, 1]``; explicit sizes are shown: ``S(0)[3, 5]@[0, 1]``."""
+        return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
+
+    def __hash__(self) -> int:
+        return self._hash  # kept: layouts are keys of every plan that is looked up
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.placement, self.nd_sbp))
+
+    def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
+        """Which part of a tensor of ``shape`` this rank holds; ``None`` outside the placement.
+
+        B and P hold the full extent of what the other axes left.
+        """
+        coord = self.placement.coord(rank)
+        if coord is None:
+            return None
+        starts, lengths = [0] * len(shape), list(shape)
+        for axis, sbp in enumerate(self.nd_sbp):
+            if isinstance(sbp, Split):
+                if sbp.dim >= len(shape):
+                    raise SbpError(f"{sbp} needs a tensor of more than {sbp.dim} dims, not {shape}")
+                sizes = split_sizes(sbp, lengths[sbp.dim], self.placement.shape[axis])
+                starts[sbp.dim] += sum(sizes[: coord[axis]])
+                lengths[sbp.dim] = sizes[coord[axis]]
+        return tuple(slice(s, s + n) for s, n in zip(starts, lengths, strict=True))
+
+    def part_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+        """Shape of this rank's part; ``None`` outside the placement."""
+        slices = self.part_slices(shape, rank)
+        return None if slices is None else tuple(s.stop - s.start for s in slices)
+
+    def check_user(self, shape: tuple[int, ...]) -> None:
+        """Raise SbpError if this does not fit ``shape``, on every rank alike.
+
+        So if a split names no dim, if explicit sizes do not add up to what the axes before left of
+        the dim, or if a balanced split would leave some ranks of a user's tensor empty. A dim of 0
+        is legal, and so are explicit sizes with zeros: those were asked for.
+        """
+        lengths = [{length} for length in shape]
+        for axis, sbp in enumerate(self.nd_sbp):
+            if not isinstance(sbp, Split):
+                continue
+            if sbp.dim >= len(shape):
+                dims = "S(0)" if len(shape) == 1 else f"S(0)..S({len(shape) - 1})"
+                raise SbpError(
+                    f"{self} splits dim {sbp.dim}, but the shape {list(shape)} has only "
+                    f"{len(shape)} dim{'s' * (len(shape) > 1)}; use {dims}, B or P"
+                    if shape
+                    else f"{self} splits a tensor without dims; use B or P"
+                )
+            parts = self.placement.shape[axis]
+            here = lengths[sbp.dim]
+            if sbp.sizes is not None:
+                for length in here:
+                    split_sizes(sbp, length, parts)  # on all ranks alike, also those outside
+                lengths[sbp.dim] = set(sbp.sizes)
+                continue
+            if short := [length for length in here if 0 < length < parts]:
+                raise SbpError(
+                    f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but only "
+                    f"{min(short)} are there; use fewer ranks, another dim, B, or explicit sizes"
+                )
+            lengths[sbp.dim] = {size for length in here for size in balanced_sizes(length, parts)}
+
+    @cached_property
+    def has_extremum(self) -> bool:
+        """Whether an axis is P(max) or P(min), which are not linear and have no dual."""
+        return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
+
+    def dual(self) -> "Layout":
+        """The layout of the gradient: S stays, B and P change places."""
+        return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
+
+
+def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
+    """Lengths of the pieces that ``sbp`` cuts from a dim of ``size``."""
+    if sbp.sizes is None:
+        return balanced_sizes(size, parts)
+    if sum(sbp.sizes) != size:
+        raise SbpError(f"{sbp} has sizes summing to {sum(sbp.sizes)}; the dim has {size}")
+    return sbp.sizes
+
+
+def line_layout(device_type: str, num_ranks: int, sbp: Sbp) -> Layout:
+    """A 1-D layout over ranks 0 .. num_ranks-1."""
+    return Layout(Placement.line(device_type, num_ranks), (sbp,))

@@ -1,0 +1,162 @@
+"""A placement: which global ranks hold a tensor, as an n-D grid. A value; it owns no process group.
+
+Keeping groups out (``sbpflow.runtime.world.World`` has them) lets ``explain`` and the planner
+reason about placements of worlds that are not running.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, Protocol, cast
+
+from sbpflow.errors import SbpError
+from sbpflow.sbp.sbp import whole
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+class RankArray(Protocol):
+    """Ranks as an array of numpy or torch has them."""
+
+    def tolist(self) -> object:
+        """The ranks as nested lists."""
+        ...
+
+
+NestedRanks = int | Sequence["NestedRanks"] | RankArray
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``ranks`` are global ranks in row-major order over ``shape``; any subset of the world."""
+
+    device_type: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.device_type not in DEVICE_TYPES:
+            raise SbpError(
+                f"device type {self.device_type!r} is not known; use {' or '.join(DEVICE_TYPES)}"
+            )
+        if not self.ranks:
+            raise SbpError("a placement needs at least one rank")
+        if math.prod(self.shape) != len(self.ranks):
+            raise SbpError(f"{len(self.ranks)} ranks do not fill a grid of shape {self.shape}")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise SbpError(f"ranks {self.ranks} repeat; each rank may appear once")
+        if min(self.ranks) < 0:
+            raise SbpError(f"ranks {self.ranks} must be 0 or more")
+
+    @staticmethod
+    def of(device_type: str, ranks: NestedRanks) -> "Placement":
+        """Build from a nested list: ``[0, 1]`` is a line, ``[[0, 1], [2, 3]]`` a 2 x 2 grid.
+
+        An array of numpy or torch will do, and so will one rank.
+        """
+        single = whole(_plain(ranks))
+        if single is not None:
+            return Placement(device_type, (single,), (1,))
+        flat: list[int] = []
+        shape: list[int] = []
+        _flatten(ranks, 0, flat, shape)
+        return Placement(device_type, tuple(flat), tuple(shape))
+
+    @staticmethod
+    def line(device_type: str, num_ranks: int) -> "Placement":
+        """Ranks 0 .. num_ranks-1 along one axis."""
+        return Placement(device_type, tuple(range(num_ranks)), (num_ranks,))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _coords(self) -> dict[int, tuple[int, ...]]:
+        grid = product(*(range(size) for size in self.shape))  # row-major, as the ranks are
+        return dict(zip(self.ranks, grid, strict=True))
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._index
+
+    def index(self, rank: int) -> int:
+        """Position of a global rank in row-major order; -1 outside the placement."""
+        return self._index.get(rank, -1)
+
+    def coord(self, rank: int) -> tuple[int, ...] | None:
+        """Grid coordinates of a global rank; ``None`` outside the placement."""
+        return self._coords.get(rank)
+
+    def __str__(self) -> str:
+        """The ranks as they are written: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
+        return str(self.nested())
+
+    def nested(self) -> list[Any]:
+        """The ranks as nested lists, what ``of`` takes."""
+        return _nest(list(self.ranks), self.shape)
+
+    def __hash__(self) -> int:
+        return self._hash  # kept: placements are keys of every plan that is looked up
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.device_type, self.ranks, self.shape))
+
+    def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The lines of ranks that differ only along ``axis``, each in coordinate order."""
+        return self.plane_groups({axis})
+
+    def plane_groups(self, axes: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that differ only along ``axes``, each in coordinate order."""
+        planes: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            coord = self.coord(rank) or ()
+            fixed = tuple(at for axis, at in enumerate(coord) if axis not in axes)
+            planes.setdefault(fixed, []).append(rank)
+        return tuple(tuple(plane) for plane in planes.values())
+
+
+def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) <= 1:
+        return list(ranks)
+    row = len(ranks) // shape[0]
+    return [_nest(ranks[n * row : (n + 1) * row], shape[1:]) for n in range(shape[0])]
+
+
+def _plain(ranks: object) -> object:
+    """An array as nested lists, anything else as it is."""
+    to_list = getattr(ranks, "tolist", None)
+    return ranks if to_list is None else to_list()
+
+
+def _flatten(given: object, depth: int, flat: list[int], shape: list[int]) -> None:
+    """Append all ranks to ``flat`` in order, and to ``shape`` the length of each new depth."""
+    ranks = _plain(given)
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str):
+        raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")
+    if depth == len(shape):
+        if flat:
+            raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
+        shape.append(len(ranks))
+    if len(ranks) != shape[depth]:
+        raise SbpError(
+            f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries"
+        )
+    for entry in map(_plain, cast("Sequence[object]", ranks)):
+        rank = whole(entry)
+        if rank is not None:
+            if depth + 1 < len(shape):
+                raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
+            flat.append(rank)
+        else:
+            _flatten(entry, depth + 1, flat, shape)

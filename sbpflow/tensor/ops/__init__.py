@@ -1,0 +1,34 @@
+"""Operators on global tensors: each picks its cheapest legal signature, boxes, and runs locally.
+
+The rules are the table a reader scans; the kernels are plain torch on local parts, so autograd
+through them gives gradients in the dual layouts without further code.
+"""
+
+from sbpflow.tensor.ops.elementwise import add, cast, dropout, mul, nonlinear, relu, scale
+from sbpflow.tensor.ops.indexing import gather
+from sbpflow.tensor.ops.loss import bce_with_logits
+from sbpflow.tensor.ops.matmul import bias_add, linear, linear_of_parts, matmul
+from sbpflow.tensor.ops.reductions import reduce_max, reduce_mean, reduce_sum
+from sbpflow.tensor.ops.shapes import concat, flatten, reshape
+
+__all__ = [
+    "add",
+    "bce_with_logits",
+    "bias_add",
+    "cast",
+    "concat",
+    "dropout",
+    "flatten",
+    "gather",
+    "linear",
+    "linear_of_parts",
+    "matmul",
+    "mul",
+    "nonlinear",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_sum",
+    "relu",
+    "reshape",
+    "scale",
+]

@@ -1,0 +1,159 @@
+"""Elementwise operators on global tensors: activations, casts, dropout, sums and products."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout
+from sbpflow.tensor.dispatch import (
+    Out,
+    apply,
+    cached_rule,
+    check_floating,
+    check_same_dtype,
+    check_tensors,
+    letters_for,
+)
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.signature import Choice, Rule
+
+Kernel = Callable[..., Tensor]
+
+
+def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
+    """Elementwise; not linear, so P is not taken."""
+    return nonlinear("relu", torch.relu, x, out=out, id=id)
+
+
+def nonlinear(
+    op: str,
+    kernel: Callable[[Tensor], Tensor],
+    x: GlobalTensor,
+    *,
+    out: Out = None,
+    id: str | None = None,
+) -> GlobalTensor:
+    """Any elementwise function of one tensor: S(i) -> S(i), B -> B."""
+    check_tensors(op, x)
+    return apply(_elementwise(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
+
+
+def _elementwise(op: str, ndim: int, more: str = "") -> Rule:
+    """S(i) -> S(i), B -> B, and ``more``."""
+    dims = letters_for(ndim)
+    return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
+
+
+def cast(
+    x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
+) -> GlobalTensor:
+    """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64."""
+    check_tensors("cast", x)
+    _check_dtype(dtype)
+    widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
+    op_rule = _elementwise("cast", x.ndim, "P->P" if widens else "")
+    return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
+
+
+def _check_dtype(given: object) -> None:
+    if not isinstance(given, torch.dtype):
+        raise SbpError(f"cast: dtype {given!r} is no torch.dtype; use for example torch.float64")
+
+
+def dropout(
+    x: GlobalTensor, p: float, seed: int, *, training: bool = True, id: str | None = None
+) -> GlobalTensor:
+    """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
+
+    The mask is drawn from ``seed`` and the position of the part, so ranks that hold the same data
+    draw the same mask. Pass another seed at every call.
+    """
+    if not 0.0 <= p < 1.0:
+        raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
+    check_floating("dropout", x)
+    if not training or p == 0.0:
+        return x
+
+    def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
+        if parts[0].is_meta:  # a dry run has no values to drop
+            return parts[0] * 1.0
+        start = _starts(choice.output, x.shape, x.boxing.world.rank)
+        generator = torch.Generator(parts[0].device)
+        generator.manual_seed(hash((seed, start)) & 0x7FFF_FFFF_FFFF_FFFF)
+        keep = torch.empty_like(parts[0]).bernoulli_(1.0 - p, generator=generator)
+        return parts[0] * keep.div_(1.0 - p)
+
+    return apply(_elementwise("dropout", x.ndim), [x], x.shape, kernel, id=id)
+
+
+def add(
+    a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
+) -> GlobalTensor:
+    """``a + b``, of one dtype, dims of size 1 broadcast; linear in both, so P + P -> P."""
+    return _binary("add", torch.add, a, b, "P,P->P", out, id)
+
+
+def mul(
+    a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
+) -> GlobalTensor:
+    """``a * b``, of one dtype, dims of size 1 broadcast; linear in each, so P x B -> P."""
+    return _binary("mul", torch.mul, a, b, "P,B->P; B,P->P", out, id)
+
+
+def _binary(
+    op: str,
+    kernel: Kernel,
+    a: GlobalTensor,
+    b: GlobalTensor,
+    linear_part: str,
+    out: Out,
+    id: str | None,
+) -> GlobalTensor:
+    check_same_dtype(op, [a, b])
+    shape = _broadcast(op, a, b)
+    letters = letters_for(len(shape))
+    dims = [
+        tuple(
+            letter if size == full else ""
+            for letter, size, full in zip(
+                letters[len(shape) - x.ndim :], x.shape, shape[len(shape) - x.ndim :], strict=True
+            )
+        )
+        for x in (a, b)
+    ]
+    splits = "".join(
+        ",".join(letter if letter in own else "B" for own in dims) + f"->{letter};"
+        for letter in letters
+    )
+    op_rule = cached_rule(op, tuple(dims), letters, splits + linear_part)
+    return apply(op_rule, [a, b], shape, lambda _, p: kernel(*p), out=out, id=id)
+
+
+def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
+    ndim = max(a.ndim, b.ndim)
+    pairs = list(zip(*((1,) * (ndim - x.ndim) + x.shape for x in (a, b)), strict=True))
+    for dim, (m, n) in enumerate(pairs):
+        if m != n and 1 not in (m, n):
+            raise SbpError(
+                f"{op}: {list(a.shape)} and {list(b.shape)} do not broadcast: counted from the "
+                f"back, dim {dim - ndim} is {m} and {n}; lengths must be equal, or one of them 1"
+            )
+    return tuple(n if m == 1 else m for m, n in pairs)
+
+
+def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
+    """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype."""
+    check_tensors("scale", x)
+    if isinstance(factor, GlobalTensor | Tensor):
+        raise SbpError("scale: the factor is a tensor, not a number; ops.mul multiplies tensors")
+    if isinstance(factor, float):
+        check_floating("scale", x)
+    return apply(
+        _elementwise("scale", x.ndim, "P->P"), [x], x.shape, lambda _, p: p[0] * factor, id=id
+    )
+
+
+def _starts(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(extent.start for extent in layout.part_slices(shape, rank) or ())

@@ -1,0 +1,125 @@
+"""Sum, maximum and mean over dims of a global tensor: terms come out where a split dim goes."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.copies import neutral
+from sbpflow.errors import SbpError
+from sbpflow.tensor.dispatch import (
+    Out,
+    apply,
+    cached_rule,
+    check_floating,
+    check_tensors,
+    checked_dims,
+    letters_for,
+)
+from sbpflow.tensor.global_tensor import GlobalTensor
+
+
+def reduce_sum(
+    x: GlobalTensor,
+    dims: int | Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out: Out = None,
+    id: str | None = None,
+) -> GlobalTensor:
+    """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P.
+
+    Whole numbers add up in int64, as torch has it.
+    """
+    check_tensors("reduce_sum", x)
+    dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64
+
+    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+        return part.sum(chosen, keepdim=keepdim, dtype=dtype) if chosen else part.to(dtype)
+
+    return _reduce("reduce_sum", "P", "P->P", kernel, x, dims, keepdim, out, id, dtype)
+
+
+def reduce_max(
+    x: GlobalTensor,
+    dims: int | Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out: Out = None,
+    id: str | None = None,
+) -> GlobalTensor:
+    """Maximum over ``dims`` (all by default); over a split dim each rank has its own: P(max).
+
+    A dtype that P does not take, such as bool, has no such terms: it is brought to B or to S along
+    a dim that stays first.
+
+    Gradient: within a part equal maxima share it evenly, as torch's ``amax`` has it; between parts
+    the first takes it.
+    """
+    check_tensors("reduce_max", x)
+    if x.dtype.is_complex:
+        raise SbpError(f"reduce_max: {x!r} is complex, and complex numbers have no order")
+    if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
+        raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, hence no maximum")
+
+    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+        if not chosen:
+            return part
+        if part.numel() or all(part.shape[n] for n in chosen):
+            return part.amax(chosen, keepdim=keepdim)
+        # An empty piece has nothing to say: the lowest value, tied to it for the backward.
+        return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
+
+    return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
+
+
+def reduce_mean(
+    x: GlobalTensor,
+    dims: int | Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out: Out = None,
+    id: str | None = None,
+) -> GlobalTensor:
+    """Mean over ``dims`` of the full tensor: the sum by the global count.
+
+    So uneven parts weigh what they hold; over a split dim it comes out as P. Half types are summed
+    and divided in float32 and only then rounded, so no sum of theirs overflows, and terms travel in
+    the dtype of ``x``.
+    """
+    check_floating("reduce_mean", x)
+    count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))
+    share = 1.0 / count if count else math.nan
+    dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+
+    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+        total = part.sum(chosen, keepdim=keepdim, dtype=dtype) if chosen else part.to(dtype)
+        return (total * share).to(part.dtype)
+
+    return _reduce("reduce_mean", "P", "P->P", kernel, x, dims, keepdim, out, id)
+
+
+def _reduce(
+    op: str,
+    reduced: str,
+    more: str,
+    kernel: Callable[[Tensor, list[int]], Tensor],
+    x: GlobalTensor,
+    dims: int | Sequence[int] | None,
+    keepdim: bool,
+    out: Out,
+    id: str | None,
+    dtype: torch.dtype | None = None,
+) -> GlobalTensor:
+    """S(i) -> S(i) for a dim that stays, S(i) -> ``reduced`` for one that goes."""
+    chosen = checked_dims(x, dims, op)
+    letters = letters_for(x.ndim)
+    signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))
+    left = [n for n in range(x.ndim) if keepdim or n not in chosen]
+    output = tuple("" if n in chosen else letters[n] for n in left)
+    shape = tuple(1 if n in chosen else x.shape[n] for n in left)
+    op_rule = cached_rule(op, (letters,), output, signatures + more)
+    return apply(
+        op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id, dtype=dtype
+    )

@@ -1,0 +1,296 @@
+"""Which layouts an op accepts and what it gives: rules as text, and the choice among them.
+
+A rule names the dims of each operand by letters, as einsum does, and lists 1-D signatures: per
+operand a letter (split along that dim), B or P. On n-D placements each axis takes one signature, so
+the choice is a product. No tensor is touched here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.step import TERM_DTYPES
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout, split_sizes
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split, balanced_sizes, format_nd_sbp
+
+Dims = tuple[
+    str, ...
+]  # one letter per dim; "" for a dim of size 1 that belongs to no other operand
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Along one placement axis: per operand a letter, "B" or "P", and the same for the output."""
+
+    inputs: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The dims of an op's operands and output, and its legal signatures, all-B included.
+
+    ``scales`` has (letter, numerator, denominator) where the output's dim is longer or shorter than
+    the input's by that factor, as in a reshape.
+    """
+
+    op: str
+    inputs: tuple[Dims, ...]
+    output: Dims
+    signatures: tuple[Signature, ...]
+    scales: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What deduction needs to know of a global tensor."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The layouts to bring the operands to, what comes out, and what bringing them there costs."""
+
+    inputs: tuple[Layout, ...]
+    output: Layout
+    total_bytes: int
+
+
+def make_rule(
+    op: str,
+    inputs: Sequence[Dims],
+    output: Dims,
+    signatures: str,
+    scales: tuple[tuple[str, int, int], ...] = (),
+) -> Rule:
+    """Read signatures such as "m,B->m; B,n->n; k,k->P"; all-B is appended to every op."""
+    listed = [_signature(text) for text in signatures.split(";") if text.strip()]
+    everywhere_b = Signature(("B",) * len(inputs), "B")
+    return Rule(op, tuple(inputs), output, (*listed, everywhere_b), scales)
+
+
+def _signature(text: str) -> Signature:
+    inputs, output = text.split("->")
+    return Signature(tuple(token.strip() for token in inputs.split(",")), output.strip())
+
+
+@lru_cache(maxsize=16384)
+def deduce(
+    op_rule: Rule,
+    operands: tuple[Operand, ...],
+    backend: str,
+    out: NdSbp | None = None,
+    dtype: torch.dtype | None = None,
+) -> Choice:
+    """The legal signature whose conversions send the fewest bytes.
+
+    Ties go to the one that more operands already match, then to the rule's order. Nothing is ever
+    converted into P. ``out`` asks for an output layout; ``dtype`` is that of the output, of the
+    first operand by default: P is no output of a dtype that does not add up. Raises SbpError if the
+    operands are not on one placement, their shapes do not fit, ``out`` does not have one entry per
+    axis, or no legal signature gives it.
+    """
+    placement = _common_placement(op_rule, operands)
+    _check_shapes(op_rule, operands)
+    if out is not None:
+        Layout(placement, out)  # refuses what has not one entry per axis
+    no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
+    best: tuple[int, int, int] | None = None
+    chosen: Choice | None = None
+    for index, candidate in enumerate(_candidates(op_rule, operands, placement)):
+        inputs, output = candidate
+        if out is not None and not _gives(output.nd_sbp, out):
+            continue
+        if no_partial and any(isinstance(sbp, Partial) for sbp in output.nd_sbp):
+            continue
+        price = sum(
+            _price(operand, layout, backend)
+            for operand, layout in zip(operands, inputs, strict=True)
+        )
+        matches = sum(o.layout == layout for o, layout in zip(operands, inputs, strict=True))
+        if best is None or (price, -matches, index) < best:
+            best, chosen = (price, -matches, index), Choice(inputs, output, price)
+    if chosen is None:
+        raise SbpError(_no_signature(op_rule, operands, out))
+    return chosen
+
+
+def _gives(output: NdSbp, wanted: NdSbp) -> bool:
+    """Whether an output is the one asked for; a split asked for without sizes may have any."""
+    bare = tuple(
+        Split(have.dim) if isinstance(have, Split) and want == Split(have.dim) else have
+        for have, want in zip(output, wanted, strict=True)
+    )
+    return bare == wanted
+
+
+def _price(operand: Operand, layout: Layout, backend: str) -> int:
+    steps = plan_boxing(
+        operand.layout, layout, operand.shape, operand.dtype, id="price", backend=backend
+    )
+    return sum(step.total_bytes for step in steps)
+
+
+def _candidates(
+    op_rule: Rule, operands: tuple[Operand, ...], placement: Placement
+) -> Iterator[tuple[tuple[Layout, ...], Layout]]:
+    """Every product of signatures, one per axis, that fits the shapes of the operands."""
+    per_axis = [list(_axis_options(op_rule, operands, axis)) for axis in range(placement.ndim)]
+    for combination in product(*per_axis):
+        layouts = [
+            Layout(placement, tuple(inputs[n] for inputs, _ in combination))
+            for n in range(len(operands))
+        ]
+        if not all(
+            operand.layout == layout or _fits(layout, operand.shape)
+            for operand, layout in zip(operands, layouts, strict=True)
+        ):
+            continue
+        output = tuple(out for _, out in combination)
+        for scale in op_rule.scales:
+            output = _scaled(output, op_rule, scale, layouts[0], operands[0].shape)
+            if output is None:
+                break
+        else:
+            yield tuple(layouts), Layout(placement, output)
+
+
+def _axis_options(
+    op_rule: Rule, operands: tuple[Operand, ...], axis: int
+) -> Iterator[tuple[tuple[Sbp, ...], Sbp]]:
+    """The signatures that are legal along one axis, with explicit split sizes carried over."""
+    for signature in op_rule.signatures:
+        sizes = {
+            letter: _sizes_of(letter, op_rule, operands, axis)
+            for letter in {*signature.inputs, signature.output}
+        }
+        inputs: list[Sbp] = []
+        for token, dims, operand in zip(signature.inputs, op_rule.inputs, operands, strict=True):
+            if token == "P" and not operand.layout.nd_sbp[axis] == Partial():
+                break
+            inputs.append(_sbp(token, dims, sizes[token]))
+        else:
+            yield tuple(inputs), _sbp(signature.output, op_rule.output, sizes[signature.output])
+
+
+def _sbp(token: str, dims: Dims, sizes: tuple[int, ...] | None) -> Sbp:
+    if token == "B":
+        return Broadcast()
+    if token.startswith("P"):
+        return {"P": Partial(), "P(max)": Partial("max"), "P(min)": Partial("min")}[token]
+    return Split(dims.index(token), sizes)
+
+
+def _sizes_of(
+    letter: str, op_rule: Rule, operands: tuple[Operand, ...], axis: int
+) -> tuple[int, ...] | None:
+    """Explicit sizes of the first operand that is split along ``letter`` on this axis."""
+    for dims, operand in zip(op_rule.inputs, operands, strict=True):
+        sbp = operand.layout.nd_sbp[axis]
+        if isinstance(sbp, Split) and sbp.dim < len(dims) and dims[sbp.dim] == letter:
+            return sbp.sizes
+    return None
+
+
+def _scaled(
+    output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], given: Layout, shape: tuple[int, ...]
+) -> NdSbp | None:
+    """``output`` cut where the input is, along a dim whose length changes by a factor.
+
+    ``None`` where a piece does not scale to a whole number, or where the pieces that several axes
+    leave of the dim have no common sizes: such a layout cannot be written down.
+    """
+    letter, num, den = scale
+    if letter not in op_rule.output:
+        return output
+    src, dst = op_rule.inputs[0].index(letter), op_rule.output.index(letter)
+    scaled = list(output)
+    lengths = {shape[src]}  # of the pieces that the axes so far leave
+    for axis, (before, after) in enumerate(zip(given.nd_sbp, output, strict=True)):
+        if not (isinstance(before, Split) and after == Split(dst, before.sizes)):
+            continue
+        parts = given.placement.shape[axis]
+        pieces = [split_sizes(before, length, parts) for length in sorted(lengths)]
+        lengths = {piece for each in pieces for piece in each}
+        if any(piece * num % den for piece in lengths):
+            return None
+        cuts = {tuple(piece * num // den for piece in each) for each in pieces}
+        if all(_is_balanced(cut) for cut in cuts):
+            scaled[axis] = Split(dst)
+        elif len(cuts) == 1:
+            scaled[axis] = Split(dst, cuts.pop())
+        else:
+            return None
+    return tuple(scaled)
+
+
+def _is_balanced(cut: tuple[int, ...]) -> bool:
+    """Whether a balanced split gives these pieces, and may: it leaves no rank without any."""
+    return cut == balanced_sizes(sum(cut), len(cut)) and (all(cut) or not any(cut))
+
+
+def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+    try:
+        layout.check_user(shape)
+    except SbpError:
+        return False
+    return True
+
+
+def _common_placement(op_rule: Rule, operands: tuple[Operand, ...]) -> Placement:
+    placements = {operand.layout.placement for operand in operands}
+    if len(placements) > 1:
+        raise SbpError(
+            f"{op_rule.op}: operands lie on different placements: {_given(operands)}; "
+            "move one with x.to(layout) first"
+        )
+    return operands[0].layout.placement
+
+
+def _check_shapes(op_rule: Rule, operands: tuple[Operand, ...]) -> None:
+    lengths: dict[str, int] = {}
+    for dims, operand in zip(op_rule.inputs, operands, strict=True):
+        fits = len(dims) == len(operand.shape) and all(
+            lengths.setdefault(letter, length) == length
+            for letter, length in zip(dims, operand.shape, strict=True)
+            if letter
+        )
+        if not fits:
+            wanted = ", ".join("[" + ", ".join(d or "1" for d in ds) + "]" for ds in op_rule.inputs)
+            raise SbpError(
+                f"{op_rule.op}: shapes {[list(o.shape) for o in operands]} do not fit {wanted}"
+            )
+
+
+def _given(operands: Sequence[Operand]) -> str:
+    return ", ".join(f"{list(operand.shape)} {operand.layout}" for operand in operands)
+
+
+def _no_signature(op_rule: Rule, operands: tuple[Operand, ...], out: NdSbp | None) -> str:
+    wanted = "" if out is None else f" and output {format_nd_sbp(out)}"
+    return (
+        f"{op_rule.op}: no legal signature for operands {_given(operands)}{wanted}; "
+        f"legal per axis: {describe(op_rule)}. P is taken only from an operand that is P already"
+    )
+
+
+def describe(op_rule: Rule) -> str:
+    """The signatures as a reader knows them: "S(0), B -> S(0); ..."."""
+    return "; ".join(
+        ", ".join(
+            str(_sbp(token, dims, None))
+            for token, dims in zip(signature.inputs, op_rule.inputs, strict=True)
+        )
+        + " -> "
+        + str(_sbp(signature.output, op_rule.output, None))
+        for signature in op_rule.signatures
+    )
