@@ -16,27 +16,12 @@ _COLUMN_TYPES = (
 )
 
 
-def count_rows(path: Path, schema: Schema) -> int:
-    """Rows of a file, from its footer; DataError when it is damaged or lacks columns."""
+def count_rows(path: Path) -> int:
+    """Rows of a file, from its footer; DataError when it is damaged."""
     try:
-        frame = pl.scan_parquet(path)
-        have = frame.collect_schema().names()
-        rows = int(frame.select(pl.len()).collect().item())
+        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
     except BaseException as error:
         raise _unreadable(path, error) from error
-    check_columns(path, tuple(have), schema)
-    return rows
-
-
-def check_columns(path: Path, have: tuple[str, ...], schema: Schema) -> None:
-    """DataError unless a file has every column but labels, which rows to be scored may lack."""
-    labels = (schema.label, *schema.labels)
-    wanted = [name for name in schema.used if name not in labels]
-    if absent := [name for name in wanted if name not in have]:
-        raise DataError(
-            f"{path}: no column {absent[0]!r}; it has {', '.join(have[:8])}, ...; "
-            "name its columns in a --schema file"
-        )
 
 
 def parquet_columns(path: Path) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def test_parquet_floats_that_are_whole_and_categoricals_are_read(tmp_path):
     assert floats.frame["I1"].to_list() == [5, None]
     broken = small_parquet(tmp_path, [0, 1], [5.5, 1.0], ["x", "y"], [7.0, 7.5])
     assert broken.bad.counts == {
-        "category does not fit its kind": 1,
+        "category is not an integer": 1,
         "dense value is not a 32-bit integer": 1,
     }
 
