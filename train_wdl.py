@@ -1,94 +1,10 @@
 """Train Wide & Deep: torchrun --nproc-per-node N train_wdl.py --config CONFIG key=value ...
 
-Composes configuration, data, model and loop; has no logic of its own.
+``train.py`` with the default model; any other ``model.name`` is trained as well.
 """
 
-from collections.abc import Sequence
-
-from sbpflow.runtime.launch import ArgumentParser, run_main
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """One rank's run, from the command line to the final scores."""
-    parser = ArgumentParser(prog="train_wdl.py", description="Train Wide & Deep.")
-    parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
-    args = parser.parse_intermixed_args(argv)
-
-    # Late, so that --help is quick and a broken torch is reported by run_main.
-    from data import load_manifest
-    from data.read.loaders import open_loaders
-    from models.job import build_job
-    from models.run_plan import Columns, plan_run
-    from sbpflow.boxing.executor import Boxing
-    from sbpflow.config.checks import data_path, run_dir
-    from sbpflow.config.load import config_facts, config_hash, load_config
-    from sbpflow.run.explain import format_plan
-    from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
-    from sbpflow.training.health import (
-        LossWatch,
-        check_replicas,
-        check_same,
-        gather_text,
-        on_all_or_none,
-        out_of_range_note,
-    )
-    from sbpflow.training.loop import fit, num_train_steps
-    from sbpflow.training.report import Report, setup_logging
-    from sbpflow.training.run_folder import RunLock
-
-    config = load_config(args.config, args.overrides)
-    manifest = load_manifest(data_path(config))
-    folder = run_dir(config)
-    spec, plan = plan_run(
-        config,
-        Columns.of(manifest.dense, manifest.sparse, manifest.crosses),
-        world_size=world_size_of_environment(),
-        device_type=device_type_of(config.parallel.device),
-    )
-    world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
-    setup_logging(world.rank)
-    boxing = Boxing(world)
-    check_same(boxing, "configuration", config_hash(config), config_facts(config))
-    check_same(boxing, "data set", manifest.fingerprint)
-    lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
-    loaders = open_loaders(
-        manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device
-    )
-    job = build_job(config, spec, plan, boxing)
-    with Report(
-        config,
-        rank=world.rank,
-        num_steps=num_train_steps(config.train, loaders["train"].num_steps),
-        devices=gather_text(boxing, device_name(world.device)),
-        sections={"plan": format_plan(plan, shards=False)},
-        best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
-    ) as report:
-        result = fit(
-            job.trainer,
-            loaders,
-            config.train,
-            boxing=boxing,
-            watch=LossWatch(boxing, manifest.dense),
-            reporter=report,
-        )
-        check_replicas(job.model.parameters, job.embeddings, boxing)
-        report.final(
-            steps=result.steps,
-            samples_per_s=result.samples_per_s,
-            val=result.val,
-            test=result.test,
-            notes={
-                "overlap": result.overlap,
-                "ids out of range": out_of_range_note(job.embeddings, boxing),
-            },
-        )
-    for loader in loaders.values():
-        loader.close()
-    lock.close()
-    world.close()
-    return 0
-
+from sbpflow.runtime.launch import run_main
+from train import main
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: main(prog="train_wdl.py"))

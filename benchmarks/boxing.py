@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from sbpflow.boxing import executor as boxing_module
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.runtime.world import Rendezvous, World, all_gather_single, reduce_scatter_single
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement

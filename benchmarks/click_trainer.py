@@ -1,21 +1,20 @@
 """The click model in sbpflow, built from a configuration as ``train_wdl.py`` builds a run."""
 
 from benchmarks.click_model import Rows, Shape
-from models.job import build_job
-from models.run_plan import Columns, plan_run
+from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import (
     Config,
     DataConfig,
     DenseSgd,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     RowwiseAdagrad,
     RunConfig,
-    TableRule,
-    WideConfig,
 )
+from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.run.model import Fields
 from sbpflow.runtime.world import World
 
 
@@ -37,7 +36,7 @@ class ClickTrainer:
         config = Config(
             run=RunConfig(seed=seed),
             data=DataConfig(batch_size=shape.rows_per_rank * world.size),
-            model=ModelConfig(
+            model=WdlConfig(
                 embedding_dim=shape.dim,
                 hidden=(shape.hidden,),
                 dropout=0.0,
@@ -50,12 +49,11 @@ class ClickTrainer:
                 sparse=RowwiseAdagrad(lr=shape.lr), dense=DenseSgd(lr=shape.dense_lr)
             ),
         )
-        columns = Columns(
-            dense=tuple(f"I{index + 1}" for index in range(shape.num_dense)),
-            fields={name.removeprefix("deep."): shape.table_rows for name in shape.names},
-            num_sparse=shape.num_tables,
+        fields = Fields.of(
+            [f"I{index + 1}" for index in range(shape.num_dense)],
+            {name.removeprefix("deep."): shape.table_rows for name in shape.names},
         )
-        spec, plan = plan_run(config, columns, world_size=world.size, device_type=world.device.type)
+        spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
         self.job = build_job(config, spec, plan, Boxing(world))
         self._batches, self._place = batches, 0
 

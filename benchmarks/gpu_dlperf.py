@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Results
-from models.job import build_job
-from models.run_plan import Columns, plan_run
+from models.registry import MODELS
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.run.model import Fields
 from sbpflow.runtime.world import World
 
 FIRST_ROWS = 3_200_000
@@ -35,17 +37,19 @@ class Rows:
     num_rows: int
 
 
-def columns_of(vocabulary: int) -> Columns:
+def fields_of(vocabulary: int) -> Fields:
     """26 deep tables and 2 wide ones, ``vocabulary`` rows in each of the two sets."""
-    fields = {f"C{n}": vocabulary // 26 for n in range(1, 27)}
-    fields |= {"C1xC2": vocabulary // 2, "C3xC4": vocabulary // 2}
-    return Columns(dense=tuple(f"I{n}" for n in range(1, 14)), fields=fields, num_sparse=26)
+    return Fields.of(
+        [f"I{n}" for n in range(1, 14)],
+        {f"C{n}": vocabulary // 26 for n in range(1, 27)},
+        {"C1xC2": vocabulary // 2, "C3xC4": vocabulary // 2},
+    )
 
 
-def batches(config: Config, columns: Columns, device: torch.device) -> Iterator[Rows]:
+def batches(config: Config, fields: Fields, device: torch.device) -> Iterator[Rows]:
     """Endless, from a few made beforehand; exponent 4 gives a Zipf-like concentration."""
     generator = torch.Generator(device).manual_seed(1)
-    sizes = torch.tensor(list(columns.fields.values()), device=device)
+    sizes = torch.tensor([one.rows for one in fields.ids], device=device)
     count = config.data.batch_size
     made = []
     for _ in range(8):
@@ -53,7 +57,7 @@ def batches(config: Config, columns: Columns, device: torch.device) -> Iterator[
         made.append(
             Rows(
                 torch.randint(0, 2, (count,), generator=generator, device=device).float(),
-                torch.rand(count, len(columns.dense), generator=generator, device=device),
+                torch.rand(count, len(fields.dense), generator=generator, device=device),
                 (uniform**4 * sizes).int(),
                 count,
             )
@@ -64,10 +68,10 @@ def batches(config: Config, columns: Columns, device: torch.device) -> Iterator[
 
 def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
     """Median and spread of ms per step, and peak memory."""
-    columns = columns_of(vocabulary)
-    spec, plan = plan_run(config, columns, world_size=1, device_type=world.device.type)
+    fields = fields_of(vocabulary)
+    spec, plan = plan_run(config, fields, world_size=1, device_type=world.device.type)
     job = build_job(config, spec, plan, Boxing(world))
-    source = batches(config, columns, world.device)
+    source = batches(config, fields, world.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP):
         loss = job.trainer.step(next(source))
@@ -97,7 +101,9 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=1 << 40)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    config = load_config("configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides])
+    config = load_config(
+        "configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides], models=MODELS
+    )
     results = Results("gpu_dlperf")
     with World.start("cuda") as world:
         vocabulary = FIRST_ROWS

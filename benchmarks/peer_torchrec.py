@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.click_model import Rows, Shape
-from sbpflow.embedding.storage.initial import fill_uniform
+from sbpflow.runtime.streams import fill_uniform
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)

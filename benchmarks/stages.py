@@ -27,13 +27,14 @@ from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from models.wdl import WdlSpec, WideDeep
 from sbpflow.boxing.executor import Boxing, Pending
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.all_to_all import Exchange
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.run.model import make_parameters
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -102,7 +103,7 @@ class Deep(WideDeep):
 
     left_out = False
 
-    def logits(
+    def forward(
         self,
         vectors: Mapping[str, GlobalTensor],
         dense: GlobalTensor,
@@ -112,7 +113,7 @@ class Deep(WideDeep):
     ) -> GlobalTensor:
         if self.left_out:
             return ops.reshape(ops.reduce_mean(vectors["deep"], 1), (dense.shape[0], 1))
-        return super().logits(vectors, dense, training=training, seed=seed)
+        return super().forward(vectors, dense, training=training, seed=seed)
 
 
 class Rows(NamedTuple):
@@ -139,16 +140,15 @@ class Loop:
             backend="gloo",
             batch_size=BATCH,
         )
-        self.tables = EmbeddingCollection(plan, world, boxing, seed=1)
+        self.tables = EmbeddingCollection(plan, boxing, seed=1)
         spec = WdlSpec(
             outputs=(output,),
-            features=tuple(feature.name for feature in features),
-            num_dense=1,
             layers=((output.width + 1, 64), (64, 1)),
             dropout=0.0,
         )
-        copied = {name: Layout(everyone, (Broadcast(),)) for name in spec.parameters()}
-        self.model = Deep(spec, copied, boxing, seed=2, dtype=torch.float32)
+        copied = {name: Layout(everyone, (Broadcast(),)) for name in spec.parameters}
+        parameters = make_parameters(spec.parameters, copied, boxing, seed=2, dtype=torch.float32)
+        self.model = Deep(spec, parameters)
         self.trainer = Trainer(
             self.model,
             self.tables,
@@ -217,9 +217,9 @@ def leave_out(loop: Loop) -> None:
         zeros = send.new_zeros(sum(into), *send.shape[1:])
         return Pending(lambda: zeros, self._world)
 
-    def update() -> None:
+    def update(step: int) -> None:
         if loop.skip != "update":
-            real_update()
+            real_update(step)
             return
         for group in loop.tables._groups:
             group.take_collected()

@@ -1,0 +1,1 @@
+"""Models: one module each, with its configuration; ``registry`` lists them."""

@@ -8,75 +8,85 @@ dropout after every hidden layer, glorot-uniform weights, zero biases, tables U(
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, permutations
+from typing import Annotated, Literal
 
 import torch
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import ModelConfig
-from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
-from sbpflow.embedding.storage.initial import fill_uniform
+from sbpflow.config.parse import Example, Range
+from sbpflow.config.table_rules import Scheme, TableRule
+from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
+from sbpflow.run.model import Fields, ParameterSpec, embedding_output, make_parameters, schemes_of
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
-from sbpflow.tensor.global_tensor import GlobalTensor, parameter
-from sbpflow.tensor.ops.matmul import linear_of_parts
+from sbpflow.tensor.global_tensor import GlobalTensor
+
+Count = Annotated[int, Range(low=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WdlSpec:
-    """Shapes of a Wide & Deep over given data: what exists, before anything is allocated.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideConfig:
+    """The wide part: one weight per value of each cross of columns."""
 
-    ``features`` are the id columns of the data: sparse fields, then crosses.
-    """
-
-    outputs: tuple[OutputConfig, ...]
-    features: tuple[str, ...]
-    num_dense: int
-    layers: tuple[tuple[int, int], ...]  # (inputs, outputs) of each linear; empty: wide alone
-    dropout: float
-
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each dense parameter."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for index, (inputs, outputs) in enumerate(self.layers):
-            shapes[f"mlp.{index}.weight"] = (outputs, inputs)
-            shapes[f"mlp.{index}.bias"] = (outputs,)
-        return shapes
-
-    def tables(self) -> dict[str, TableConfig]:
-        """Every embedding table by name."""
-        return {table.name: table for output in self.outputs for table in output.tables}
-
-
-def wdl_spec(
-    model: ModelConfig, *, num_dense: int, fields: Mapping[str, int], num_sparse: int
-) -> WdlSpec:
-    """The shapes of ``model`` over data with these id columns, of which crosses come last.
-
-    Raises ConfigError for a cross that the data does not have, with what would do.
-    """
-    features = tuple(fields)
-    deep = features[:num_sparse] if model.deep else ()
-    crosses = tuple("x".join(cross) for cross in model.wide.crosses)
-    _check_crosses(model.wide.crosses, features[:num_sparse], features[num_sparse:])
-    outputs = [
-        _output(name, names, fields, dim, combine)
-        for name, names, dim, combine in (
-            ("wide", crosses, 1, "sum"),
-            ("deep", deep, model.embedding_dim, "concat"),
-        )
-        if names
-    ]
-    widths = [len(deep) * model.embedding_dim + num_dense, *model.hidden, 1]
-    return WdlSpec(
-        outputs=tuple(outputs),
-        features=features,
-        num_dense=num_dense,
-        layers=tuple(pairwise(widths)) if model.deep else (),
-        dropout=model.dropout,
+    crosses: Annotated[tuple[tuple[str, ...], ...], Example((("C1", "C2"),))] = (
+        ("C1", "C2"),
+        ("C3", "C4"),
     )
+
+    def __post_init__(self) -> None:
+        for index, cross in enumerate(self.crosses):
+            key = f"model.wide.crosses[{index}]"
+            if len(cross) != 2 or len(set(cross)) != len(cross):
+                raise ConfigError(
+                    f"{key}: {list(cross)} is not a cross; name two different columns, "
+                    "for example [C1, C2]"
+                )
+            if cross in self.crosses[:index]:
+                raise ConfigError(f"{key}: {list(cross)} is there twice; remove one of them")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WdlConfig:
+    """Shape of the model; ``deep: false`` trains the wide part alone."""
+
+    name: Literal["wdl"] = "wdl"
+    deep: bool = True
+    embedding_dim: Count = 16
+    hidden: Annotated[tuple[Count, ...], Example((400, 400))] = (1024, 1024)
+    dropout: Annotated[float, Range(low=0, below=1)] = 0.5
+    wide: WideConfig = field(default_factory=WideConfig)
+
+    def __post_init__(self) -> None:
+        if not self.deep and not self.wide.crosses:
+            raise ConfigError(
+                "model.deep: false leaves nothing to train, model.wide.crosses is empty; "
+                "for example model.wide.crosses: [[C1, C2]]"
+            )
+        if self.deep and not self.hidden:
+            raise ConfigError("model.hidden: [] has no layer; for example hidden: [400, 400]")
+
+    def spec(self, fields: Fields) -> "WdlSpec":
+        """The shapes over these columns; ConfigError for a cross that the data does not have."""
+        sparse = tuple(one.name for one in fields.sparse)
+        prepared = {one.name: one for one in fields.crosses}
+        _check_crosses(self.wide.crosses, sparse, tuple(prepared))
+        crosses = [prepared["x".join(cross)] for cross in self.wide.crosses]
+        outputs: list[OutputConfig] = []
+        if crosses:
+            outputs.append(embedding_output("wide", crosses, dim=1, combine="sum"))
+        deep = fields.sparse if self.deep else ()
+        if deep:
+            outputs.append(embedding_output("deep", deep, dim=self.embedding_dim))
+        widths = [len(deep) * self.embedding_dim + len(fields.dense), *self.hidden, 1]
+        return WdlSpec(
+            outputs=tuple(outputs),
+            layers=tuple(pairwise(widths)) if self.deep else (),
+            dropout=self.dropout,
+        )
 
 
 def _check_crosses(
@@ -106,38 +116,49 @@ def _check_crosses(
         )
 
 
-def _output(
-    name: str, features: tuple[str, ...], fields: Mapping[str, int], dim: int, combine: str
-) -> OutputConfig:
-    return OutputConfig(
-        name=name,
-        tables=tuple(
-            TableConfig(name=f"{name}.{key}", features=(key,), num_rows=fields[key], dim=dim)
-            for key in features
-        ),
-        combine="sum" if combine == "sum" else "concat",
-    )
+@dataclass(frozen=True, kw_only=True)
+class WdlSpec:
+    """Shapes of a Wide & Deep over given data; a ``ModelSpec``.
+
+    ``layers`` has (inputs, outputs) of each linear; empty: the wide part alone.
+    """
+
+    outputs: tuple[OutputConfig, ...]
+    layers: tuple[tuple[int, int], ...]
+    dropout: float
+    splits_parameters: bool = True
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Weights [outputs, inputs], glorot-uniform, and biases, zero."""
+        specs: dict[str, ParameterSpec] = {}
+        for index, (inputs, outputs) in enumerate(self.layers):
+            bound = math.sqrt(6.0 / (inputs + outputs))
+            specs[f"mlp.{index}.weight"] = ParameterSpec(shape=(outputs, inputs), bound=bound)
+            specs[f"mlp.{index}.bias"] = ParameterSpec(shape=(outputs,))
+        return specs
+
+    @property
+    def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
+        """dp, 1, 2 and 3 for the two parts: the wide one has tables of one column."""
+        return schemes_of(self.outputs)
+
+    def build(
+        self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
+    ) -> "WideDeep":
+        """This rank's part, its parameters filled."""
+        parameters = make_parameters(self.parameters, layouts, boxing, seed=seed, dtype=dtype)
+        return WideDeep(self, parameters)
 
 
 class WideDeep:
-    """The dense part of the model on one rank; ``parameters`` are leaves in ``layouts``."""
+    """The dense part of the model on one rank."""
 
-    def __init__(
-        self,
-        spec: WdlSpec,
-        layouts: Mapping[str, Layout],
-        boxing: Boxing,
-        *,
-        seed: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.spec = spec
-        self.parameters = {
-            name: _parameter(name, shape, layouts[name], boxing, seed=seed, dtype=dtype)
-            for name, shape in spec.parameters().items()
-        }
+    def __init__(self, spec: WdlSpec, parameters: Mapping[str, GlobalTensor]) -> None:
+        self._spec = spec
+        self.parameters = parameters
 
-    def logits(
+    def forward(
         self,
         vectors: Mapping[str, GlobalTensor],
         dense: GlobalTensor,
@@ -149,46 +170,21 @@ class WideDeep:
 
         ``seed`` decides the dropout masks; pass another one at every step.
         """
-        if not self.spec.layers:
+        if not self._spec.layers:
             return vectors["wide"]
-        inputs = [vectors["deep"], dense]
-        last = len(self.spec.layers) - 1
+        inputs = [vectors["deep"], dense] if "deep" in vectors else [dense]
+        last = len(self._spec.layers) - 1
         for index in range(last):
             x = ops.relu(self._linear(index, inputs))
-            inputs = [ops.dropout(x, self.spec.dropout, seed + index, training=training)]
+            name = f"mlp.{index}.dropout"
+            inputs = [ops.dropout(x, self._spec.dropout, seed, training=training, id=name)]
         deep = self._linear(last, inputs)
         return ops.add(vectors["wide"], deep) if "wide" in vectors else deep
 
+    def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
+        """Binary cross entropy of each row, [batch, 1]."""
+        return ops.bce_with_logits(logits, labels, reduction="none")
+
     def _linear(self, index: int, inputs: Sequence[GlobalTensor]) -> GlobalTensor:
         weight, bias = (self.parameters[f"mlp.{index}.{part}"] for part in ("weight", "bias"))
-        return linear_of_parts(inputs, weight, bias, id=f"mlp.{index}")
-
-
-def _parameter(
-    name: str,
-    shape: tuple[int, ...],
-    layout: Layout,
-    boxing: Boxing,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-) -> GlobalTensor:
-    """This rank's part of a parameter, filled without the rest of it."""
-    world = boxing.world
-    slices = layout.part_slices(shape, world.rank)
-    if slices is None:
-        part = torch.empty(0, dtype=dtype, device=world.device)
-    else:
-        part = torch.zeros([s.stop - s.start for s in slices], dtype=dtype, device=world.device)
-        if len(shape) == 2:
-            rows, columns = slices
-            fill_uniform(
-                part,
-                seed=seed,
-                name=name,
-                bound=math.sqrt(6.0 / (shape[0] + shape[1])),
-                num_columns=shape[1],
-                first_row=rows.start,
-                first_column=columns.start,
-            )
-    return parameter(part, layout, shape, boxing)
+        return ops.linear_of_parts(inputs, weight, bias, id=f"mlp.{index}")

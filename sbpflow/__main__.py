@@ -22,24 +22,25 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.config.checks import data_path
     from sbpflow.config.load import load_config
     from sbpflow.errors import ConfigError
+    from sbpflow.run.build_plan import plan_run
     from sbpflow.run.explain import describe, format_plan
     from sbpflow.runtime.world import device_type_of
 
     try:
-        from data import load_manifest
-        from models.run_plan import Columns, plan_run
+        from data import fields_of, load_manifest
+        from models.registry import MODELS
     except ImportError as error:
         raise ConfigError(
             f"explain needs data and models of the checkout ({error}); run it in its folder"
         ) from error
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
-    columns = Columns.of(manifest.dense, manifest.sparse, manifest.crosses)
+    fields = fields_of(manifest)
     device = config.parallel.device  # a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
-    _, plan = plan_run(config, columns, world_size=args.world_size, device_type=device_type)
+    _, plan = plan_run(config, fields, world_size=args.world_size, device_type=device_type)
     if args.json:
         json.dump(describe(plan), sys.stdout, indent=1)
         print()

@@ -1,4 +1,4 @@
-"""Fixtures every test may use: persistent ranks on gloo, and on NCCL where there is a GPU."""
+"""Fixtures every test may use: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,3 +39,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """As ``ranks``, on CUDA and NCCL; for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
+
+
+@pytest.fixture(scope="session")
+def rehearsed_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., list[Any]]]:
+    """As ``nccl_ranks``, without a GPU: tensors of ``tests/rehearsal``, and its rules."""
+    from tests.rehearsal.task import perform
+
+    for run in _pools(tmp_path_factory, "rehearsed"):
+
+        def rehearse(
+            world_size: int, fn: Callable[..., Any], *args: Any, run: Any = run
+        ) -> list[Any]:
+            return run(world_size, perform, fn, *args)
+
+        yield rehearse

@@ -30,6 +30,7 @@ class MappedItems:
     """The items of contiguous ``maps`` of one dtype; map i begins at ``offsets[i]``, in items."""
 
     def __init__(self, maps: Sequence[Array]) -> None:
+        self._maps = list(maps)  # their memory must stay as long as this does
         itemsize = maps[0].itemsize if maps else 1
         starts = np.array([items.ctypes.data for items in maps], dtype=np.int64)
         self._lowest = None

@@ -1,7 +1,7 @@
 """What lies beside the words of a shard: lists of ids and the columns that are no features.
 
 ``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file; every other part is a file
-of its own, there only where the set has such columns. Row i of a part is of row i of the words.
+of its own, there only where the set has such columns. Row i of a part belongs to row i of words.
 """
 
 from collections.abc import Mapping, Sequence

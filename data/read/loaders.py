@@ -1,11 +1,29 @@
 """The loaders of a run, one per split that has rows, as its configuration says."""
 
+import importlib.util
+import logging
+from typing import Literal
+
 import torch
 
 from data.format.manifest import Manifest
+from data.read.feeds import Backend
 from data.read.loader import RowLoader, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(wanted: Literal["auto", "dali", "memmap"]) -> Backend:
+    """``data.loader`` as one of the two; what auto comes to is logged."""
+    if wanted != "auto":
+        return wanted
+    # The parent package alone is imported: it belongs to CUDA's libraries too.
+    there = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+    chosen: Backend = "dali" if there else "memmap"
+    logger.info("data.loader: auto is %s%s", chosen, "" if there else ", DALI is not installed")
+    return chosen
 
 
 def open_loaders(
@@ -28,6 +46,7 @@ def open_loaders(
             f"{num_rows}, and data.tail: {config.tail} leaves no batch; use a smaller batch_size "
             "or data.tail: keep"
         )
+    backend = choose_backend(config.loader)
     return {
         split: open_loader(
             manifest,
@@ -35,7 +54,7 @@ def open_loaders(
             batch_size=config.batch_size,
             rank=rank,
             world_size=world_size,
-            backend=config.loader,
+            backend=backend,
             shuffle=config.shuffle if split == "train" else "none",
             seed=seed,
             device=device,

@@ -8,7 +8,7 @@ the places that are asked for.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +23,11 @@ SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 _PLACE_OF_SHORT_RUN = 1  # names a stream of the key, beside that of the permutation
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """Consecutive rows of a split: ``lengths[i]`` rows from row ``firsts[i]`` on; both int64."""
 
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-
-    @property
-    def only(self) -> tuple[int, int]:
-        """First and last row plus one where there is a single run."""
-        return int(self.firsts[0]), int(self.firsts[0] + self.lengths[0])
 
 
 @dataclass(frozen=True)

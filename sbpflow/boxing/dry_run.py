@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Finish
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.runtime.world import World
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import (
+    Schemes,
     Shape,
-    TableLayoutConfig,
     resolve_table_layouts,
 )
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError
 
 HOW_TO_MAKE_DATA = (
@@ -19,8 +20,12 @@ HOW_TO_MAKE_DATA = (
 
 
 def check(
-    config: Config, tables: Mapping[str, Shape], world_size: int, device_type: str = "cpu"
-) -> dict[str, TableLayoutConfig]:
+    config: Config,
+    tables: Mapping[str, Shape],
+    schemes: Schemes,
+    world_size: int,
+    device_type: str = "cpu",
+) -> dict[str, TableLayout]:
     """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
 
     Call it on every rank before any process group exists.
@@ -30,7 +35,7 @@ def check(
             f"data.batch_size: {config.data.batch_size} rows for {world_size} ranks leave ranks "
             f"without any; for example data.batch_size: {world_size}"
         )
-    return resolve_table_layouts(config.parallel, tables, world_size, device_type)
+    return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type)
 
 
 def run_dir(config: Config) -> Path:
@@ -43,7 +48,7 @@ def run_dir(config: Config) -> Path:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"run.dir: {folder} cannot be written to ({reason}); for example run.dir=runs/wdl"
+            f"run.dir: {folder} cannot be written to ({reason}); for example run.dir=runs/train"
         ) from error
     return folder
 

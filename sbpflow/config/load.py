@@ -3,29 +3,76 @@
 Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 """
 
+import dataclasses
 import difflib
-import hashlib
-import json
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 from sbpflow.config.parse import build, plain, show
-from sbpflow.config.schema import Config
+from sbpflow.config.schema import SPARSE_OPTIMIZERS, Config
 from sbpflow.config.table_rules import (
     TableRule,
 )
 from sbpflow.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze."""
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
+) -> Config:
+    """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze.
+
+    ``models`` has the configuration classes that the group ``model`` may be, by ``model.name``; the
+    first is the default. ``model.name: package.module:Class`` imports that class: the file and the
+    overrides are the user's own command.
+    """
     tree = _read_yaml(Path(path))
     for override in overrides:
         _apply(tree, override)
-    return build(Config, tree)
+    return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
+
+
+def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
+    """The known models, the default first, and the user's own if the group names one."""
+    found = dict(models)
+    if not isinstance(group, dict):
+        return found
+    name = cast("dict[str, Any]", group).get("name")
+    if isinstance(name, str) and ":" in name:
+        found[name] = import_model(name)
+    return found
+
+
+def import_model(name: str) -> type[Any]:
+    """The class that ``package.module:Class`` names; ConfigError if it is no model's."""
+    module_name, _, class_name = name.partition(":")
+    example = "for example model.name=my_package.my_module:MyModel"
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports is missing
+        raise ConfigError(
+            f"model.name: {name}: there is no module {error.name}; put its folder on PYTHONPATH, "
+            f"such as PYTHONPATH=. for the folder you are in; {example}"
+        ) from error
+    except ValueError as error:  # an empty name
+        raise ConfigError(f"model.name: {name!r} is not package.module:Class; {example}") from error
+    kind = getattr(module, class_name, None)
+    if kind is None:
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(class_name, classes, 3, cutoff=0.5)
+        raise ConfigError(f"model.name: {module_name} has no {class_name!r}{_use(near)}")
+    tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
+    if not isinstance(kind, type) or not tagged or not callable(getattr(kind, "spec", None)):
+        raise ConfigError(
+            f"model.name: {name} is no model's configuration; it must be a dataclass with a field "
+            "name: str and a method spec(fields), as examples/ shows"
+        )
+    return kind
 
 
 def dump_config(config: Config) -> str:
@@ -33,20 +80,19 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
-def config_hash(config: Config) -> str:
-    """Equal on two ranks exactly if their configs are; order of ``parallel.tables`` counts."""
-    return hashlib.sha256(json.dumps(plain(config)).encode()).hexdigest()
-
-
 def config_facts(config: Config) -> dict[str, str]:
-    """Dotted keys and their values as YAML on one line; what ``config_hash`` sees, key by key.
+    """Dotted keys and their values as YAML on one line; what the ranks compare.
 
-    An entry of ``parallel.tables`` and ``parallel.dense`` is a key, and so is their order, which
-    decides where two patterns match.
+    An entry of ``parallel.tables``, ``parallel.dense`` and ``optimizer.tables`` is a key, and so is
+    their order, which decides where two patterns match.
     """
     facts = dict(_flat("", plain(config)))
-    for key in ("tables", "dense"):
-        facts[f"parallel.{key} (order)"] = show(list(getattr(config.parallel, key)))
+    for key, patterns in (
+        ("parallel.tables", config.parallel.tables),
+        ("parallel.dense", config.parallel.dense),
+        ("optimizer.tables", config.optimizer.tables),
+    ):
+        facts[f"{key} (order)"] = show(list(patterns))
     return facts
 
 
@@ -117,15 +163,18 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _split_key(key: str) -> list[str]:
     """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
-    if key.startswith("parallel.dense."):
-        return ["parallel", "dense", key.removeprefix("parallel.dense.")]
-    prefix = "parallel.tables."
-    if not key.startswith(prefix):
-        return key.split(".")
-    pattern, _, last = key.removeprefix(prefix).rpartition(".")
-    if pattern and last in TableRule.__dataclass_fields__:
-        return ["parallel", "tables", pattern, last]
-    return ["parallel", "tables", key.removeprefix(prefix)]
+    of_optimizer = {name for kind in SPARSE_OPTIMIZERS for name in kind.__dataclass_fields__}
+    for prefix, own_keys in (
+        ("parallel.tables.", set(TableRule.__dataclass_fields__)),
+        ("parallel.dense.", set[str]()),
+        ("optimizer.tables.", of_optimizer),
+    ):
+        if key.startswith(prefix):
+            rest = key.removeprefix(prefix)
+            pattern, _, last = rest.rpartition(".")
+            path = [pattern, last] if pattern and last in own_keys else [rest]
+            return [*prefix.rstrip(".").split("."), *path]
+    return key.split(".")
 
 
 def _use(paths: Sequence[str]) -> str:

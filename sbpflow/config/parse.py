@@ -1,6 +1,6 @@
 """Turn a YAML tree into frozen dataclasses, refusing everything that does not fit.
 
-Knows types, ranges and near matches; knows no key of sbpflow. The classes in ``config.py`` say what
+Knows types, ranges and near matches; knows no key of sbpflow. The classes in ``schema`` say what
 exists; this file only reads them (annotations, defaults, ``Range`` and ``Example`` marks).
 """
 
@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
@@ -19,6 +20,7 @@ import yaml
 from sbpflow.errors import ConfigError
 
 Tree = Mapping[str, Any]
+Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 
 
@@ -51,12 +53,19 @@ class Example:
     value: Any
 
 
-def build(cls: type[C], tree: object) -> C:
-    """An instance of the dataclass ``cls`` from a mapping; groups are dataclasses in turn."""
+def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
+    """An instance of the dataclass ``cls`` from a mapping; groups are dataclasses in turn.
+
+    ``choices`` has, for a field of ``cls`` whose annotation names no class, the dataclasses that
+    its group may be, by the tag that the key ``name`` has; the first is the default.
+    """
     try:
-        return _build(cls, tree, "")
+        return _build(cls, tree, "", choices)
     except _UnknownKeyError as error:
-        raise ConfigError(error.message(_all_keys(cls, ""))) from None
+        everywhere = _all_keys(cls, "")
+        for name, kinds in choices.items():
+            everywhere += [key for kind in kinds.values() for key in _all_keys(kind, name)]
+        raise ConfigError(error.message(everywhere)) from None
 
 
 class _UnknownKeyError(ConfigError):
@@ -77,7 +86,7 @@ class _UnknownKeyError(ConfigError):
         return f"{self.key}: unknown key; {hint}{known}"
 
 
-def _build(cls: type[C], tree: object, key: str) -> C:
+def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxyType({})) -> C:
     if not isinstance(tree, Mapping):
         _refuse(key, tree, "a group of keys", _first_key(cls))
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -86,8 +95,14 @@ def _build(cls: type[C], tree: object, key: str) -> C:
     for name, value in tree.items():
         if name not in fields:
             raise _UnknownKeyError(_join(key, str(name)), list(fields))
+        if name in choices:
+            values[name] = _parse_tagged(value, choices[name], name, next(iter(choices[name])))
+            continue
         example = _example(fields[name], hints[name])
         values[name] = parse(value, hints[name], _join(key, name), example)
+    for name, kinds in choices.items():
+        if name not in values:
+            values[name] = _parse_tagged({}, kinds, name, next(iter(kinds)))
     for name, field in fields.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             example = show(_example(field, hints[name]))
@@ -129,17 +144,25 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
     if len(kinds) == 1:
         return parse(value, kinds[0], key, example)
     if dataclasses.is_dataclass(kinds[0]):
-        return _parse_tagged(value, kinds, key, example)
+        name = None if example is None else _tag(type(example))
+        return _parse_tagged(value, {_tag(kind): kind for kind in kinds}, key, name)
     is_list = isinstance(value, list | tuple)
     kind = next(kind for kind in kinds if (typing.get_origin(kind) is tuple) == is_list)
     return parse(value, kind, key, example)
 
 
-def _parse_tagged(value: object, kinds: list[Any], key: str, example: object) -> Any:
+def _parse_tagged(
+    value: object, by_name: Mapping[str, type[Any]], key: str, default: str | None
+) -> Any:
+    """One of several dataclasses, told by the key ``name``; ``default`` where it is not given."""
     if not isinstance(value, Mapping):
-        _refuse(key, value, "a group of keys", example)
-    by_name = {_tag(kind): kind for kind in kinds}
-    name = value.get("name", _tag(type(example)))
+        _refuse(key, value, "a group of keys", by_name[default or next(iter(by_name))]())
+    name: object = value.get("name", default)
+    if name is None:
+        raise ConfigError(
+            f"{key}.name: not given; use one of {', '.join(by_name)}, for example name: "
+            f"{next(iter(by_name))}"
+        )
     if not isinstance(name, str) or name not in by_name:
         raise ConfigError(f"{key}.name: {name!r} is not known; use one of {', '.join(by_name)}")
     for other in value:
@@ -150,7 +173,11 @@ def _parse_tagged(value: object, kinds: list[Any], key: str, example: object) ->
                 f"{key}.{other}: {name} has no such setting ({', '.join(users)} has); remove it, "
                 f"or give the group whole, for example {key}: {whole}"
             )
-    return _build(by_name[name], value, key)
+    kind = by_name[name]
+    if name == _tag(kind):
+        return _build(kind, value, key)
+    others = {other: item for other, item in value.items() if other != "name"}
+    return dataclasses.replace(_build(kind, others, key), name=name)
 
 
 def _parse_literal(value: object, choices: tuple[str, ...], key: str) -> str:

@@ -1,12 +1,13 @@
 """The configuration: what can be set, its defaults, and how a YAML file becomes one frozen value.
 
 Facts that need no world are checked here; those that need the tables or the world size are in
-``config_layout.check``. Nothing is clamped, and no key is ignored.
+``config.checks``. Nothing is clamped, and no key is ignored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from sbpflow.config.parse import Example, Range
 from sbpflow.config.table_rules import (
@@ -24,7 +25,7 @@ Beta = Annotated[float, Range(low=0, below=1)]
 class RunConfig:
     """Where a run writes, and the seed everything random derives from."""
 
-    dir: Path = Path("runs/wdl")
+    dir: Path = Path("runs/train")
     seed: Annotated[int, Range(low=0, below=2**63)] = 7
 
 
@@ -33,57 +34,32 @@ class DataConfig:
     """A prepared set and how it is read; ``batch_size`` is over all ranks.
 
     ``out_of_range`` says what becomes of an id its table has no row for: clamp takes the nearest
-    row, hash one that depends on the id alone; the end of a run counts them.
+    row, hash one that depends on the id alone; the end of a run counts them. ``loader`` auto is
+    DALI where it is installed, else memmap: their batches are equal bit by bit.
     """
 
     path: Annotated[Path | None, Example("out/criteo")] = None
-    loader: Literal["dali", "memmap"] = "dali"
+    loader: Literal["auto", "dali", "memmap"] = "auto"
     batch_size: Count = 16384
     shuffle: Literal["runs", "blocks", "rows", "none"] = "runs"
     tail: Literal["keep", "drop"] = "keep"
     out_of_range: Literal["error", "clamp", "hash"] = "error"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WideConfig:
-    """The wide part: one weight per value of each cross of columns."""
+class ModelGroup(Protocol):
+    """The ``model`` group: a frozen dataclass tagged by ``name``, of a model's own module.
 
-    crosses: Annotated[tuple[tuple[str, ...], ...], Example((("C1", "C2"),))] = (
-        ("C1", "C2"),
-        ("C3", "C4"),
-    )
+    ``run.model.ModelConfig`` says what else it has. Which there are is told to ``load_config``.
+    """
 
-    def __post_init__(self) -> None:
-        for index, cross in enumerate(self.crosses):
-            key = f"model.wide.crosses[{index}]"
-            if len(cross) != 2 or len(set(cross)) != len(cross):
-                raise ConfigError(
-                    f"{key}: {list(cross)} is not a cross; name two different columns, "
-                    "for example [C1, C2]"
-                )
-            if cross in self.crosses[:index]:
-                raise ConfigError(f"{key}: {list(cross)} is there twice; remove one of them")
+    @property
+    def name(self) -> str:
+        """The tag."""
+        ...
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Shape of the model; ``deep: false`` trains the wide part alone."""
-
-    name: Literal["wdl"] = "wdl"
-    deep: bool = True
-    embedding_dim: Count = 16
-    hidden: Annotated[tuple[Count, ...], Example((400, 400))] = (1024, 1024)
-    dropout: Annotated[float, Range(low=0, below=1)] = 0.5
-    wide: WideConfig = field(default_factory=WideConfig)
-
-    def __post_init__(self) -> None:
-        if not self.deep and not self.wide.crosses:
-            raise ConfigError(
-                "model.deep: false leaves nothing to train, model.wide.crosses is empty; "
-                "for example model.wide.crosses: [[C1, C2]]"
-            )
-        if self.deep and not self.hidden:
-            raise ConfigError("model.hidden: [] has no layer; for example hidden: [400, 400]")
+    def spec(self, fields: Any) -> Any:  # noqa: ANN401 - of a room above this one
+        """The ``run.model.ModelSpec`` over ``run.model.Fields``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +142,7 @@ class AdamW:
 
 
 SparseOptimizer = SparseSgd | Adagrad | RowwiseAdagrad | LazyAdam | Ftrl
+SPARSE_OPTIMIZERS: tuple[type[SparseOptimizer], ...] = get_args(SparseOptimizer)
 DenseOptimizer = DenseSgd | Adam | AdamW
 
 
@@ -207,17 +184,21 @@ class ScheduleConfig:
 class OptimizerConfig:
     """``sparse`` updates the tables' touched rows, ``dense`` everything else.
 
-    ``wide`` updates the tables of the wide part in place of ``sparse``.
+    ``tables`` maps patterns of table names to optimizers in place of ``sparse``; the last pattern
+    that matches a table wins.
     """
 
     sparse: SparseOptimizer = field(default_factory=RowwiseAdagrad)
-    wide: Annotated[SparseOptimizer | None, Example(Ftrl())] = None
+    tables: Annotated[Mapping[str, SparseOptimizer], Example({"*.C1": Ftrl()})] = field(
+        default_factory=dict[str, SparseOptimizer]
+    )
     dense: DenseOptimizer = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
         changes = self.schedule.warmup_steps or self.schedule.decay_steps is not None
-        for key, chosen in (("sparse", self.sparse), ("wide", self.wide)):
+        by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
+        for key, chosen in {"sparse": self.sparse, **by_table}.items():
             if changes and isinstance(chosen, Ftrl):
                 raise ConfigError(
                     "optimizer.schedule: ftrl keeps sums of steps at one rate, so it has no "
@@ -247,7 +228,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelGroup
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

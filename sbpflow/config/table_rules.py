@@ -1,17 +1,21 @@
 """The ``parallel`` group: which layout each embedding table gets.
 
-A scheme is a short list of patterns; ``parallel.tables`` adds patterns after them, and the last one
-that matches a table's name decides. The result, one ``TableLayoutConfig`` per table, is all that
-the rest of sbpflow sees: nothing downstream knows schemes.
+A scheme is a list of patterns that the model gives; ``parallel.tables`` adds patterns after them,
+and the last one that matches a table's name decides. The result, one ``TableLayout`` per table, is
+all that the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
+import torch
+
 from sbpflow.config.parse import Example, Range
+from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -26,7 +30,6 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3"]
-Exchange = Literal["local", "columns", "reduce", "unique"]
 Kernel = Literal["auto", "fbgemm", "torch"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -123,12 +126,14 @@ class ParallelConfig:
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
     Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
     ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
-    where it starts, and sends no ids ahead.
+    where it starts, and sends no ids ahead. ``checked: true`` compares, before each transfer, what
+    every rank is about to do: for finding ranks that take different steps, at the cost of a round
+    trip each.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
-    tables: Annotated[Mapping[str, TableRule], Example({"deep.*": {"sbp": "S(0)"}})] = field(
+    tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
     )
     dense: Annotated[Mapping[str, str], Example({"mlp.0.*": "S(0)"})] = field(
@@ -140,6 +145,7 @@ class ParallelConfig:
     exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
     overlap: bool = True
     timeout_s: Annotated[float, Range(above=0)] = 300.0
+    checked: bool = False
 
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():
@@ -154,37 +160,16 @@ class ParallelConfig:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableLayoutConfig:
-    """The resolved layout of one table; ``key`` is the config key that decided it."""
-
-    layout: Layout
-    exchange: Exchange
-    key: str
-    exchange_dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.layout} {self.exchange}"
-
-
-_SCHEMES: dict[Scheme, dict[str, TableRule]] = {
-    "dp": {
-        "wide.*": TableRule(sbp="B", exchange="local"),
-        "deep.*": TableRule(sbp="B", exchange="local"),
-    },
-    "1": {
-        "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
-        "deep.*": TableRule(sbp="S(1)", exchange="columns"),
-    },
-    "2": {
-        "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
-        "deep.*": TableRule(sbp="S(0)", exchange="reduce"),
-    },
-    "3": {
-        "wide.*": TableRule(sbp="S(0)", exchange="unique"),
-        "deep.*": TableRule(sbp="S(0)", exchange="unique"),
-    },
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
 }
+
+
+# What each scheme means for a model: rules by pattern of table names, the last match deciding.
+Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def resolve_dense_layouts(
@@ -225,9 +210,10 @@ def _dense_layout(
 def resolve_table_layouts(
     parallel: ParallelConfig,
     tables: Mapping[str, Shape],
+    schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
-) -> dict[str, TableLayoutConfig]:
+) -> dict[str, TableLayout]:
     """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
     ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
@@ -236,7 +222,7 @@ def resolve_table_layouts(
     _check_patterns("parallel.tables", parallel.tables, tables, "table")
     return {
         name: _fit(
-            *_rule_of(parallel, name),
+            *_rule_of(parallel, schemes, name),
             name,
             shape,
             device_type,
@@ -256,11 +242,11 @@ def _check_patterns(key: str, patterns: Iterable[str], names: Iterable[str], wha
             raise ConfigError(f"{key}.{pattern}: matches no {what}; {hint}")
 
 
-def _rule_of(parallel: ParallelConfig, name: str) -> tuple[str, TableRule]:
+def _rule_of(parallel: ParallelConfig, schemes: Schemes, name: str) -> tuple[str, TableRule]:
     """The key and the rule that decide: the last match, the scheme's patterns coming first."""
     found: tuple[str, TableRule] | None = None
     if parallel.scheme is not None:
-        for pattern, rule in _SCHEMES[parallel.scheme].items():
+        for pattern, rule in schemes[parallel.scheme].items():
             if fnmatchcase(name, pattern):
                 found = (f"parallel.scheme {parallel.scheme}", rule)
     for pattern, rule in parallel.tables.items():
@@ -283,7 +269,7 @@ def _fit(
     device_type: str,
     world_size: int,
     exchange_dtype: str,
-) -> TableLayoutConfig:
+) -> TableLayout:
     """One rule on one table in one world, every part of the combination checked."""
     placement = rule.placement(key, device_type, world_size)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
@@ -300,18 +286,18 @@ def _fit(
             f"{key} ({name}): B on ranks {ranks} of {world_size}; a copied table is on all ranks, "
             f"a whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
         )
-    legal = _legal_exchanges(sbps, placement.size, world_size)
+    layout = Layout(placement, tuple(sbps))
+    legal = legal_exchanges(layout, world_size)
     if rule.exchange is not None and rule.exchange not in legal:
         raise ConfigError(
             f"{key}.exchange: {rule.exchange} does not go with {rule.sbp} of {name} on "
             f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
         )
-    layout = Layout(placement, tuple(sbps))
-    return TableLayoutConfig(
+    return TableLayout(
         layout=layout,
         exchange=rule.exchange or legal[0],
+        wire=DTYPES[rule.exchange_dtype or exchange_dtype],
         key=key,
-        exchange_dtype=rule.exchange_dtype or exchange_dtype,
     )
 
 
@@ -347,14 +333,3 @@ def _fit_axis(
             f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
         )
     return Split(sbp.dim, sizes)
-
-
-def _legal_exchanges(sbps: Sequence[Sbp], num_ranks: int, world_size: int) -> tuple[Exchange, ...]:
-    """The exchanges a layout can run, the default first."""
-    if len(sbps) > 1:
-        return ("reduce",)
-    if isinstance(sbps[0], Split):
-        return ("columns",) if sbps[0].dim == 1 else ("reduce", "unique")
-    if num_ranks < world_size:
-        return ("columns",)
-    return ("local",) if world_size > 1 else ("local", "columns")

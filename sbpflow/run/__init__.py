@@ -1,1 +1,1 @@
-"""A run as a whole: its plan, how it is explained."""
+"""A run as a whole: what a model is to it, its plan, how it is built and explained."""

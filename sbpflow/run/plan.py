@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.sbp.layout import Layout
+from sbpflow.tensor.gradient_sync import GradientPlan
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     COUNTS,
@@ -47,7 +48,7 @@ class RunPlan:
     dense: tuple[DenseParameter, ...]
     dense_forward: tuple[BoxingStep, ...]
     dense_backward: tuple[BoxingStep, ...]
-    dense_gradients: tuple[BoxingStep, ...]
+    dense_gradients: GradientPlan
     schedule: StepSchedule
     batch_size: int
     accumulate: int
@@ -66,7 +67,7 @@ class RunPlan:
             ("ids", tables.ahead_steps(rows)),
             ("forward", (*tables.forward_steps(rows), *self.dense_forward)),
             ("backward", (*self.dense_backward, *tables.push_steps(rows))),
-            ("backward", self.dense_gradients),
+            ("backward", self.dense_gradients.steps),
             ("update", tables.update_steps(rows)),
         )
         return tuple((phase, step) for phase, steps in phases for step in steps)
@@ -74,14 +75,14 @@ class RunPlan:
     def transfers(self) -> frozenset[str]:
         """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""
         tables, rows = self.embeddings, self.batch_size
-        counted = [step for group in tables.groups for step in group.row_steps(rows)]
+        counted = tables.count_steps(rows)
         made: dict[str, Sequence[Step]] = {
             IDS: tables.id_steps(rows),
             COUNTS: (*tables.length_steps(rows), *counted),
             COUNTED_IDS: (*tables.list_steps(rows), *counted),
             VECTORS: tables.forward_steps(rows),
             ROW_GRADIENTS: tables.push_steps(rows),
-            DENSE_GRADIENTS: self.dense_gradients,
+            DENSE_GRADIENTS: self.dense_gradients.steps,
         }
         return frozenset(kind for kind, steps in made.items() if any(_sends(s) for s in steps))
 

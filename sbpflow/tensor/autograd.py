@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 

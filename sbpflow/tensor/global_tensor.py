@@ -44,6 +44,7 @@ class GlobalTensor:
             )
         boxing.world.check_ranks(layout)
         check_dtype(layout, part.dtype)
+        _check_device(part, layout, boxing.world.rank)
         self.part = part
         self.layout = layout
         self.shape = shape
@@ -203,6 +204,16 @@ class GlobalTensor:
         if isinstance(where, Layout):
             return where
         return Layout(self.layout.placement, where)
+
+
+def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
+    """A part lies where its layout says, but for the meta tensors of a dry run."""
+    given, wanted = part.device.type, layout.placement.device_type
+    if given not in (wanted, "meta") and rank in layout.placement:
+        raise SbpError(
+            f"rank {rank} holds a part on {part.device}, but {layout} is on {wanted}; pass "
+            f'part.to("{wanted}"), or use a placement on {given}'
+        )
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:

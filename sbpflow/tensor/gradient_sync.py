@@ -7,22 +7,24 @@ needs nothing. Parameters whose gradients travel alike share a flat bucket.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sbpflow.boxing.executor import Pending
-from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.boxing.executor import Boxing, Pending
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.tensor.global_tensor import GlobalTensor, part_shape
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
-class Laid(Protocol):
+class LaidOut(Protocol):
     """What planning needs to know of a parameter; a GlobalTensor will do."""
 
     @property
@@ -41,91 +43,175 @@ class Laid(Protocol):
         ...
 
 
-LaidT = TypeVar("LaidT", bound=Laid)
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """Gradients that travel as one flat tensor: ``members`` are positions in the list of leaves.
+
+    The position behind the last leaf is the number that is added up beside them.
+    """
+
+    members: tuple[int, ...]
+    placement: Placement
+    steps: tuple[BoxingStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlan:
+    """What a ``GradientSync`` runs for ``num_leaves`` leaves; pure, for ``explain``."""
+
+    num_leaves: int
+    buckets: tuple[GradientBucket, ...]
+
+    @property
+    def steps(self) -> tuple[BoxingStep, ...]:
+        """All buckets' steps, in the order they run."""
+        return tuple(step for bucket in self.buckets for step in bucket.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """One number to which every rank adds its term, on its way with the gradients: a loss, say."""
+
+    layout: Layout
+    dtype: torch.dtype
+    shape: tuple[int, ...] = (1,)
+
+    @staticmethod
+    def over(world: Placement, dtype: torch.dtype) -> "Total":
+        """Of all ranks of ``world``, and for all of them."""
+        return Total(Layout(world, (Broadcast(),)), dtype)
 
 
 def plan_gradients(
-    parameters: Sequence[Laid],
+    leaves: Sequence[LaidOut],
     *,
     backend: str,
+    total: Total | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
-) -> tuple[BoxingStep, ...]:
-    """The steps a ``GradientSync`` over these parameters will run; pure, for ``explain``."""
-    buckets = _fill_buckets(parameters, bucket_bytes)
-    return tuple(
-        step
-        for n, members in enumerate(buckets)
-        for step in _bucket_steps(members, f"{id}/bwd/{n}", backend)
+) -> GradientPlan:
+    """How the gradients of these leaves travel, and one ``total`` with them if given."""
+    travellers = [*leaves, *(() if total is None else (total,))]
+    buckets = _fill_buckets(travellers, bucket_bytes)
+    return GradientPlan(
+        len(leaves),
+        tuple(
+            GradientBucket(
+                tuple(members),
+                travellers[members[0]].layout.placement,
+                _bucket_steps([travellers[n] for n in members], f"{id}/bwd/{number}", backend),
+            )
+            for number, members in enumerate(buckets)
+        ),
     )
-
-
-@dataclass(slots=True)
-class _Bucket:
-    parameters: list[GlobalTensor]
-    steps: tuple[BoxingStep, ...]
 
 
 class GradientSync:
     """Built once for a list of parameters; ``run`` after each backward, before the optimizer.
 
-    ``steps`` is what runs, for ``explain``. After ``run``, ``part.grad`` of each parameter is laid
-    out as the parameter; clear it before the next backward. Raises SbpError for what has no
-    gradient of its own: results of ops, frozen or integer tensors, one tensor given twice.
+    ``plan`` is what runs, made by ``plan_gradients`` for these parameters; without one it is made
+    here. After ``run``, ``part.grad`` of each parameter is laid out as the parameter; clear it
+    before the next backward. Raises SbpError for what has no gradient of its own: results of ops,
+    frozen or integer tensors, one tensor given twice; and for a plan of other parameters.
     """
 
     def __init__(
         self,
         parameters: Sequence[GlobalTensor],
         *,
+        plan: GradientPlan | None = None,
+        boxing: Boxing | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         id: str = "dense",
         channel: str = "dense",
     ) -> None:
         _check_leaves(parameters)
         self.channel = channel
-        self._buckets = [
-            _Bucket(
-                members,
-                _bucket_steps(members, f"{id}/bwd/{n}", _backend_of(members[0])),
+        self._parameters = list(parameters)
+        if plan is None:
+            backend = _backend_of(parameters[0]) if parameters else "gloo"
+            plan = plan_gradients(parameters, backend=backend, bucket_bytes=bucket_bytes, id=id)
+        elif plan.num_leaves != len(parameters):
+            raise SbpError(
+                f"gradients: the plan is of {plan.num_leaves} leaves, {len(parameters)} were "
+                "given; plan_gradients makes one for them"
             )
-            for n, members in enumerate(_fill_buckets(parameters, bucket_bytes))
-        ]
+        if boxing is None and not parameters:
+            raise SbpError("gradients: no parameter to take the boxing of; pass boxing=")
+        self._boxing = boxing or parameters[0].boxing
+        self.plan = plan
 
     @property
     def steps(self) -> tuple[BoxingStep, ...]:
         """All buckets' steps, in the order they run."""
-        return tuple(step for bucket in self._buckets for step in bucket.steps)
+        return self.plan.steps
 
     def run(self) -> None:
         """Exchange, and leave each gradient in its parameter's layout."""
         self.start().wait()
 
-    def start(self) -> "PendingSync":
-        """Begin all buckets; gradients must not be touched before ``wait``."""
+    def start(self, term: Tensor | None = None) -> "PendingSync":
+        """Begin all buckets; gradients must not be touched before ``wait``.
+
+        ``term`` [1] is this rank's term of the plan's ``total``.
+        """
         return PendingSync(
             [
-                (bucket.parameters, _start(bucket.parameters, bucket.steps, self.channel))
-                for bucket in self._buckets
-            ]
+                (bucket, self._start(bucket, term), self._members(bucket))
+                for bucket in self.plan.buckets
+            ],
+            len(self._parameters),
         )
+
+    def _members(self, bucket: GradientBucket) -> list[GlobalTensor]:
+        return [self._parameters[n] for n in bucket.members if n < len(self._parameters)]
+
+    def _start(self, bucket: GradientBucket, term: Tensor | None) -> Pending:
+        steps = bucket.steps
+        if self._boxing.world.rank not in bucket.placement:
+            return self._boxing.start(steps, None, self.channel)
+        gradients: list[Tensor] = []
+        for number in bucket.members:
+            if number < len(self._parameters):
+                gradients.append(_gradient(self._parameters[number]))
+            elif term is not None:
+                gradients.append(term)
+            else:
+                raise SbpError(
+                    "gradients: the plan adds up a total; start() takes this rank's term"
+                )
+        if len(gradients) == 1:
+            return self._boxing.start(steps, gradients[0], self.channel, donate=True)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return self._boxing.start(steps, flat, self.channel, donate=True)
 
 
 class PendingSync:
     """Buckets under way."""
 
-    def __init__(self, buckets: list[tuple[list[GlobalTensor], Pending]]) -> None:
+    def __init__(
+        self,
+        buckets: list[tuple[GradientBucket, Pending, list[GlobalTensor]]],
+        num_leaves: int,
+    ) -> None:
         self._buckets = buckets
+        self._num_leaves = num_leaves
 
-    def wait(self) -> None:
-        """Set ``part.grad`` of every parameter to its exchanged gradient."""
-        for parameters, pending in self._buckets:
+    def wait(self) -> Tensor | None:
+        """Set ``part.grad`` of every parameter to its exchanged gradient; the total [1], if any."""
+        total: Tensor | None = None
+        for bucket, pending, parameters in self._buckets:
             flat = pending.wait()
             if flat is None:
                 continue
-            pieces = flat.reshape(-1).split([parameter.part.numel() for parameter in parameters])
+            sizes = [parameter.part.numel() for parameter in parameters]
+            has_total = self._num_leaves in bucket.members
+            pieces = flat.reshape(-1).split([1] * has_total + sizes)
+            if has_total:
+                total, *pieces = pieces
             for parameter, piece in zip(parameters, pieces, strict=True):
                 parameter.part.grad = piece.view(parameter.part.shape)
+        return total
 
 
 def sync_gradients(parameters: Sequence[GlobalTensor], *, id: str = "dense") -> None:
@@ -152,12 +238,12 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
         seen[id(part)] = index
 
 
-def _fill_buckets(parameters: Sequence[LaidT], bucket_bytes: int) -> list[list[LaidT]]:
-    """Parameters of one travel pattern, last first as backward makes them, up to a size each."""
-    done: list[list[LaidT]] = []
-    open_: dict[object, list[LaidT]] = {}
+def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
+    """Positions of one travel pattern, last first as backward makes them, up to a size each."""
+    done: list[list[int]] = []
+    open_: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
-    for parameter in reversed(parameters):
+    for number, parameter in reversed(list(enumerate(parameters))):
         if not any(isinstance(sbp, Broadcast | Partial) for sbp in parameter.layout.nd_sbp):
             continue
         key = _pattern(parameter)
@@ -166,12 +252,12 @@ def _fill_buckets(parameters: Sequence[LaidT], bucket_bytes: int) -> list[list[L
             done.append(open_.pop(key))
         if key not in open_:
             open_[key], filled[key] = [], 0
-        open_[key].append(parameter)
+        open_[key].append(number)
         filled[key] += size
     return done + list(open_.values())
 
 
-def _pattern(parameter: Laid) -> object:
+def _pattern(parameter: LaidOut) -> object:
     """Parameters of equal patterns may share a bucket; others have one of their own."""
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)
@@ -185,7 +271,7 @@ def _backend_of(parameter: GlobalTensor) -> str:
     return parameter.boxing.world.backend_of(parameter.layout)
 
 
-def _bucket_steps(parameters: Sequence[Laid], id: str, backend: str) -> tuple[BoxingStep, ...]:
+def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple[BoxingStep, ...]:
     first = parameters[0]
     if len(parameters) == 1:
         shape, layout = first.shape, first.layout
@@ -195,7 +281,7 @@ def _bucket_steps(parameters: Sequence[Laid], id: str, backend: str) -> tuple[Bo
     return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id, backend=backend)
 
 
-def _flat_layout(parameters: Sequence[Laid]) -> Layout:
+def _flat_layout(parameters: Sequence[LaidOut]) -> Layout:
     """The layout of the parts laid end to end: a split has the sizes that come together."""
     layout = parameters[0].layout
     nd_sbp = tuple(
@@ -205,7 +291,7 @@ def _flat_layout(parameters: Sequence[Laid]) -> Layout:
     return Layout(layout.placement, nd_sbp)
 
 
-def _sizes_along(parameters: Sequence[Laid], axis: int) -> tuple[int, ...]:
+def _sizes_along(parameters: Sequence[LaidOut], axis: int) -> tuple[int, ...]:
     placement = parameters[0].layout.placement
     return tuple(
         sum(_part_numel(parameter, rank) for parameter in parameters)
@@ -213,25 +299,15 @@ def _sizes_along(parameters: Sequence[Laid], axis: int) -> tuple[int, ...]:
     )
 
 
-def _flat_length(parameters: Sequence[Laid], layout: Layout) -> int:
+def _flat_length(parameters: Sequence[LaidOut], layout: Layout) -> int:
     for sbp in layout.nd_sbp:
         if isinstance(sbp, Split):
             return sum(sbp.sizes or ())
     return sum(_part_numel(parameter, layout.placement.ranks[0]) for parameter in parameters)
 
 
-def _part_numel(parameter: Laid, rank: int) -> int:
+def _part_numel(parameter: LaidOut, rank: int) -> int:
     return math.prod(part_shape(parameter.layout, parameter.shape, rank))
-
-
-def _start(parameters: list[GlobalTensor], steps: tuple[BoxingStep, ...], channel: str) -> Pending:
-    boxing = parameters[0].boxing
-    if boxing.world.rank not in parameters[0].layout.placement:
-        return boxing.start(steps, None, channel)
-    if len(parameters) == 1:
-        return boxing.start(steps, _gradient(parameters[0]), channel, donate=True)
-    flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
-    return boxing.start(steps, flat, channel, donate=True)
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from models.registry import MODELS
+from models.wdl import WdlConfig
 from sbpflow.config.checks import check, data_path
-from sbpflow.config.load import config_facts, config_hash, dump_config, load_config
+from sbpflow.config.load import config_facts, dump_config, load_config
 from sbpflow.config.schema import Config, LazyAdam, SparseSgd
+from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -21,7 +24,7 @@ def load(tmp_path):
     def load(text: str = "", *overrides: str) -> Config:
         path = tmp_path / "config.yaml"
         path.write_text(text, encoding="utf-8")
-        return load_config(path, overrides)
+        return load_config(path, overrides, models=MODELS)
 
     return load
 
@@ -34,10 +37,10 @@ def refused(load, *overrides: str, text: str = "") -> str:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configs_load_and_survive_a_dump(path, tmp_path):
-    config = load_config(path)
+    config = load_config(path, models=MODELS)
     copy = tmp_path / "dump.yaml"
     copy.write_text(dump_config(config))
-    assert load_config(copy) == config
+    assert load_config(copy, models=MODELS) == config
 
 
 def test_shipped_configs_are_found():
@@ -48,13 +51,16 @@ def test_shipped_configs_are_found():
 @pytest.mark.parametrize("stem", ["scheme2", "scheme3", "dp"])
 def test_schemes_differ_in_their_parallel_group_only(stem):
     folder = CONFIGS[0].parent
-    one, other = load_config(folder / "scheme1.yaml"), load_config(folder / f"{stem}.yaml")
+    one, other = (
+        load_config(folder / "scheme1.yaml", models=MODELS),
+        load_config(folder / f"{stem}.yaml", models=MODELS),
+    )
     assert dataclasses.replace(other, parallel=one.parallel) == one
     assert len(yaml.safe_load((folder / f"{stem}.yaml").read_text())["parallel"]) <= 3
 
 
 def test_an_empty_file_gives_the_defaults(load):
-    assert load("") == Config()
+    assert load("") == Config(model=WdlConfig())
 
 
 def test_overrides_apply_in_order_and_are_yaml(load):
@@ -86,16 +92,18 @@ def test_an_optimizer_name_brings_its_own_settings(load):
 # override -> what the message must contain: the key, the value or near match, a value that passes
 MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
-    "optimizer.wide=5": ["optimizer.wide: 5 (int) is not a group of keys", "wide: {name: ftrl"],
-    "optimizer.wide.name=adam": ["'adam' is not known; use one of sgd, adagrad"],
-    "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.wide.lr or optimizer.dense.lr"],
+    "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
+    "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
+    "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of sgd, adagrad"],
+    "optimizer.tables.wide.*.lr=0.1": ["optimizer.tables.wide.*.name: not given", "name: sgd"],
+    "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
     "checkpoint.every=3": ["checkpoint: unknown key", "the top level has run, data"],
     "train.epochs=three": ["train.epochs: three (str)", "a whole number", "epochs: 1"],
     "train.epochs=0": ["train.epochs: 0", ">= 1", "epochs: 1"],
     "train.max_steps=1.5": ["train.max_steps: 1.5 (float)", "max_steps: 100"],
     "run.seed=true": ["run.seed: true (bool)", "a whole number", "seed: 7"],
     "run.seed=-1": ["run.seed: -1", ">= 0"],
-    "run.dir=7": ["run.dir: 7 (int)", "a path", "dir: runs/wdl"],
+    "run.dir=7": ["run.dir: 7 (int)", "a path", "dir: runs/train"],
     "train.progress=1": ["train.progress: 1 (int)", "true or false", "progress: true"],
     "model.dropout=1": ["model.dropout: 1 ", "< 1", "dropout: 0.5"],
     "optimizer.dense.lr=fast": ["optimizer.dense.lr: fast (str)", "finite number", "lr: 0.001"],
@@ -115,7 +123,10 @@ MISTAKES = {
     "model.wide.crosses=[[C1]]": ["model.wide.crosses[0]: ['C1']", "[C1, C2]"],
     "model.wide.crosses=[[C1, C2], [C1, C2]]": ["crosses[1]", "there twice"],
     "model={deep: false, wide: {crosses: []}}": ["model.deep: false", "nothing to train"],
-    "data.loader=memmmap": ["data.loader: 'memmmap' is not one of dali, memmap", "loader: memmap"],
+    "data.loader=memmmap": [
+        "data.loader: 'memmmap' is not one of auto, dali, memmap",
+        "loader: memmap",
+    ],
     "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
     "run.seed": ["'run.seed': not an override", "key=value"],
@@ -158,7 +169,7 @@ def test_files_that_are_no_config(load, text):
 
 def test_a_missing_file_names_its_neighbours():
     with pytest.raises(ConfigError, match=r"scheme4\.yaml does not exist; did you mean .*scheme1"):
-        load_config(CONFIGS[0].parent / "scheme4.yaml")
+        load_config(CONFIGS[0].parent / "scheme4.yaml", models=MODELS)
 
 
 def test_missing_data_is_told_how_to_get_some(load, tmp_path):
@@ -169,19 +180,22 @@ def test_missing_data_is_told_how_to_get_some(load, tmp_path):
     assert data_path(load(f"data: {{path: {tmp_path}}}")) == tmp_path
 
 
+DP = {"dp": {"*": TableRule(sbp="B")}}
+
+
 def test_a_batch_smaller_than_the_ranks_is_refused(load):
     config = load("data: {batch_size: 3}\nparallel: {scheme: dp}")
-    assert list(check(config, {"deep.C1": (9, 4)}, 3)) == ["deep.C1"]
+    assert list(check(config, {"deep.C1": (9, 4)}, DP, 3)) == ["deep.C1"]
     with pytest.raises(ConfigError, match=r"data.batch_size: 3 .*4 ranks.*data.batch_size: 4"):
-        check(config, {"deep.C1": (9, 4)}, 4)
+        check(config, {"deep.C1": (9, 4)}, DP, 4)
 
 
-def test_the_hash_changes_with_every_value_and_with_the_order_of_patterns(load):
+def test_the_facts_that_ranks_compare_change_with_every_value_and_with_the_order_of_patterns(load):
     base = "parallel: {scheme: 1, tables: {a: {sbp: B}, b: {sbp: B}}}"
     swapped = "parallel: {scheme: 1, tables: {b: {sbp: B}, a: {sbp: B}}}"
     configs = [load(base), load(swapped), load(base, "run.seed=8"), load(base, "train.log_every=9")]
-    assert len({config_hash(config) for config in configs}) == 4
-    assert config_hash(load(base)) == config_hash(load(base))
+    assert len({str(config_facts(config)) for config in configs}) == 4
+    assert config_facts(load(base)) == config_facts(load(base))
 
 
 def test_a_config_cannot_be_changed(load):
@@ -194,7 +208,11 @@ def test_the_facts_name_what_the_hash_sees(load):
     assert base["optimizer.sparse.lr"] == "0.05"
     assert base["model.hidden"] == "[1024, 1024]"
     assert "data.path" not in base  # as good as not given
-    for override in ("run.seed=8", "optimizer.wide.name=ftrl", "parallel.tables.deep.*.sbp=S(1)"):
+    for override in (
+        "run.seed=8",
+        "optimizer.tables.*.name=ftrl",
+        "parallel.tables.deep.*.sbp=S(1)",
+    ):
         assert config_facts(load("", override)) != base
     rules = ["parallel.tables.deep.*.sbp=B", "parallel.tables.deep.C1.sbp=S(0)"]
     first, second = (config_facts(load("", *order)) for order in (rules, rules[::-1]))

@@ -2,12 +2,24 @@
 
 import pytest
 
+from models.registry import MODELS
 from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import resolve_table_layouts
+from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
+from sbpflow.run.model import schemes_of
 from sbpflow.sbp.sbp import Broadcast, Split
 
 TABLES = {"wide.C1xC2": (100, 1), "deep.C1": (50, 16), "deep.C3": (7, 16)}
+
+
+def layouts_of(config, world_size, tables=TABLES):
+    made = [
+        TableConfig(name=name, features=(name,), num_rows=rows, dim=dim)
+        for name, (rows, dim) in tables.items()
+    ]
+    schemes = schemes_of([OutputConfig(name="all", tables=tuple(made))])
+    return resolve_table_layouts(config.parallel, tables, schemes, world_size)
 
 
 @pytest.fixture
@@ -17,7 +29,7 @@ def resolve(tmp_path):
     def resolve(text, world_size, tables=TABLES):
         path = tmp_path / "config.yaml"
         path.write_text(f"parallel: {text}")
-        return resolve_table_layouts(load_config(path).parallel, tables, world_size)
+        return layouts_of(load_config(path, models=MODELS), world_size, tables)
 
     return resolve
 
@@ -54,10 +66,10 @@ def test_the_last_matching_pattern_wins(resolve):
 def test_an_override_of_a_pattern_comes_last(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("parallel: {tables: {deep.C3: {sbp: B}, '*': {sbp: S(0)}}}")
-    config = load_config(path, ["parallel.tables.deep.C3={sbp: S(1)}"])
-    assert resolve_table_layouts(config.parallel, TABLES, 2)["deep.C3"].exchange == "columns"
-    config = load_config(path, ["parallel.tables.*.exchange=unique"])
-    assert resolve_table_layouts(config.parallel, TABLES, 2)["deep.C3"].exchange == "unique"
+    config = load_config(path, ["parallel.tables.deep.C3={sbp: S(1)}"], models=MODELS)
+    assert layouts_of(config, 2)["deep.C3"].exchange == "columns"
+    config = load_config(path, ["parallel.tables.*.exchange=unique"], models=MODELS)
+    assert layouts_of(config, 2)["deep.C3"].exchange == "unique"
 
 
 def test_sizes_reach_the_layout(resolve):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.storage.initial import fill_uniform
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.streams import fill_uniform
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.reference_wdl import ReferenceWdl, SparseRule
 

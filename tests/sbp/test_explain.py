@@ -7,23 +7,18 @@ scheme 2, which contradicts its own derivation, and counts ids with the copy tha
 
 import pytest
 
-from models.run_plan import Columns, plan_run
-from sbpflow.config.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SparseSgd,
-    WideConfig,
-)
+from models.wdl import WdlConfig, WideConfig
+from sbpflow.config.schema import Config, DataConfig, OptimizerConfig, SparseSgd
+from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
+from sbpflow.run.model import Fields
 
 B, F, D_EACH, CROSSES, DENSE, HIDDEN = 16384, 26, 16, 2, 13, 1024
-COLUMNS = Columns(
-    dense=tuple(f"I{n}" for n in range(1, DENSE + 1)),
-    fields={f"C{n}": 1000 for n in range(1, F + 1)} | {"C1xC2": 1000, "C3xC4": 1000},
-    num_sparse=F,
+FIELDS = Fields.of(
+    [f"I{n}" for n in range(1, DENSE + 1)],
+    {f"C{n}": 1000 for n in range(1, F + 1)},
+    {"C1xC2": 1000, "C3xC4": 1000},
 )
 D = B * F * D_EACH * 4  # the deep vectors
 WIDE = B * 4  # the wide sums
@@ -51,7 +46,7 @@ def test_explain_totals_are_the_derivations(scheme, p, device):
     """NCCL has a true reduce-scatter; gloo's all-to-all and local sum send exactly as much."""
     config = Config(
         data=DataConfig(batch_size=B),
-        model=ModelConfig(
+        model=WdlConfig(
             embedding_dim=D_EACH,
             hidden=(HIDDEN, HIDDEN),
             wide=WideConfig(crosses=(("C1", "C2"), ("C3", "C4"))),
@@ -59,7 +54,7 @@ def test_explain_totals_are_the_derivations(scheme, p, device):
         parallel=ParallelConfig(device=device, scheme=scheme),
         optimizer=OptimizerConfig(sparse=SparseSgd(lr=0.1)),
     )
-    _, plan = plan_run(config, COLUMNS, world_size=p, device_type=device)
+    _, plan = plan_run(config, FIELDS, world_size=p, device_type=device)
     facts = describe(plan)
     assert facts["bytes_per_iteration"] == derived(scheme, p)
     names = {step["id"]: step["collective"] for step in facts["steps"]}

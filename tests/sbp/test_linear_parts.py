@@ -15,8 +15,8 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import parse_nd_sbp
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.ops.elementwise import reduce_sum
 from sbpflow.tensor.ops.matmul import linear_of_parts
+from sbpflow.tensor.ops.reductions import reduce_sum
 
 WIDTHS = (3, 8, 1)
 

@@ -10,10 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config.schema import Config, Ftrl, TableRule
-from sbpflow.embedding.storage.initial import fill_uniform
+from sbpflow.config.schema import Config, Ftrl
+from sbpflow.config.table_rules import TableRule
+from sbpflow.runtime.streams import fill_uniform
 from tests.reference_wdl import ReferenceWdl, SparseRule
-from tests.training.wdl_case import COLUMNS, SPARSE, join_tables, make_batches, make_config, train
+from tests.training.wdl_case import (
+    FIELDS,
+    NUM_ROWS,
+    SPARSE,
+    join_tables,
+    make_batches,
+    make_config,
+    train,
+)
 
 SCHEMES = ["dp", "1", "2", "3"]
 STEPS = 100
@@ -21,16 +30,16 @@ STEPS = 100
 
 def make_reference(config: Config) -> ReferenceWdl:
     dtype = torch.float64
-    columns = list(COLUMNS.fields)
+    columns = list(NUM_ROWS)
     tables: dict[str, dict[str, tuple[int, torch.Tensor]]] = {"wide": {}, "deep": {}}
-    for column, (feature, rows) in enumerate(COLUMNS.fields.items()):
+    for column, (feature, rows) in enumerate(NUM_ROWS.items()):
         kind, dim = ("wide", 1) if "x" in feature else ("deep", config.model.embedding_dim)
         name = f"{kind}.{feature}"
         weights = torch.empty(rows, dim, dtype=dtype)
         fill_uniform(weights, seed=config.run.seed, name=name, bound=0.05, num_columns=dim)
         tables[kind][name] = (column, weights)
     assert len(columns) == 6
-    widths = [4 * config.model.embedding_dim + len(COLUMNS.dense), *config.model.hidden, 1]
+    widths = [4 * config.model.embedding_dim + len(FIELDS.dense), *config.model.hidden, 1]
     linears = []
     for index, (inputs, outputs) in enumerate(pairwise(widths)):
         weight = torch.empty(outputs, inputs, dtype=dtype)
@@ -54,7 +63,7 @@ def make_reference(config: Config) -> ReferenceWdl:
     sparse = config.optimizer.sparse
     rule = SparseRule(sparse.name, sparse.lr)
     model = ReferenceWdl(tables["wide"], tables["deep"], linears, rule, optimizer)
-    if (wide := config.optimizer.wide) is not None:
+    if (wide := config.optimizer.tables.get("wide.*")) is not None:
         model.wide_rule = SparseRule("ftrl", wide.lr, beta=wide.beta, l1=wide.l1, l2=wide.l2)
     return model
 
@@ -73,7 +82,7 @@ def reference_run(
 
 def check_float64(ranks, world_size: int, config: Config, sparse: str, dense: str) -> None:
     results = ranks(world_size, train, config, STEPS)
-    losses, model = reference_run(sparse, dense, STEPS, config.optimizer.wide)
+    losses, model = reference_run(sparse, dense, STEPS, config.optimizer.tables.get("wide.*"))
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
     for name, weights in join_tables(results, config.model.embedding_dim).items():

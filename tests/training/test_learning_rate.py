@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sbpflow.config.schema import Ftrl, OptimizerConfig, ScheduleConfig
-from sbpflow.embedding.storage.initial import stream_key
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.streams import stream_key
 from sbpflow.runtime.world import World
 from sbpflow.training.learning_rate import constant, rate_factor
 from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
@@ -56,9 +56,11 @@ def test_a_fall_may_end_where_it_began_or_at_nothing():
 def test_ftrl_has_no_schedule():
     with pytest.raises(ConfigError, match="ftrl keeps sums of steps at one rate"):
         OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig(warmup_steps=5))
-    with pytest.raises(ConfigError, match=r"use for example optimizer\.wide\.name: adagrad"):
-        OptimizerConfig(wide=Ftrl(), schedule=ScheduleConfig(decay_steps=5))
-    OptimizerConfig(sparse=Ftrl(), wide=Ftrl(), schedule=ScheduleConfig())
+    with pytest.raises(
+        ConfigError, match=r"use for example optimizer\.tables\.wide\.\*\.name: adagrad"
+    ):
+        OptimizerConfig(tables={"wide.*": Ftrl()}, schedule=ScheduleConfig(decay_steps=5))
+    OptimizerConfig(sparse=Ftrl(), tables={"wide.*": Ftrl()}, schedule=ScheduleConfig())
 
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
@@ -113,19 +115,19 @@ def mask_seeds(world: World, together: int) -> list[int]:
     world.checked = False
     job = make_job(world, make_config("dp", "sgd"))
     model = type(job.model)
-    seeds, real = [], model.logits
+    seeds, real = [], model.forward
 
-    def logits(self, *args, seed, **kwargs):
+    def forward(self, *args, seed, **kwargs):
         seeds.append(seed)
         return real(self, *args, seed=seed, **kwargs)
 
-    model.logits = logits
+    model.forward = forward
     try:
         batches = [batch.part(world.rank, world.size) for batch in make_batches(6, 30)]
         for start in range(0, 6, together):
             job.trainer.step(batches[start : start + together])
     finally:
-        model.logits = real
+        model.forward = real
     return seeds
 
 

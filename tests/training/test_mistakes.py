@@ -16,10 +16,10 @@ import pytest
 import train_wdl
 from data.format.manifest import load_manifest, write_manifest
 from data.format.npy import file_crc32
-from models.wdl import wdl_spec
+from models.wdl import WdlConfig, WideConfig
 from sbpflow.__main__ import explain
-from sbpflow.config.schema import ModelConfig, WideConfig
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.run.model import Fields
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme1.yaml")
@@ -84,15 +84,15 @@ def test_a_mistake_is_named_before_any_rank_meets_another(four_ranks, synth_set,
     ],
 )
 def test_an_absent_cross_is_told_what_would_do(cross, said):
-    config = ModelConfig(wide=WideConfig(crosses=(cross,)))
+    config = WdlConfig(wide=WideConfig(crosses=(cross,)))
     with pytest.raises(ConfigError, match=said):
-        wdl_spec(config, num_dense=1, fields={"C1": 5, "C2": 5, "C3": 5, "C1xC2": 9}, num_sparse=3)
+        config.spec(Fields.of(["I1"], {"C1": 5, "C2": 5, "C3": 5}, {"C1xC2": 9}))
 
 
 def test_a_cross_of_no_column_is_told_before_one_that_could_be_made():
-    config = ModelConfig(wide=WideConfig(crosses=(("C1", "C3"), ("C1", "C99"))))
+    config = WdlConfig(wide=WideConfig(crosses=(("C1", "C3"), ("C1", "C99"))))
     with pytest.raises(ConfigError, match="C1xC99: C99 is no sparse column"):
-        wdl_spec(config, num_dense=1, fields={"C1": 5, "C2": 5, "C3": 5}, num_sparse=3)
+        config.spec(Fields.of(["I1"], {"C1": 5, "C2": 5, "C3": 5}))
 
 
 def test_explain_needs_a_positive_world(synth_set):

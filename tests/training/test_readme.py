@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from models.registry import MODELS
 from sbpflow.__main__ import explain
 from sbpflow.config.load import load_config
 
@@ -40,4 +41,4 @@ def test_explain_runs_on_the_set_it_names(synth_set, capsys, command):
 def test_training_names_its_data_and_known_keys(command):
     option, config, *overrides = _words(command)
     assert option == "--config"
-    assert str(load_config(config, overrides).data.path) == "out/criteo"
+    assert str(load_config(config, overrides, models=MODELS).data.path) == "out/criteo"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from models.registry import MODELS
 from sbpflow.config.load import load_config
 from sbpflow.errors import ConfigError
 from sbpflow.training.metrics import Evaluation
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def config(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{hidden: [8, 4]}}\n")
-    return load_config(path)
+    return load_config(path, models=MODELS)
 
 
 def events(config):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.run_plan import plan_run
 from sbpflow.errors import DataError, SbpError, TrainingError
+from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, ahead
 from tests.training.wdl_case import (
-    COLUMNS,
+    FIELDS,
     dense_of,
     make_batches,
     make_config,
@@ -79,7 +79,7 @@ def order_of(schedule: StepSchedule, batches: int, coming: bool) -> list[str]:
     """The moves as they are made, with the batch's number, for a step of that many batches."""
     made: list[str] = []
 
-    class Numbered(moves.Pass):
+    class Numbered(moves.BatchInFlight):
         number = 0
 
     def numbered(number: int) -> Numbered:
@@ -144,9 +144,7 @@ def test_the_architecture_page_shows_the_schedule():
     ],
 )
 def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
-    _, plan = plan_run(
-        make_config(scheme, "sgd"), COLUMNS, world_size=world_size, device_type="cpu"
-    )
+    _, plan = plan_run(make_config(scheme, "sgd"), FIELDS, world_size=world_size, device_type="cpu")
     assert plan.transfers() == made
     under_way = {name for move in describe(plan)["schedule"] for name in move["under_way"]}
     assert {name.removeprefix("next ") for name in under_way} == made
@@ -310,7 +308,7 @@ class Switch:
 def test_the_watch_takes_turns_and_reports(monkeypatch):
     trainer, now, seen = Switch(), [0.0], []
     monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
-    watch = OverlapWatch(trainer, 2, 500)
+    watch = OverlapWatch(trainer, 2, 500, torch.device("cpu"))
     for step in range(1, 61):
         with watch.step(step):
             seen.append(trainer.schedule is OVERLAPPED)
@@ -332,7 +330,7 @@ def test_the_watch_takes_turns_and_reports(monkeypatch):
 def test_the_watch_says_why_it_did_not_measure(world_size, schedule, steps, line):
     trainer = Switch()
     trainer.schedule = schedule
-    watch = OverlapWatch(trainer, world_size, steps)
+    watch = OverlapWatch(trainer, world_size, steps, torch.device("cpu"))
     for step in range(1, 60):
         with watch.step(step):
             assert trainer.schedule is schedule

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.run_plan import plan_run
 from sbpflow.boxing.executor import Boxing, Pending
-from sbpflow.config.schema import Config, TableRule
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.training.health import check_replicas
 from tests.ranks import RanksFailed
-from tests.training.wdl_case import COLUMNS, make_batches, make_config, make_job, to_device
+from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device
 
 SCHEMES = ["dp", "1", "2", "3"]
 MIXED = {
@@ -31,7 +32,7 @@ SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
 
 def dense_conversions(config: Config, world_size: int) -> list[str]:
     """Steps that the dense layers' layouts bring."""
-    _, plan = plan_run(config, COLUMNS, world_size=world_size, device_type="cpu")
+    _, plan = plan_run(config, FIELDS, world_size=world_size, device_type="cpu")
     return [step.id for step in plan.dense_forward]
 
 
@@ -220,7 +221,7 @@ def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]
     features = [feature.name for feature in job.plan.embeddings.features]
     changed: list[tuple[str, int, int]] = []
     for stored, (weights, state) in zip(job.embeddings.stored(), before, strict=True):
-        piece = stored.piece
+        piece = stored.shard
         ids = batch.ids[:, features.index(piece.table.features[0])].unique().long()
         here = ids[(ids >= piece.row_start) & (ids < piece.row_stop)] - piece.row_start
         untouched = torch.ones(piece.num_rows, dtype=torch.bool)

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.job import Job, build_job
-from models.run_plan import Columns, plan_run
+from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import (
     Adagrad,
@@ -19,24 +18,25 @@ from sbpflow.config.schema import (
     DenseSgd,
     Ftrl,
     LazyAdam,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     RowwiseAdagrad,
     SparseSgd,
-    TableRule,
-    WideConfig,
 )
+from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import Job, build_job
+from sbpflow.run.model import Fields
 from sbpflow.runtime.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 
 # No size divides by 2, 3 or 4, and C4 has fewer rows than four ranks.
-COLUMNS = Columns(
-    dense=("I1", "I2", "I3"),
-    fields={"C1": 37, "C2": 11, "C3": 53, "C4": 3, "C1xC2": 71, "C3xC4": 29},
-    num_sparse=4,
+FIELDS = Fields.of(
+    ("I1", "I2", "I3"),
+    {"C1": 37, "C2": 11, "C3": 53, "C4": 3},
+    {"C1xC2": 71, "C3xC4": 29},
 )
+NUM_ROWS = {one.name: one.rows for one in FIELDS.ids}
 SPARSE = {
     "sgd": SparseSgd(lr=0.1),
     "adagrad": Adagrad(lr=0.05),
@@ -59,10 +59,10 @@ def make_config(
     dense_layouts: dict[str, str] | None = None,
     wide: Ftrl | None = None,
 ) -> Config:
-    """A config for ``COLUMNS``, dropout 0."""
+    """A config for ``FIELDS``, dropout 0."""
     return Config(
         data=DataConfig(batch_size=batch_size),
-        model=ModelConfig(
+        model=WdlConfig(
             embedding_dim=dim, hidden=(7, 6), dropout=0.0, wide=WideConfig(crosses=CROSSES)
         ),
         parallel=ParallelConfig(
@@ -73,7 +73,9 @@ def make_config(
             tables=tables or {},
             dense=dense_layouts or {},
         ),
-        optimizer=OptimizerConfig(sparse=SPARSE[sparse], wide=wide, dense=DENSE[dense]),
+        optimizer=OptimizerConfig(
+            sparse=SPARSE[sparse], tables={"wide.*": wide} if wide else {}, dense=DENSE[dense]
+        ),
     )
 
 
@@ -98,7 +100,7 @@ class Rows:
 def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
     """Skewed ids with duplicates; every fifth batch is short, every seventh uses row 0 alone."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = list(COLUMNS.fields.values())
+    sizes = list(NUM_ROWS.values())
     batches: list[Rows] = []
     for index in range(count):
         n = batch_size - 7 if index % 5 == 4 else batch_size
@@ -108,7 +110,7 @@ def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
         )
         if index % 7 == 6:
             ids.zero_()
-        dense = torch.randn(n, len(COLUMNS.dense), generator=generator)
+        dense = torch.randn(n, len(FIELDS.dense), generator=generator)
         score = dense[:, 0] + 0.1 * (ids[:, 0] % 7 - 3)
         labels = (torch.rand(n, generator=generator) < score.sigmoid()).float()
         batches.append(Rows(labels, dense, ids, n))
@@ -117,7 +119,7 @@ def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
 
 def make_job(world: World, config: Config) -> Job:
     """Build a job as ``train_wdl.py`` does, from made-up columns."""
-    spec, plan = plan_run(config, COLUMNS, world_size=world.size, device_type=world.device.type)
+    spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type=world.device.type)
     return build_job(config, spec, plan, Boxing(world))
 
 
@@ -140,12 +142,12 @@ def train(world: World, config: Config, steps: int) -> dict[str, Any]:
 def pieces_of(job: Job) -> list[tuple[str, tuple[int, int, int, int], np.ndarray, dict]]:
     return [
         (
-            stored.piece.table.name,
+            stored.shard.table.name,
             (
-                stored.piece.row_start,
-                stored.piece.row_stop,
-                stored.piece.col_start,
-                stored.piece.col_stop,
+                stored.shard.row_start,
+                stored.shard.row_stop,
+                stored.shard.col_start,
+                stored.shard.col_stop,
             ),
             stored.weights.cpu().double().numpy().copy(),
             {name: value.cpu().double().numpy().copy() for name, value in stored.state.items()},
@@ -164,7 +166,7 @@ def dense_of(job: Job) -> dict[str, np.ndarray]:
 def join_tables(results: Sequence[dict[str, Any]], dim: int) -> dict[str, np.ndarray]:
     """Whole tables from the ranks' shards; NaN where no rank held anything."""
     tables: dict[str, np.ndarray] = {}
-    for name, rows in COLUMNS.fields.items():
+    for name, rows in NUM_ROWS.items():
         if "x" in name:
             tables[f"wide.{name}"] = np.full((rows, 1), np.nan)
         else:

@@ -10,11 +10,11 @@ from typing import cast
 
 import torch
 
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import GroupPlan, whole_gradients_are_less
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import (
-    Exchange,
     FeatureConfig,
     OutputConfig,
     TableConfig,
@@ -115,7 +115,7 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
         same = sum(1 for other in members if other.exchange == key.exchange)
         number = f".{sum(1 for g in groups if g.exchange == key.exchange)}" if same > 1 else ""
         stacks = _stacks_of(tables, context)
-        optimizer = output.optimizer or context.optimizer
+        optimizer = key.optimizer
         groups.append(
             GroupPlan(
                 name=f"{output.name}/{key.exchange}{number}",
@@ -144,28 +144,31 @@ class _GroupKey:
 
     exchange: Exchange
     wire: torch.dtype
+    optimizer: SparseOptimizer
     whole_gradients: bool = False
     alike: tuple[object, ...] = ()
 
 
 def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
     given = context.layouts[table.name]
-    wire = given.wire or context.dtype
+    wire, rule = given.wire or context.dtype, table.optimizer or context.optimizer
     if context.world.size == 1:
-        return _GroupKey("local", context.dtype)
+        return _GroupKey("local", context.dtype, rule)
     if given.exchange == "reduce":
         placement = given.layout.placement
         split = _column_split(given.layout) if output.combine == "sum" else None
-        return _GroupKey("reduce", wire, alike=(placement.ranks, placement.shape, split))
+        return _GroupKey("reduce", wire, rule, alike=(placement.ranks, placement.shape, split))
     if given.exchange == "local":
         lookups = context.batch_size * sum(
             feature.hotness for feature in context.features if feature.name in table.features
         )
         if whole_gradients_are_less(table, lookups, context.world.size):
-            return _GroupKey("local", wire, whole_gradients=True)
+            return _GroupKey("local", wire, rule, whole_gradients=True)
     if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
-        return _GroupKey(given.exchange, wire, alike=(table.dim, table.name in context.ragged))
-    return _GroupKey(given.exchange, wire)
+        return _GroupKey(
+            given.exchange, wire, rule, alike=(table.dim, table.name in context.ragged)
+        )
+    return _GroupKey(given.exchange, wire, rule)
 
 
 def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from models.wdl import WdlSpec, WideDeep
 from sbpflow.boxing.dry_run import DryBoxing
-from sbpflow.boxing.plan import BoxingStep
+from sbpflow.boxing.step import BoxingStep
+from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes
@@ -19,7 +19,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def dense_steps(
-    spec: WdlSpec,
+    spec: ModelSpec,
+    fields: Fields,
     layouts: Mapping[str, Layout],
     world: Placement,
     *,
@@ -30,17 +31,17 @@ def dense_steps(
     """(forward, backward) steps of the dense part for a global batch, as rank 0 plans them."""
     boxing = DryBoxing(world.size)
     boxing.world.backend = backend
-    model = WideDeep(spec, layouts, boxing, seed=0, dtype=dtype)
+    part = spec.build(layouts, boxing, seed=0, dtype=dtype)
     sizes = balanced_sizes(batch_size, world.size)
     home = Layout(world, (Split(0),))
 
     def rows(width: int) -> GlobalTensor:
-        part = torch.empty(sizes[0], width, dtype=dtype, device="meta")
-        return GlobalTensor.from_local(part, home, (batch_size, width), boxing)
+        local = torch.empty(sizes[0], width, dtype=dtype, device="meta")
+        return GlobalTensor.from_local(local, home, (batch_size, width), boxing)
 
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
-    logits = model.logits(vectors, rows(spec.num_dense), training=False, seed=0)
-    loss = ops.bce_with_logits(logits, rows(1))
+    logits = part.forward(vectors, rows(len(fields.dense)), training=False, seed=0)
+    loss = ops.reduce_mean(part.row_losses(logits, rows(1)), id="loss")
     num_forward = len(boxing.trace)
     loss.backward()
     forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]

@@ -1,0 +1,135 @@
+"""From a configuration and the columns of a data set to everything static about a run.
+
+``run.job`` executes the result and ``python -m sbpflow explain`` prints it.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from sbpflow.config.checks import check
+from sbpflow.config.schema import Config
+from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
+from sbpflow.config.table_rules import DTYPES, resolve_dense_layouts
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.embedding.storage.choose import choose_kernels
+from sbpflow.errors import ConfigError
+from sbpflow.run.dense_steps import dense_steps
+from sbpflow.run.model import Fields, ModelSpec
+from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.sbp.placement import Placement
+from sbpflow.tensor.gradient_sync import Total, plan_gradients
+from sbpflow.training.dense_optimizers import state_per_element
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+
+
+def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
+    """The engine's optimizer from ``optimizer.sparse`` or an entry of ``optimizer.tables``."""
+    return SparseOptimizer(**{key: getattr(chosen, key) for key in chosen.__dataclass_fields__})
+
+
+def _with_optimizers(
+    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, SparseOptimizerConfig]
+) -> tuple[OutputConfig, ...]:
+    """Each table with the optimizer of the last pattern that matches its name."""
+    names = [table.name for output in outputs for table in output.tables]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, 3, cutoff=0.5) or names[:5]
+            raise ConfigError(
+                f"optimizer.tables.{pattern}: matches no table; did you mean {' or '.join(near)}?"
+            )
+    chosen = {
+        name: sparse_optimizer(optimizer)
+        for pattern, optimizer in patterns.items()
+        for name in names
+        if fnmatchcase(name, pattern)
+    }
+    return tuple(
+        replace(
+            output,
+            tables=tuple(
+                replace(table, optimizer=chosen.get(table.name)) for table in output.tables
+            ),
+        )
+        for output in outputs
+    )
+
+
+def plan_run(
+    config: Config, fields: Fields, *, world_size: int, device_type: str
+) -> tuple[ModelSpec, RunPlan]:
+    """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
+    spec: ModelSpec = config.model.spec(fields)
+    tables = {table.name: table for output in spec.outputs for table in output.tables}
+    layouts = check(
+        config,
+        {name: table.shape for name, table in tables.items()},
+        spec.schemes,
+        world_size,
+        device_type,
+    )
+    world = Placement.line(device_type, world_size)
+    dtype = DTYPES[config.parallel.dtype]
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    embeddings = plan_embeddings(
+        _with_optimizers(spec.outputs, config.optimizer.tables),
+        layouts,
+        features=[field.feature() for field in fields.ids],
+        optimizer=sparse_optimizer(config.optimizer.sparse),
+        dtype=dtype,
+        world=world,
+        backend=backend,
+        batch_size=config.data.batch_size,
+        row_dtype=DTYPES[config.parallel.table_dtype or config.parallel.dtype],
+        out_of_range=config.data.out_of_range,
+    )
+    dense = _dense_parameters(config, spec, device_type, world_size)
+    forward, backward = dense_steps(
+        spec,
+        fields,
+        {parameter.name: parameter.layout for parameter in dense},
+        world,
+        dtype=dtype,
+        backend=backend,
+        batch_size=config.data.batch_size,
+    )
+    return spec, RunPlan(
+        embeddings=embeddings,
+        layouts=layouts,
+        kernels=choose_kernels(embeddings, config.parallel.kernel),
+        dense=dense,
+        dense_forward=forward,
+        dense_backward=backward,
+        dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
+        schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
+        batch_size=config.data.batch_size,
+        accumulate=config.train.accumulate,
+    )
+
+
+def _dense_parameters(
+    config: Config, spec: ModelSpec, device_type: str, world_size: int
+) -> tuple[DenseParameter, ...]:
+    if config.parallel.dense and not spec.splits_parameters:
+        pattern = next(iter(config.parallel.dense))
+        raise ConfigError(
+            f"parallel.dense.{pattern}: the parameters of {config.model.name} are those of a torch "
+            "module, whole on every rank (B); remove parallel.dense, or write the model on global "
+            "tensors, whose ops take split parameters"
+        )
+    shapes = {name: one.shape for name, one in spec.parameters.items()}
+    layouts = resolve_dense_layouts(config.parallel, shapes, device_type, world_size)
+    return tuple(
+        DenseParameter(
+            name=name,
+            shape=shape,
+            layout=layouts[name],
+            dtype=DTYPES[config.parallel.dtype],
+            state_per_element=state_per_element(config.optimizer.dense),
+        )
+        for name, shape in shapes.items()
+    )

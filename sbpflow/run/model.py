@@ -1,0 +1,218 @@
+"""What a model is to a run: embedding outputs over given fields, dense parameters, a dense part.
+
+A model is one module with a frozen configuration class, tagged by its field ``name``, whose
+``spec(fields)`` gives a ``ModelSpec``. Pure up to ``build``: no ranks, no device, so that plans and
+``explain`` can ask it anything. Nothing here knows a model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.table_rules import Scheme, TableRule
+from sbpflow.embedding.plan.tables import Combine, FeatureConfig, OutputConfig, Pooling, TableConfig
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.streams import fill_uniform
+from sbpflow.sbp.layout import Layout
+from sbpflow.tensor.global_tensor import GlobalTensor, parameter
+from sbpflow.training.dense_part import DensePart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdField:
+    """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``."""
+
+    name: str
+    rows: int
+    hotness: int = 1
+    ragged: bool = False
+    weighted: bool = False
+
+    def feature(self) -> FeatureConfig:
+        """The same, as the embedding engine names it."""
+        return FeatureConfig(
+            name=self.name, hotness=self.hotness, ragged=self.ragged, weighted=self.weighted
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The columns of a data set, in the order of its batches: ``sparse`` ids, then ``crosses``."""
+
+    dense: tuple[str, ...] = ()
+    sparse: tuple[IdField, ...] = ()
+    crosses: tuple[IdField, ...] = ()
+
+    @property
+    def ids(self) -> tuple[IdField, ...]:
+        """Every column of ids, as a batch has them."""
+        return self.sparse + self.crosses
+
+    @staticmethod
+    def of(
+        dense: Sequence[str],
+        sparse: Mapping[str, int],
+        crosses: Mapping[str, int] | None = None,
+    ) -> "Fields":
+        """One id per sample and field; ``sparse`` and ``crosses`` map names to table rows."""
+        return Fields(
+            dense=tuple(dense),
+            sparse=tuple(IdField(name=name, rows=rows) for name, rows in sparse.items()),
+            crosses=tuple(IdField(name=name, rows=rows) for name, rows in (crosses or {}).items()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """A dense parameter: its full shape and its initial values, U(-bound, bound) or ``value``."""
+
+    shape: tuple[int, ...]
+    bound: float = 0.0
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bound and self.value:
+            raise ConfigError(
+                f"parameter of {list(self.shape)}: bound {self.bound} and value {self.value}; "
+                "give one of them"
+            )
+        if self.bound and len(self.shape) not in (1, 2):
+            raise ConfigError(
+                f"parameter of {list(self.shape)}: bound fills 1 or 2 dims; use value, or a shape "
+                "of 2 dims and ops.reshape"
+            )
+
+
+class ModelSpec(Protocol):
+    """The shapes of a model over given fields, before anything is allocated."""
+
+    @property
+    def outputs(self) -> tuple[OutputConfig, ...]:
+        """The embedding outputs that the dense part takes, with their tables."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Every dense parameter by name."""
+        ...
+
+    @property
+    def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
+        """What ``parallel.scheme`` means: rules by pattern of table names; see ``schemes_of``."""
+        ...
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether ``parallel.dense`` may split dense parameters."""
+        ...
+
+    def build(
+        self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
+    ) -> DensePart:
+        """The dense part on this rank, its parameters in ``layouts``."""
+        ...
+
+
+class ModelConfig(Protocol):
+    """The ``model`` group of a configuration: a frozen dataclass tagged by ``name``."""
+
+    @property
+    def name(self) -> str:
+        """What ``model.name`` says to choose it."""
+        ...
+
+    def spec(self, fields: Fields) -> ModelSpec:
+        """The model over these columns; ConfigError for what does not fit, with what would do."""
+        ...
+
+
+def embedding_output(
+    name: str,
+    fields: Sequence[IdField],
+    *,
+    dim: int,
+    combine: Combine = "concat",
+    pooling: Pooling = "sum",
+) -> OutputConfig:
+    """An output with a table ``<name>.<field>`` of ``dim`` columns per field."""
+    return OutputConfig(
+        name=name,
+        tables=tuple(
+            TableConfig(
+                name=f"{name}.{one.name}",
+                features=(one.name,),
+                num_rows=one.rows,
+                dim=dim,
+                pooling=pooling,
+            )
+            for one in fields
+        ),
+        combine=combine,
+    )
+
+
+def schemes_of(
+    outputs: Sequence[OutputConfig],
+) -> dict[Scheme, dict[str, TableRule]]:
+    """The four schemes for these outputs, as OneFlow's three and data parallelism.
+
+    dp: B. 1: S(1), which exchanges whole vectors, but S(0) for tables of one column, which cannot
+    be split by columns. 2: S(0), terms added up. 3: S(0), unique rows fetched from their owners.
+    """
+    narrow = TableRule(sbp="S(0)", exchange="reduce")
+    by_columns = TableRule(sbp="S(1)", exchange="columns")
+    tables = [table for output in outputs for table in output.tables]
+    return {
+        "dp": {table.name: TableRule(sbp="B", exchange="local") for table in tables},
+        "1": {table.name: narrow if table.dim == 1 else by_columns for table in tables},
+        "2": {table.name: TableRule(sbp="S(0)", exchange="reduce") for table in tables},
+        "3": {table.name: TableRule(sbp="S(0)", exchange="unique") for table in tables},
+    }
+
+
+def make_parameters(
+    specs: Mapping[str, ParameterSpec],
+    layouts: Mapping[str, Layout],
+    boxing: Boxing,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> dict[str, GlobalTensor]:
+    """This rank's part of each dense parameter, filled without the rest of it."""
+    return {
+        name: _parameter(name, spec, layouts[name], boxing, seed=seed, dtype=dtype)
+        for name, spec in specs.items()
+    }
+
+
+def _parameter(
+    name: str,
+    spec: ParameterSpec,
+    layout: Layout,
+    boxing: Boxing,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> GlobalTensor:
+    world = boxing.world
+    slices = layout.part_slices(spec.shape, world.rank)
+    if slices is None:
+        part = torch.empty(0, dtype=dtype, device=world.device)
+        return parameter(part, layout, spec.shape, boxing)
+    sizes = [extent.stop - extent.start for extent in slices]
+    part = torch.full(sizes, spec.value, dtype=dtype, device=world.device)
+    if spec.bound:
+        rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
+        fill_uniform(
+            part.view(-1, part.shape[-1]),
+            seed=seed,
+            name=name,
+            bound=spec.bound,
+            num_columns=spec.shape[-1],
+            first_row=rows.start,
+            first_column=columns.start,
+        )
+    return parameter(part, layout, spec.shape, boxing)
