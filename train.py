@@ -14,22 +14,25 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
     args = parser.parse_intermixed_args(argv)
+    return train(args.config, args.overrides)
 
+
+def train(path: str, overrides: Sequence[str]) -> int:
+    """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.config.checks import data_path, run_dir
-    from sbpflow.config.load import config_facts, config_hash, load_config
+    from sbpflow.config.load import config_facts, load_config
     from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.explain import format_plan
+    from sbpflow.run.explain import format_plan, plan_digest
     from sbpflow.run.job import build_job
     from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.training.health import (
         LossWatch,
         check_replicas,
-        check_same,
         gather_text,
         on_all_or_none,
         out_of_range_note,
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     from sbpflow.training.report import Report, setup_logging
     from sbpflow.training.run_folder import RunLock
 
-    config = load_config(args.config, args.overrides, models=MODELS)
+    config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     folder = run_dir(config)
     spec, plan = plan_run(
@@ -47,11 +50,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
         world_size=world_size_of_environment(),
         device_type=device_type_of(config.parallel.device),
     )
-    world = World.start(config.parallel.device, timeout_s=config.parallel.timeout_s)
+    data_set = f"{manifest.fingerprint[:16]} in {manifest.path}"
+    world = World.start(
+        config.parallel.device,
+        timeout_s=config.parallel.timeout_s,
+        checked=config.parallel.checked,
+        facts={**config_facts(config), "data set": data_set, "plan": plan_digest(plan)},
+    )
     setup_logging(world.rank)
     boxing = Boxing(world)
-    check_same(boxing, "configuration", config_hash(config), config_facts(config))
-    check_same(boxing, "data set", manifest.fingerprint)
     lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
     loaders = open_loaders(
         manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.format.manifest import Manifest, load_manifest
 from data.format.schema import CRITEO, parse_crosses, read_schema
-from data.format.shards import verify_shards
+from data.format.verify import verify_set
 from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 
@@ -77,7 +77,7 @@ def _stats(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> Manifest:
     manifest = load_manifest(args.path)
-    verify_shards(manifest, os.cpu_count() or 1)
+    verify_set(manifest, os.cpu_count() or 1)
     return manifest
 
 

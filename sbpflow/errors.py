@@ -1,6 +1,6 @@
-"""The errors a user can cause, and nothing else.
+"""The errors that callers tell apart, by what should be done about them.
 
-Each message names the key or row, the value given, the rule and a value that would pass.
+A message names the key or row, the value given, the rule and a value that would pass.
 """
 
 
@@ -28,4 +28,18 @@ class TrainingError(ValueError):
     """A run cannot go on: its loss is not a number, or copies that must agree do not."""
 
 
-USER_ERRORS = (ConfigError, SbpError, DataError, PlanError, MetricError, TrainingError)
+class ReplicaError(RuntimeError):
+    """Copies that must agree do not: a fault of the program."""
+
+
+class AbsentError(RuntimeError):
+    """Ranks did not come to the start; the message names them."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective or the store failed because its other end is gone or does not answer."""
+
+
+# One message says it all; where they were raised does not matter to who reads it. An SbpError is a
+# mistake in a program, whose line does matter.
+MESSAGE_ERRORS = (ConfigError, DataError, PlanError, MetricError, TrainingError)

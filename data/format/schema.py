@@ -36,7 +36,11 @@ class Field:
     name: str
     rows: int
     hot: int = 1
-    """Ids per row of data: columns of ``Batch.ids`` that belong to this field."""
+    """Ids per row of data; of a ragged field the most that a row has."""
+    ragged: bool = False
+    """Whether rows have any number of ids, 0 to ``hot``: a list instead of columns of the words."""
+    weighted: bool = False
+    """Whether every id of a ragged field has a weight."""
 
     @property
     def parts(self) -> tuple[str, ...]:

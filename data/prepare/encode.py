@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from data.format.ids import Ids
-from data.format.manifest import SPLITS
+from data.format.manifest import SPLITS, shard_entry
 from data.format.schema import MISSING_ID, SPLIT_COLUMN
 from data.format.shards import Words, write_shard
 from data.prepare.options import PrepareOptions
@@ -71,7 +70,7 @@ def _encode_piece(
         here = split == number
         if here.any():
             part = words if here.all() else words[here]
-            shards[name] = asdict(write_shard(folder, f"{name}-{index:06d}.npy", part))
+            shards[name] = shard_entry(write_shard(folder, f"{name}-{index:06d}.npy", part))
     return {"shards": shards, "clamped": clamped}
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data.format.ids import HashedIds, Ids
 from data.format.manifest import MANIFEST, SPLITS, Manifest, load_manifest, write_manifest
-from data.format.shards import verify_shards
+from data.format.verify import verify_set
 from data.prepare.encode import Record, encode_all
 from data.prepare.options import PrepareOptions
 from data.prepare.source import Input, find_inputs
@@ -179,7 +179,7 @@ def _finish(
     write_manifest(folder, content)
     manifest = load_manifest(folder)
     try:
-        verify_shards(manifest, options.workers)
+        verify_set(manifest, options.workers)
     except DataError as error:
         raise DamagedWork(str(error)) from error
     known = {vocabulary.name: vocabulary.lookups() for vocabulary in vocabularies}

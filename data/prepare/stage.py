@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
-from data.format.shards import file_crc32
 from data.prepare.options import PrepareOptions
 from data.prepare.parquet import PIECE_ROWS, count_rows, parquet_piece
 from data.prepare.parse import BadLines, Piece, parse_piece

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data.format.ids import assign_ids
-from data.format.manifest import SPLITS, Manifest, load_manifest, write_manifest
+from data.format.manifest import SPLITS, Manifest, load_manifest, shard_entry, write_manifest
 from data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
 from data.format.shards import Words, write_shard
 from data.prepare.transforms import TRANSFORMS
@@ -182,7 +182,7 @@ def _write_range(
         if here.any():
             file = f"{name}-{rows[0] // BLOCK_ROWS:06d}.npy"
             part = words if here.all() else words[here]
-            shards[name] = asdict(write_shard(folder, file, part))
+            shards[name] = shard_entry(write_shard(folder, file, part))
             tallies[name] = BayesTally()
             tallies[name].add(probability[here])
     return shards, tallies

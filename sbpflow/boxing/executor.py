@@ -17,7 +17,7 @@ from sbpflow.boxing.program import Program, Stays, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.comm_log import CommRecord
-from sbpflow.runtime.world import World, all_gather_single, broken, reduce_scatter_single
+from sbpflow.runtime.world import World, all_gather_single, broken, reduce_scatter_single, refused
 
 MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
 
@@ -147,7 +147,7 @@ class Boxing:
             else:
                 received, work = _COLLECTIVES[step.collective](program, part, group, loan)
         except RuntimeError as error:
-            raise broken(error, step.id, step.collective) from error
+            raise refused(error, step.id, step.collective) from error
         if program.add_own is not None:
             return partial(_finish_adding, work, program, program.add_own, received, part, loan)
         return partial(_finish, work, program, received, loan)

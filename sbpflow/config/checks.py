@@ -8,9 +8,9 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import (
     Schemes,
     Shape,
-    TableLayoutConfig,
     resolve_table_layouts,
 )
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError
 
 HOW_TO_MAKE_DATA = (
@@ -25,7 +25,7 @@ def check(
     schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
-) -> dict[str, TableLayoutConfig]:
+) -> dict[str, TableLayout]:
     """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
 
     Call it on every rank before any process group exists.

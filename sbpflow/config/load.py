@@ -5,8 +5,6 @@ Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 
 import dataclasses
 import difflib
-import hashlib
-import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -82,13 +80,8 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
-def config_hash(config: Config) -> str:
-    """Equal on two ranks exactly if their configs are; order of ``parallel.tables`` counts."""
-    return hashlib.sha256(json.dumps(plain(config)).encode()).hexdigest()
-
-
 def config_facts(config: Config) -> dict[str, str]:
-    """Dotted keys and their values as YAML on one line; what ``config_hash`` sees, key by key.
+    """Dotted keys and their values as YAML on one line; what the ranks compare.
 
     An entry of ``parallel.tables``, ``parallel.dense`` and ``optimizer.tables`` is a key, and so is
     their order, which decides where two patterns match.

@@ -4,6 +4,7 @@ Renders the very plan objects that a run executes, so that the two cannot differ
 the same facts as a dictionary for programs.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,14 +46,13 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
     rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
-        rows, cols = shard.row_stop - shard.row_start, shard.col_stop - shard.col_start
-        state = rows * (per_row if rowwise else per_row * cols // table.dim)
+        state = shard.num_rows * (per_row if rowwise else per_row * shard.width // table.dim)
         shards.append(
             {
                 "rank": shard.rank,
                 "rows": [shard.row_start, shard.row_stop],
                 "columns": [shard.col_start, shard.col_stop],
-                "table_bytes": rows * cols * plan.embeddings.row_dtype.itemsize,
+                "table_bytes": shard.num_elements * plan.embeddings.row_dtype.itemsize,
                 "state_bytes": state * itemsize,
             }
         )
@@ -122,6 +122,11 @@ def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int
         "dense_gradient_bytes": dense * itemsize,
         "dense_state_bytes": dense_state * itemsize,
     }
+
+
+def plan_digest(plan: RunPlan) -> str:
+    """Equal on ranks that will run the same: tables, kernels, transfers and their order."""
+    return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
 
 
 def format_plan(plan: RunPlan, *, shards: bool = True) -> str:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.run.build_plan import DTYPES
 from sbpflow.run.model import ModelSpec
 from sbpflow.run.plan import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
@@ -28,9 +28,7 @@ class Job:
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
     """Allocate and fill this rank's part of everything."""
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
-    embeddings = EmbeddingCollection(
-        plan.embeddings, boxing.world, boxing, seed=seed, kernel=config.parallel.kernel
-    )
+    embeddings = EmbeddingCollection(plan.embeddings, boxing, seed=seed, kernel=plan.kernels)
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
     parts = [parameter.part for parameter in model.parameters.values()]

@@ -75,7 +75,7 @@ class RunPlan:
     def transfers(self) -> frozenset[str]:
         """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""
         tables, rows = self.embeddings, self.batch_size
-        counted = [step for group in tables.groups for step in group.row_steps(rows)]
+        counted = tables.count_steps(rows)
         made: dict[str, Sequence[Step]] = {
             IDS: tables.id_steps(rows),
             COUNTS: (*tables.length_steps(rows), *counted),

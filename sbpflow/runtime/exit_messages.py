@@ -1,57 +1,63 @@
-"""How ranks that leave early agree on one message, through the rendezvous store.
+"""How ranks that leave early agree on one message per machine, through the rendezvous store.
 
-Each leaving rank posts why; the first to post waits a moment for the others, and alone prints. A
-rank that posts nothing has died or hangs, which is how the survivors can name it. No process group
-is used, for it may be what broke. When to leave is decided in ``launch.py``, not here.
+Each leaving rank posts why and wakes the others; the first of a machine waits a moment for their
+reasons, and alone prints. A rank that posts nothing has died or hangs, which is how the survivors
+can name it. A thread of each rank listens for the first to leave and keeps what it posted: the
+store may be gone by the time this rank notices. No process group is used, for it may be what broke.
+When to leave is decided in ``launch.py``, not here.
 """
 
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from sbpflow.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from sbpflow.errors import PeerLostError
+from sbpflow.runtime.environment import machine_name, rank_and_world_size
+from sbpflow.runtime.store import TimedStore, open_store
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "interrupt", "terminated"]
 
 _GRACE_S = 1.5  # for the other ranks to post: all of it is spent only if one hangs or is dead
 _LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
-_CONNECT_S = 60.0  # for rank 0 to be up: ranks of one run start within this of each other
-_GREET_S = 5.0  # of it at least, for who listens there to show that it is rank 0
 _POLL_S = 0.2
-
-
-class AbsentError(RuntimeError):
-    """Ranks did not come to the start; the message names them."""
+_LONGEST_POLL_S = 5.0  # while ranks are still starting
+_LISTEN_S = 3600.0 * 24 * 365  # a run may be long
+_MOST_CHARACTERS = 20_000  # of a traceback
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Why one rank leaves; ``text`` is what a user should read."""
+class Reason:
+    """Why one rank leaves; ``text`` is what a user should read, of a crash its traceback.
+
+    ``order`` counts the ranks as they began to leave, from 1; 0 where nobody counted.
+    """
 
     kind: Kind
     text: str = ""
+    order: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Meeting:
     """This process among the ranks of a run, as the launcher's environment describes them."""
 
     rank: int
     world_size: int
-    store: "Store | None"
+    store: TimedStore | None
     by_hand: bool = False
+    posts: dict[int, Reason] = field(default_factory=dict[int, Reason])
+    machines: dict[int, str] = field(default_factory=dict[int, str])
+    _order: int = 0
+    _read: set[int] = field(default_factory=set[int])
+    _listener: threading.Thread | None = None
 
     @property
     def serves(self) -> bool:
@@ -71,230 +77,247 @@ class Meeting:
         from torch.distributed import PrefixStore
 
         by_hand = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "by-hand")
-        opened = _open_store(by_hand and rank == 0)
-        store = PrefixStore(f"sbpflow/{run_id}/{attempt}", opened)
-        return Meeting(rank, world_size, store, by_hand)
+        opened = open_store(by_hand and rank == 0)
+        store = PrefixStore(_name_of_run(), opened.torch_store)
+        return Meeting(rank, world_size, TimedStore(store, opened.where), by_hand)
 
-    def post(self, words: Words) -> None:
-        """Say that this rank is alive and why it will leave; ``leave`` may say it better."""
-        if self.store is not None:
-            with contextlib.suppress(RuntimeError):
-                self.store.set(f"words/{self.rank}", json.dumps(asdict(words)))
+    def listen(self, told: Callable[[], None]) -> None:
+        """Say where this rank runs, and call ``told`` in a thread once another rank leaves early.
 
-    def leave(self, words: Words) -> None:
-        """Post ``words``; return when one rank has printed what all posted, or time is up."""
-        alone = {self.rank: words}
+        ``posts`` then has the reasons of all that do, ``machines`` where they run.
+        """
         if self.store is None:
-            _print(compose(alone, self.world_size))
             return
-        try:
-            self._leave_through(self.store, words)
-        except RuntimeError:  # the store is gone, and with it whoever served it
-            _print(compose(alone, self.world_size))
+        self.store.set(f"machine/{self.rank}", machine_name())
+        # A wait takes a whole connection, so it has one of its own.
+        ear = self.store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
+        ear.set_timeout(timedelta(seconds=_LISTEN_S))
+        heard = TimedStore(ear, self.store.where)
+        self._listener = threading.Thread(target=self._listen, args=(heard, told), daemon=True)
+        self._listener.start()
 
-    def _leave_through(self, store: "Store", words: Words) -> None:
-        store.set(f"words/{self.rank}", json.dumps(asdict(words)))
-        first = store.add("leaving", 1) == 1
-        if self.by_hand and words.kind == "absent":  # terminals apart, and nobody leads yet
-            _print(compose({self.rank: words}, self.world_size))
-            store.set("printed", "1")
+    def _listen(self, store: TimedStore, told: Callable[[], None]) -> None:
+        wake, pause = f"wake/{self.rank}", _POLL_S
+        with contextlib.suppress(RuntimeError):  # a store that is gone has no more to say
+            while not self._read_machines(store) and not store.check([wake]):
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_POLL_S)
+            store.torch_store.wait([wake])
+            if store.get(wake) == "over":
+                return
+            self._read_posts(store)
+            told()
+            while len(self.posts) < self.world_size:
+                time.sleep(_POLL_S)
+                self._read_posts(store)
+
+    def over(self) -> None:
+        """The work is done: end the listener, which must not be in C++ code at Python's end."""
+        if self.store is not None and self._listener is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"wake/{self.rank}", "over")
+                self._listener.join(_GRACE_S)
+
+    def _read_machines(self, store: TimedStore) -> bool:
+        """Whether all ranks have said where they run."""
+        keys = [f"machine/{rank}" for rank in range(self.world_size)]
+        if not self.machines and store.check(keys):
+            self.machines = dict(enumerate(store.get_all(keys)))
+        return bool(self.machines)
+
+    def _read_posts(self, store: TimedStore) -> bool:
+        """Whether all ranks have posted. They are listed as they come: few questions for many."""
+        count = store.add("order", 0)
+        unread = [f"reason/{n}" for n in range(1, count + 1) if n not in self._read]
+        there = unread if store.check(unread) else [key for key in unread if store.check([key])]
+        for key, text in zip(there, store.get_all(there), strict=True):
+            fields = json.loads(text)
+            self.posts.setdefault(fields.pop("rank"), Reason(**fields))
+            self._read.add(int(key.rpartition("/")[2]))
+        return len(self.posts) == self.world_size
+
+    def post(self, reason: Reason) -> None:
+        """Say that this rank is alive and why it will leave; ``leave`` may say it better.
+
+        Who was told to stop says so, whatever fails on the way out.
+        """
+        mine = self.posts.get(self.rank)
+        if mine is not None and mine.kind in ("terminated", "interrupt"):
+            reason = mine
+        self.posts[self.rank] = reason
+        if self.store is None:
+            return
+        if not self._order:
+            self._order = self.store.add("order", 1)
+        reason = replace(reason, text=reason.text[-_MOST_CHARACTERS:], order=self._order)
+        self.posts[self.rank] = reason
+        text = json.dumps({"rank": self.rank, **asdict(reason)})
+        self.store.set(f"reason/{self._order}", text)
+        if self._order == 1:
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            self.store.set_all({f"wake/{rank}": "leave" for rank in others})
+
+    def leave(self, reason: Reason) -> None:
+        """Post ``reason``; return when a rank of this machine has printed what all posted.
+
+        Or when time is up.
+        """
+        try:
+            self._leave_through(reason)
+        except PeerLostError as error:  # the store is gone: say what was heard till then
+            self._leave_alone(error)
+
+    def _leave_through(self, reason: Reason) -> None:
+        store, machine = self.store, machine_name()
+        self.post(reason)
+        if store is None:
+            _print(self.message())
+            return
+        first = store.add(f"leaving/{machine}", 1) == 1
+        if self.by_hand and reason.kind == "absent":  # terminals apart, and nobody leads yet
+            _print(compose({self.rank: reason}, self.world_size))
+            store.set(f"printed/{machine}", "1")
         elif first:
-            _print(compose(self._posts(store), self.world_size))
-            store.set("printed", "1")
+            _wait(lambda: self._read_posts(store), _GRACE_S)
+            self._read_machines(store)
+            _print(self.message())
+            store.set(f"printed/{machine}", "1")
         else:
-            _wait(lambda: store.check(["printed"]), 2 * _GRACE_S)
+            _wait(lambda: store.check([f"printed/{machine}"]), 2 * _GRACE_S)
             time.sleep(_LATER_S)
         store.add("gone", 1)
         if self.serves:  # the store ends with this process, the others still read "printed"
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 
-    def _posts(self, store: "Store") -> dict[int, Words]:
-        keys = [f"words/{rank}" for rank in range(self.world_size)]
-        _wait(lambda: store.check(keys), _GRACE_S)
-        found = [rank for rank, key in enumerate(keys) if store.check([key])]
-        return {rank: Words(**json.loads(store.get(keys[rank]))) for rank in found}
+    def _leave_alone(self, error: PeerLostError) -> None:
+        """Without the store, the ranks of a machine agree by a name that only one can take."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+            with contextlib.suppress(OSError):
+                # In Linux's abstract namespace: no file, and free again when the process ends.
+                name.bind(f"\0{_name_of_run()}/{machine_name()}")
+                here = [rank for rank, where in self.machines.items() if where == machine_name()]
+                _print(self.message(alive=here or [self.rank], store_lost=str(error)))
+            time.sleep(2 * _GRACE_S)
 
-
-def compose(posts: Mapping[int, Words], world_size: int) -> str:
-    """The one message: mistakes first, for the rest follows from them; "" where all is said."""
-    mistakes: dict[str, list[int]] = {}
-    for rank, words in sorted(posts.items()):
-        if words.kind == "mistake":
-            mistakes.setdefault(words.text, []).append(rank)
-    if mistakes:
-        return "\n".join(
-            f"error: {text}" + (f" [{name_ranks(ranks)}]" if len(ranks) < world_size else "")
-            for text, ranks in mistakes.items()
+    def message(self, *, alive: list[int] | None = None, store_lost: str = "") -> str:
+        """What a user should read, of all that was heard."""
+        return compose(
+            self.posts,
+            self.world_size,
+            self.machines,
+            alive=alive or [],
+            store_lost=store_lost,
         )
-    kinds = {words.kind for words in posts.values()}
-    if absent := [words.text for words in posts.values() if words.kind == "absent"]:
-        return f"error: {absent[0]}"
-    if "crash" in kinds:
-        return ""  # a traceback says it
-    if "interrupt" in kinds:
+
+
+def _name_of_run() -> str:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"sbpflow/{os.environ.get('TORCHELASTIC_RUN_ID', 'by-hand')}/{attempt}"
+
+
+def compose(
+    posts: Mapping[int, Reason],
+    world_size: int,
+    machines: Mapping[int, str] | None = None,
+    *,
+    alive: list[int] | None = None,
+    store_lost: str = "",
+) -> str:
+    """The one message: causes first, and nothing of what follows from them.
+
+    ``machines`` is where each rank runs, all on one if it is not given. ``alive`` are ranks known
+    to be so though they posted nothing.
+    """
+    causes = [*_crashes(posts), *_mistakes(posts, world_size)]
+    crashed = any(reason.kind == "crash" for reason in posts.values())
+    absent = [reason.text for reason in posts.values() if reason.kind == "absent"]
+    if causes or absent or crashed:
+        return "\n".join(causes or [f"error: {text}" for text in absent[:1]])
+    if any(reason.kind == "interrupt" for reason in posts.values()):
         return "stopped by Ctrl-C"
-    silent = sorted(set(range(world_size)) - set(posts))
-    if "lost_peer" not in kinds and not silent:
-        return "stopped by SIGTERM"
-    detail = next((words.text for words in posts.values() if words.kind == "lost_peer"), "SIGTERM")
-    return f"error: {_lost(silent)} ({detail})"
+    silent = sorted(set(range(world_size)) - set(posts) - set(alive or []))
+    where = machines or dict.fromkeys(range(world_size), "")
+    if terminated := _terminated(posts, silent, where):
+        if len(terminated) == world_size or "" in where.values():
+            return "stopped by SIGTERM"
+        return f"stopped by SIGTERM, sent to {_located(terminated, where)}"
+    lost = [reason.text for reason in posts.values() if reason.kind == "lost_peer"]
+    detail = "; ".join([*lost[:1], *([store_lost] if store_lost else [])]) or "SIGTERM"
+    return f"error: {_lost(silent, where)} ({detail})"
 
 
-def _lost(silent: list[int]) -> str:
+def _crashes(posts: Mapping[int, Reason]) -> list[str]:
+    """The traceback of the rank that failed first, and how others ended that failed otherwise."""
+    crashed = sorted((reason.order, rank) for rank, reason in posts.items() if _is_crash(reason))
+    if not crashed:
+        return []
+    first = posts[crashed[0][1]].text.rstrip()
+    last_line = first.rpartition("\n")[2]
+    lines = [f"{first}\n[{name_ranks([crashed[0][1]])}]"]
+    for _, rank in crashed[1:]:
+        other = posts[rank].text.rstrip().rpartition("\n")[2]
+        lines.append("" if other == last_line else f"{other} [{name_ranks([rank])}]")
+    return [line for line in lines if line]
+
+
+def _is_crash(reason: Reason) -> bool:
+    return reason.kind == "crash" and bool(reason.text)
+
+
+def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
+    found: dict[str, list[int]] = {}
+    for rank, reason in sorted(posts.items()):
+        if reason.kind == "mistake":
+            found.setdefault(reason.text, []).append(rank)
+    return [
+        f"error: {text}" + (f" [{name_ranks(ranks)}]" if len(ranks) < world_size else "")
+        for text, ranks in found.items()
+    ]
+
+
+def _terminated(
+    posts: Mapping[int, Reason], silent: list[int], machines: Mapping[int, str]
+) -> list[int]:
+    """The ranks of machines that were told to stop, as before a preemption.
+
+    torchrun sends SIGTERM as well, to the ranks of a machine on which one has ended. So the first
+    to leave there must have been terminated, and none may be silent.
+    """
+    found: list[int] = []
+    for machine in dict.fromkeys(machines.values()):
+        ranks = [rank for rank, where in machines.items() if where == machine]
+        posted = [rank for rank in ranks if rank in posts]
+        first = min(posted, key=lambda rank: posts[rank].order, default=None)
+        if first is None or posts[first].kind != "terminated":
+            continue
+        if not set(ranks) & set(silent):
+            found += ranks
+    return sorted(found)
+
+
+def _lost(silent: list[int], machines: Mapping[int, str]) -> str:
     look = (
         "look above for its own message, then for the kernel's out-of-memory killer (dmesg), the "
         "memory of that machine, and its network"
     )
     if silent:
-        return f"{name_ranks(silent)} died or does not answer; {look}"
+        return f"{_located(silent, machines)} died or does not answer; {look}"
     return f"a connection between ranks broke although all ranks are alive; {look}"
+
+
+def _located(ranks: list[int], machines: Mapping[int, str]) -> str:
+    """Such as "rank 1" or, where there are several machines, "ranks 2, 3 on host (node 1)"."""
+    if len(set(machines.values())) < 2:
+        return name_ranks(ranks)
+    by_machine: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_machine.setdefault(machines.get(rank, "an unknown machine"), []).append(rank)
+    return " and ".join(f"{name_ranks(held)} on {where}" for where, held in by_machine.items())
 
 
 def name_ranks(ranks: list[int]) -> str:
     """Such as "rank 1" or "ranks 1, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, (0, 1) without a launcher; else ConfigError."""
-    rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
-    if world_size < 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size}: a run has 1 rank or more; for example WORLD_SIZE=1, or "
-            "unset RANK and WORLD_SIZE for one process"
-        )
-    if world_size > 1 and "RANK" not in os.environ:
-        raise ConfigError(
-            f"RANK is not set but WORLD_SIZE={world_size} is; give each process its own of "
-            f"0..{world_size - 1}, for example RANK=0, or start with torchrun"
-        )
-    if not 0 <= rank < world_size:
-        near = min(max(rank, 0), world_size - 1)
-        raise ConfigError(
-            f"RANK={rank}: ranks count from 0, so with WORLD_SIZE={world_size} RANK is one of "
-            f"0..{world_size - 1}, each once; for example RANK={near}"
-        )
-    return rank, world_size
-
-
-def _open_store(serves: bool) -> "Store":
-    from torch.distributed import DistNetworkError, TCPStore
-
-    host, port = os.environ.get("MASTER_ADDR", ""), env_int("MASTER_PORT", -1)
-    if not host or not 0 <= port < 2**16:
-        raise ConfigError(
-            f"MASTER_ADDR={host!r} MASTER_PORT={port}: WORLD_SIZE is above 1, so the ranks need a "
-            "place to meet; start with torchrun, or set for example MASTER_ADDR=127.0.0.1 "
-            "MASTER_PORT=29501"
-        )
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"MASTER_ADDR={host!r}: this name does not resolve ({first_line(error)}); give "
-            "the name or address of the machine of rank 0, for example MASTER_ADDR=127.0.0.1 if "
-            "all ranks are on this one"
-        ) from error
-    end = time.monotonic() + _CONNECT_S
-    if not serves:
-        _await_listener(host, port, end)
-    left_s = max(end - time.monotonic(), _GREET_S)
-    opened: list[Store | BaseException] = []
-
-    def open_store() -> None:
-        try:
-            store = TCPStore(
-                host,
-                port,
-                None,
-                serves,
-                timedelta(seconds=left_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            store.set_timeout(timedelta(seconds=_CONNECT_S))
-            opened.append(store)
-        except (DistNetworkError, RuntimeError) as error:
-            opened.append(error)
-
-    # In a thread: against a listener that is no TCPStore the constructor ignores its timeout.
-    thread = threading.Thread(target=open_store, daemon=True)
-    thread.start()
-    thread.join(left_s)
-    store = opened[0] if opened else TimeoutError("the listener there is not a rank of this run")
-    if isinstance(store, BaseException):
-        raise no_store(host, port, serves, store) from store
-    return store
-
-
-def _await_listener(host: str, port: int, end: float) -> None:
-    """Return once somebody listens there; AbsentError at ``end``, in time.monotonic().
-
-    torch's store would wait as well, but its log has frames of C++ for every attempt.
-    """
-    while True:
-        left_s = end - time.monotonic()
-        patience_s = min(max(left_s, _POLL_S), _GREET_S)
-        try:
-            socket.create_connection((host, port), timeout=patience_s).close()
-        except OSError as error:
-            if left_s < _POLL_S:
-                why = (error.strerror or str(error)).lower()
-                raise no_store(
-                    host, port, False, ConnectionError(f"nobody listens there: {why}")
-                ) from error
-            time.sleep(_POLL_S)
-        else:
-            return
-
-
-def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
-    """What to raise when the store could not be served, or was not there."""
-    if is_port_in_use(error):
-        return port_in_use(port)
-    if serves:
-        return ConfigError(
-            f"MASTER_ADDR, MASTER_PORT: cannot listen on {host}:{port} ({first_line(error)}); rank "
-            "0 needs a name of its own machine and a port that it may use"
-        )
-    return AbsentError(
-        f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {_CONNECT_S:g} s "
-        f"({first_line(error)}); check that it was started and what it printed, that its name and "
-        "port are right, and that no firewall is between"
-    )
-
-
-def is_port_in_use(error: BaseException) -> bool:
-    """Whether a store could not be served because somebody else has its port."""
-    return "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
-
-
-def port_in_use(port: int | str) -> ConfigError:
-    """The message for it, with what to do."""
-    return ConfigError(
-        f"MASTER_PORT: port {port} is in use, probably by another run; start with torchrun "
-        f"--standalone, or give a free port such as --master-port {int(port) % 60000 + 1101}"
-    )
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the source position and the frames that torch adds."""
-    line = str(error).strip().split("\n", 1)[0]
-    line = re.sub(r"^\[/\S+\]\s*", "", line).split(". ", 1)[0]
-    return line.encode("ascii", "replace").decode() or type(error).__name__
-
-
-def env_int(name: str, default: int) -> int:
-    """A whole number of the environment; ConfigError if it is none."""
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{name}={text!r} in the environment is not a whole number; start with torchrun"
-        ) from error
 
 
 def _wait(ready: Callable[[], bool], limit_s: float) -> None:

@@ -7,6 +7,7 @@ not close them, and should not in a ``finally``, where a dead peer costs all of 
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -17,16 +18,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from sbpflow.errors import USER_ERRORS, ConfigError
-from sbpflow.runtime.exit_messages import (
-    AbsentError,
-    Meeting,
-    Words,
-    first_line,
-    is_port_in_use,
-    port_in_use,
-)
+from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError
+from sbpflow.runtime.exit_messages import Meeting, Reason
 from sbpflow.runtime.shutdown import close_process_groups
+from sbpflow.runtime.store import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +31,7 @@ EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
 
 _STUCK_S = 2.0  # a signalled main thread that is inside a collective gets this long to come back
-
-# What torch 2.11 to 2.13 say when the other end of a collective or of the store is gone.
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Socket closed",
-    "pair closure",
-    "Timed out waiting",
-    "wait timeout after",
-    "clients joined",
-    "failed to recv",
-    "Failed to recv, got 0 bytes",
-    "remote process exited",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "Watchdog caught collective operation timeout",
-)
+_TOLD_S = 5.0  # and one whose peers have left
 
 
 class Terminated(BaseException):
@@ -73,49 +50,54 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
     0 or what ``main`` returns; 2 with one readable message (over all ranks) for a user's mistake;
     3 with one message if a peer was lost or never came; 130 for Ctrl-C and SIGTERM; 1 with the
-    traceback for anything else. After a failure a rank is gone within seconds, whatever its
-    threads are doing.
+    traceback of one rank for anything else. After a failure a rank is gone within seconds, whatever
+    its threads are doing, and so is each other rank.
     """
     exits = _Exits()
     exits.watch_signals()
     try:
-        exits.meeting = Meeting.connect()
+        exits.meet(Meeting.connect())
         code = main() or 0
         close_process_groups()
     except SystemExit as error:
         if error.code in (None, 0):
             raise
-        exits.leave(Words("crash"), error.code if isinstance(error.code, int) else EXIT_CRASH)
+        exits.leave(Reason("crash"), error.code if isinstance(error.code, int) else EXIT_CRASH)
     except KeyboardInterrupt:
-        exits.leave(Words("interrupt"), EXIT_INTERRUPT)
+        exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
     except Terminated:
-        exits.leave(Words("terminated"), EXIT_INTERRUPT)
+        exits.leave(Reason("terminated"), EXIT_INTERRUPT)
     except BaseException as error:  # every error of a rank ends here
-        words, code = classify(error)
-        if words.kind == "crash":
-            traceback.print_exc()
-        else:
-            logger.debug("ending with exit code %d", code, exc_info=True)
-        exits.leave(words, code)
+        reason, code = classify(error)
+        logger.debug("ending with exit code %d", code, exc_info=True)
+        exits.leave(reason, code)
     exits.done()
     sys.exit(code)
 
 
-def classify(error: BaseException) -> tuple[Words, int]:
-    """What an error means to the user, and the exit code for it."""
-    if is_port_in_use(error):
-        port = os.environ.get("MASTER_PORT", "29500")
-        return Words("mistake", str(port_in_use(port))), EXIT_MISTAKE
-    if isinstance(error, USER_ERRORS):
-        return Words("mistake", str(error)), EXIT_MISTAKE
+def classify(error: BaseException) -> tuple[Reason, int]:
+    """What an error means to the user, and the exit code for it.
+
+    Judged by type, for any text may occur in an error of the user's program. torch's own types are
+    for calls that did not go through ``boxing``.
+    """
+    if isinstance(error, MESSAGE_ERRORS):
+        return Reason("mistake", str(error)), EXIT_MISTAKE
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"
-        return Words("mistake", reason), EXIT_MISTAKE
+        return Reason("mistake", reason), EXIT_MISTAKE
     if isinstance(error, AbsentError):
-        return Words("absent", str(error)), EXIT_LOST_PEER
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER):
-        return Words("lost_peer", first_line(error)), EXIT_LOST_PEER
-    return Words("crash"), EXIT_CRASH
+        return Reason("absent", str(error)), EXIT_LOST_PEER
+    if isinstance(error, (PeerLostError, *_torch_peer_errors())):
+        return Reason("lost_peer", first_line(error)), EXIT_LOST_PEER
+    return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
+
+
+def _torch_peer_errors() -> tuple[type[BaseException], ...]:
+    """What torch raises for a lost network, store or NCCL peer; nothing if it is not loaded."""
+    names = vars(sys.modules.get("torch.distributed", argparse))
+    found = (names.get(name) for name in ("DistNetworkError", "DistStoreError", "DistBackendError"))
+    return tuple(kind for kind in found if kind is not None)
 
 
 class _Exits:
@@ -125,6 +107,16 @@ class _Exits:
         self.meeting: Meeting | None = None
         self._lock = threading.Lock()
         self._main_left = threading.Event()
+
+    def meet(self, meeting: Meeting) -> None:
+        """Know the other ranks, and leave soon after the first of them that leaves early."""
+        self.meeting = meeting
+        meeting.listen(self._told)
+
+    def _told(self) -> None:
+        """A rank left. The work of this one fails by itself, unless it waits for another one."""
+        if not self._main_left.wait(_TOLD_S):
+            self._end(Reason("lost_peer", "another rank left"), EXIT_LOST_PEER)
 
     def watch_signals(self) -> None:
         """Raise on SIGTERM; and if the main thread is stuck in C++ code, leave without it."""
@@ -141,30 +133,34 @@ class _Exits:
             received = os.read(reader, 1)
             if received[0] not in (signal.SIGTERM, signal.SIGINT):
                 continue
-            words = Words("interrupt" if received[0] == signal.SIGINT else "terminated")
+            reason = Reason("interrupt" if received[0] == signal.SIGINT else "terminated")
             if self.meeting is not None and not self._main_left.is_set():
-                self.meeting.post(words)
+                with contextlib.suppress(PeerLostError):
+                    self.meeting.post(reason)
             if not self._main_left.wait(_STUCK_S):
-                self._end(words, EXIT_INTERRUPT)
+                self._end(reason, EXIT_INTERRUPT)
 
     def done(self) -> None:
         """The work is over: signals from here on find nothing to interrupt."""
         self._main_left.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.meeting is not None:
+            self.meeting.over()
 
-    def leave(self, words: Words, code: int) -> NoReturn:
+    def leave(self, reason: Reason, code: int) -> NoReturn:
         """End this rank from the main thread. Later signals must not cut the message short."""
         self._main_left.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._end(words, code)
+        self._end(reason, code)
 
-    def _end(self, words: Words, code: int) -> NoReturn:
+    def _end(self, reason: Reason, code: int) -> NoReturn:
         with self._lock:  # never released: the process ends in here
             if self.meeting is not None:
-                self.meeting.leave(words)
-            elif words.text:
-                sys.stderr.write(f"\nerror: {words.text}\n")
+                self.meeting.leave(reason)
+            elif reason.text:
+                mark = "" if reason.kind == "crash" else "error: "
+                sys.stderr.write(f"\n{mark}{reason.text}\n")
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()

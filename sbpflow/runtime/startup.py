@@ -1,41 +1,52 @@
-"""Before the first process group: are all ranks here? If not, each that is names the missing ones.
+"""Before the first process group: are all ranks here, each once, and do they agree?
 
-torch's own meeting gives up with a count on rank 0 and with keys of its store elsewhere. Here each
-rank puts its number into the run's store, and the first to run out of patience tells the others.
+torch's own meeting gives up with a count on rank 0 and with keys of its store elsewhere, and ranks
+that disagree would wait for each other in their first collective. Here each rank puts its number
+and what it is about to do into the run's store; the first to run out of patience tells the others.
 """
 
+import hashlib
 import json
+import os
+import platform
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from sbpflow.runtime.exit_messages import AbsentError, Meeting, name_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from sbpflow.errors import AbsentError, ConfigError
+from sbpflow.runtime.differences import differences
+from sbpflow.runtime.exit_messages import Meeting, name_ranks
+from sbpflow.runtime.store import TimedStore
 
 _POLL_S = 0.05
 _LONGEST_POLL_S = 0.5  # a round trip to the store per rank
 
 
-def await_ranks(timeout_s: float) -> "Store | None":
-    """Return once all ranks of the launcher's environment called this; AbsentError if not in time.
+def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> TimedStore | None:
+    """Return once all ranks of the launcher's environment called this, with the same ``facts``.
 
-    ``timeout_s`` counts from this rank's call, and the first rank's end ends all. The store that is
+    AbsentError if they do not come in time: ``timeout_s`` counts from this rank's call, and the
+    first rank's end ends all. ConfigError on every rank where facts differ, with those that do, for
+    a rank number that two processes have, and where there is nowhere to meet. The store that is
     returned keeps the one that rank 0 serves open until torch has joined it; ``None`` in a world of
-    one. Raises ConfigError where there is nowhere to meet.
+    one.
     """
     meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
     if store is None:
         return None
+    store.answer_s = max(timeout_s, store.answer_s)  # machines are busy while ranks start
+    _claim_rank(store, meeting.rank)
+    mine = json.dumps(dict(facts or {}), sort_keys=True)
+    store.set(f"facts/{meeting.rank}", mine)
     keys = [f"here/{rank}" for rank in range(size)]
-    store.set(keys[meeting.rank], "1")
+    store.set(keys[meeting.rank], hashlib.sha256(mine.encode()).hexdigest())
     end, pause = time.monotonic() + timeout_s, _POLL_S
     while True:
         if store.check(["roll/missing"]):  # first, so that nobody goes on where another gave up
             missing, waited_s = json.loads(store.get("roll/missing"))
             raise AbsentError(_message(missing, waited_s, size))
         if store.check(keys):
+            _compare(store, store.get_all(keys))
             return store
         if time.monotonic() >= end:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -44,6 +55,33 @@ def await_ranks(timeout_s: float) -> "Store | None":
             continue
         time.sleep(pause)
         pause = min(1.2 * pause, _LONGEST_POLL_S)
+
+
+def _claim_rank(store: TimedStore, rank: int) -> None:
+    mine = f"process {os.getpid()} on {platform.node()}"
+    holder = store.claim(f"process/{rank}", mine)
+    if holder != mine:
+        raise ConfigError(
+            f"RANK={rank}: {holder} has this number already, and {mine} came with it again; give "
+            "each process its own, from RANK=0 up"
+        )
+
+
+def _compare(store: TimedStore, digests: list[str]) -> None:
+    """Raise ConfigError unless all ranks have the same facts."""
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not others:
+        return
+    texts = store.get_all([f"facts/{rank}" for rank in (0, *others)])
+    first, *rest = (json.loads(text) for text in texts)
+    by_rank: list[Mapping[str, str]] = [first] * len(digests)
+    for rank, facts in zip(others, rest, strict=True):
+        by_rank[rank] = facts
+    raise ConfigError(
+        f"{name_ranks(others)} {'differ' if len(others) > 1 else 'differs'} from rank 0"
+        f"{differences(by_rank, others)}; start every rank with the same files, arguments and "
+        "installation"
+    )
 
 
 def _message(missing: list[int], timeout_s: float, size: int) -> str:

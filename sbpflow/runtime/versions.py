@@ -92,6 +92,12 @@ def _mismatch(installed: Installed, why: str) -> str:
     )
 
 
+def build_facts() -> dict[str, str]:
+    """The builds that ranks of one run must share: what they compute and send depends on them."""
+    names = ("torch", "sbpflow", *_FBGEMM_DISTS)
+    return {name: dist_version(name) or "not installed" for name in names}
+
+
 def summary() -> dict[str, str]:
     """What a run should name at its start; packages that are absent say so."""
     import platform

@@ -8,25 +8,31 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from sbpflow.errors import ConfigError, SbpError
+from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
-from sbpflow.runtime.exit_messages import env_int, rank_and_world_size
+from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.startup import await_ranks
+from sbpflow.runtime.store import within
+from sbpflow.runtime.versions import build_facts
 from sbpflow.sbp.layout import Layout
 
 HEADER_BYTES = 512
 LENGTH_BYTES = 8  # of a header's end: how long this rank's reason to refuse is, 0 for none
 DEFAULT_TIMEOUT_S = 600.0
+_SLACK_S = 5.0  # for torch's own timeout to come first, whose words say more
+
+Made = TypeVar("Made")
 
 # torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
 _names = vars(dist)
@@ -86,29 +92,36 @@ class World:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,
         rendezvous: Rendezvous | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> "World":
         """Join the other ranks; without a launcher, be a world of one.
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
         RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets. A process group
-        that already exists is used as it is and left alone by ``close``. Raises ConfigError when
-        the device is not there or the environment is incomplete, AbsentError when not all ranks of
-        the environment are there in time.
+        that already exists is used as it is and left alone by ``close``. ``facts``, key to value,
+        are what all ranks must agree on, such as their configuration; with device, backend and
+        versions they are compared before torch connects the ranks. Raises ConfigError where they
+        differ, when the device is not there or the environment is incomplete, AbsentError when not
+        all ranks of the environment are there in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = _choose_device(device, meeting.local_rank)
         owns = not dist.is_initialized()
         if owns:
             alone = meeting.init_method is None
-            roll = await_ranks(timeout_s) if meeting.init_method == "env://" else None
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
+            roll = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
+            start = partial(
+                dist.init_process_group,
+                backend,
                 init_method=meeting.init_method,
                 store=_names["HashStore"]() if alone else None,
                 rank=meeting.rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=timeout_s),
             )
+            _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
             del roll  # till here, for rank 0 may serve it
         return World(
             dist.get_rank(),
@@ -133,11 +146,9 @@ class World:
                 raise SbpError(
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
                 )
-            try:
-                made = dist.new_group(list(key[0]), timeout=self._timeout)
-            except RuntimeError as error:
-                what = f"making the group of ranks {list(key[0])} for {channel}"
-                raise broken(error, step_id, what) from error
+            what = f"making the group of ranks {list(key[0])} for {channel}"
+            make = partial(dist.new_group, list(key[0]), timeout=self._timeout)
+            made = _connect(make, self.device, self._timeout.total_seconds(), step_id, what)
             group = self._groups[key] = cast("dist.ProcessGroup", made)
         return group
 
@@ -197,13 +208,21 @@ class World:
         """What each rank passed, all of one length."""
         gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        all_gather_single(gathered, sent, group=self.group(range(self.size), "check"))
+        group = self.group(range(self.size), "check")
+        try:
+            all_gather_single(gathered, sent, group=group)
+        except RuntimeError as error:
+            raise broken(error, "check", "all_gather") from error
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1), group=self.group(range(self.size), "control"))
+            group = self.group(range(self.size), "control")
+            try:
+                dist.all_reduce(torch.zeros(1), group=group)
+            except RuntimeError as error:
+                raise broken(error, "barrier", "all_reduce") from error
 
     def close(self) -> None:
         """Destroy the process groups; without it gloo aborts some processes at exit.
@@ -235,9 +254,43 @@ class World:
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """What a collective raised, with the step it was for in front of torch's words."""
+    """What a collective raised while it was under way, with the step it was for in front.
+
+    PeerLostError, for its arguments were good when it was issued; but not where the device failed,
+    or where ranks disagree on sizes, which gloo alone notices, as a failed "enforce".
+    """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
-    return RuntimeError(f"{step_id}, {collective}: {words}")
+    device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
+    kind = RuntimeError if device_failed or "enforce fail" in words else PeerLostError
+    return kind(f"{step_id}, {collective}: {words}")
+
+
+def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
+    """What a collective raised when it was issued, with the step it was for in front.
+
+    PeerLostError only for torch's own types of a lost peer: NCCL connects at its first collective.
+    """
+    if isinstance(error, _names["DistError"]):
+        return broken(error, step_id, collective)
+    return RuntimeError(f"{step_id}, {collective}: {error}")
+
+
+def _connect(
+    make: Callable[[], Made], device: torch.device, timeout_s: float, step_id: str, what: str
+) -> Made:
+    """What ``make`` returns, in time: torch talks to the store without a limit of its own."""
+
+    def on_device() -> Made:
+        if device.type == "cuda":  # a thread starts on device 0
+            torch.cuda.set_device(device)
+        return make()
+
+    try:
+        return within(timeout_s + _SLACK_S, on_device, f"{step_id}, {what}")
+    except PeerLostError:
+        raise
+    except RuntimeError as error:
+        raise broken(error, step_id, what) from error
 
 
 def _meeting_from_environment() -> Rendezvous:

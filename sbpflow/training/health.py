@@ -10,7 +10,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
-from sbpflow.errors import ConfigError, TrainingError
+from sbpflow.errors import ConfigError, ReplicaError, TrainingError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split
@@ -20,9 +20,6 @@ from sbpflow.training.trainer import Batch
 Result = TypeVar("Result")
 CHANNEL = "control"
 _TEXT_BYTES = 120
-_MOST_KEYS = 5  # of those that differ between ranks
-_MOST_CHARACTERS = 60  # of a value of them
-_NOT_GIVEN = "not given"
 
 
 class LossWatch:
@@ -76,63 +73,6 @@ class LossWatch:
             else "all dense fields of the batch are finite: try a smaller learning rate"
         )
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
-
-
-def check_same(
-    boxing: Boxing, what: str, digest: str, facts: Mapping[str, str] | None = None
-) -> None:
-    """Raise ConfigError on every rank unless all ranks have the same hex ``digest``.
-
-    ``facts``, key to value, on every rank or on none, is what the digest is of: the first keys
-    that differ are named with the values of rank 0 and of the first rank that differs from it.
-    """
-    world = boxing.world
-    if world.size == 1:
-        return
-    raw = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=world.device)
-    everyone = _on_all(boxing, raw.unsqueeze(0), Split(0), f"health/{what}")
-    others = [rank for rank in range(world.size) if not torch.equal(everyone[rank], everyone[0])]
-    if others:
-        found = differences(_gather_facts(boxing, facts), others) if facts is not None else ""
-        raise ConfigError(
-            f"{what}: ranks {others} differ from rank 0{found}; start every rank with the same "
-            "files and arguments"
-        )
-
-
-def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """Where the facts of ranks ``others`` are not those of rank 0, by key, in words; "" if none.
-
-    ``facts`` has an entry per rank; in what order it has its keys changes nothing.
-    """
-    lines: list[str] = []
-    for key in sorted(set().union(*facts)):
-        values = [rank_facts.get(key, _NOT_GIVEN) for rank_facts in facts]
-        other = next((rank for rank in others if values[rank] != values[0]), None)
-        if other is None:
-            continue
-        mine, theirs = _cut_apart(values[0], values[other])
-        lines.append(f"{key}: {mine} on rank 0, {theirs} on rank {other}")
-    if not lines:
-        return ""
-    more = f" and {len(lines) - _MOST_KEYS} more" if len(lines) > _MOST_KEYS else ""
-    return f" ({'; '.join(lines[:_MOST_KEYS])}{more})"
-
-
-def _cut_apart(first: str, second: str) -> tuple[str, str]:
-    """Two long values from shortly before the place where they part."""
-    if max(len(first), len(second)) <= _MOST_CHARACTERS:
-        return first, second
-    shorter = min(len(first), len(second))
-    same = next((at for at in range(shorter) if first[at] != second[at]), shorter)
-    start = max(0, same - _MOST_CHARACTERS // 2)
-    mark = "..." if start else ""
-
-    def cut(text: str) -> str:
-        end = start + _MOST_CHARACTERS
-        return mark + text[start:end] + ("..." if len(text) > end else "")
-
-    return cut(first), cut(second)
 
 
 def _gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
@@ -191,7 +131,7 @@ def gather_text(boxing: Boxing, text: str) -> list[str]:
 def check_replicas(
     parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
 ) -> None:
-    """Raise TrainingError on every rank if copies differ between ranks, bit by bit.
+    """Raise ReplicaError on every rank if copies differ between ranks, bit by bit.
 
     Copies are tensors laid out B, and the optimizer state of rows whose columns several ranks hold.
     """
@@ -211,7 +151,7 @@ def check_replicas(
     for column, copy in enumerate(copies):
         for ranks in copy.ranks:
             if len({everyone[rank][column] for rank in ranks}) > 1:
-                raise TrainingError(
+                raise ReplicaError(
                     f"{copy.name}: the copies on ranks {list(ranks)} differ; a gradient or an "
                     "update was not the same everywhere"
                 )
@@ -243,5 +183,5 @@ def _on_all(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
     )
     out = boxing.run(steps, part, CHANNEL)
     if out is None:
-        raise TrainingError(f"{id}: no result on rank {world.rank}")
+        raise RuntimeError(f"{id}: no result on rank {world.rank}")
     return out

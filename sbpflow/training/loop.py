@@ -1,7 +1,8 @@
 """The loop: epochs, evaluations, and what is reported when. It decides nothing about tensors."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,7 +113,7 @@ def fit(
         for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()
             step += 1
-            with overlap.step(step):
+            with overlap.step(step), _named(step):
                 loss = trainer.step(batches, ahead if step < last else None)
             watch.push(step, loss, batches)
             if step % train.log_every == 0 or step == last:
@@ -138,6 +139,16 @@ def fit(
         test=_score("test", step, trainer, loaders, boxing, reporter),
         overlap=overlap.summary(),
     )
+
+
+@contextmanager
+def _named(step: int) -> Generator[None]:
+    """An error of a step names it in its traceback."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in step {step}")
+        raise
 
 
 def with_next(

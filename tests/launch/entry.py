@@ -1,15 +1,32 @@
 """A stand-in entry point: one way for a rank to end per mode. Started by torchrun in the tests."""
 
 import atexit
+import json
 import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
-from sbpflow.errors import ConfigError, DataError
+from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.runtime.launch import run_main
+
+
+def fail(mode: str, rank: int) -> None:
+    """Where the mode is a way to fail on this rank."""
+    if mode == "mistake_on_one" and rank == 1:
+        raise DataError("shard 3: row 7 is cut short")
+    if mode == "mistakes_differ":
+        time.sleep(0.5 * rank)  # the one who prints must wait for the other
+        raise DataError(f"shard {rank}: row 7 is cut short")
+    if mode == "crash_on_one" and rank == 1:
+        raise ZeroDivisionError("a bug on one rank")
+    if mode == "crash_on_all":
+        raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")
+    if mode == "own_words_on_one" and rank == 1:
+        raise RuntimeError("Timed out waiting for my own queue")
+    if mode == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> int | None:
@@ -20,30 +37,24 @@ def main() -> int | None:
     import torch
     import torch.distributed as dist
 
-    if mode == "world":
-        from sbpflow.runtime.world import World
+    from sbpflow.runtime.world import World
 
-        World.start("cpu", timeout_s=float(os.environ["TIMEOUT_S"]))
-        (ready / f"rank{rank}").write_text(str(os.getpid()))
-        return None
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    facts = json.loads(os.environ.get("FACTS", "{}"))
+    world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "120")), facts=facts)
+    world.barrier()
     (ready / f"rank{rank}").write_text(str(os.getpid()))
-    if mode == "mistake_on_one" and rank == 1:
-        raise DataError("shard 3: row 7 is cut short")
-    if mode == "mistakes_differ":
-        time.sleep(0.5 * rank)  # the one who prints must wait for the other
-        raise DataError(f"shard {rank}: row 7 is cut short")
-    if mode == "crash_on_one" and rank == 1:
-        raise ZeroDivisionError("a bug on one rank")
-    if mode == "killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "world":
+        return None
+    fail(mode, rank)
     if mode == "busy":
         while True:
             time.sleep(0.05)
     if mode == "stuck":  # both inside C++, each waiting for the other
         dist.recv(torch.ones(1), src=1 - rank)
-    dist.all_reduce(torch.ones(1))
+    world.barrier()
+    while mode == "train":  # steps that need all ranks
+        world.barrier()
+        time.sleep(0.02)
     if mode == "ok":
         atexit.register(lambda: print(f"group open: {dist.is_initialized()}"))  # noqa: T201
     return None

@@ -11,12 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
-from sbpflow.errors import ConfigError, DataError, TrainingError
-from sbpflow.runtime import exit_messages as last_words
-from sbpflow.runtime.exit_messages import AbsentError, Meeting, Words, compose, first_line, no_store
+from sbpflow.errors import (
+    AbsentError,
+    ConfigError,
+    DataError,
+    PeerLostError,
+    ReplicaError,
+    SbpError,
+    TrainingError,
+)
+from sbpflow.runtime import store as run_store
+from sbpflow.runtime.exit_messages import Meeting, Reason, compose
 from sbpflow.runtime.launch import ArgumentParser, classify
-from sbpflow.runtime.world import World, device_type_of
+from sbpflow.runtime.store import first_line, no_store
+from sbpflow.runtime.world import World, broken, device_type_of, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
@@ -166,8 +176,8 @@ def impatient(monkeypatch):
 
     def wait_for(port: int, connect_s: float) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(last_words, "_CONNECT_S", connect_s)
-        monkeypatch.setattr(last_words, "_GREET_S", 0.5)
+        monkeypatch.setattr(run_store, "CONNECT_S", connect_s)
+        monkeypatch.setattr(run_store, "_GREET_S", 0.5)
 
     return wait_for
 
@@ -208,7 +218,7 @@ def test_a_rank_0_that_comes_late_is_met(impatient):
     assert store is not None
     store.set("word", "here")
     assert kept[0].get("sbpflow/by-hand/0/word") == b"here"
-    assert store.timeout.total_seconds() == 20
+    assert store.torch_store.timeout.total_seconds() == 20
 
 
 def test_a_name_that_does_not_resolve_is_said_at_once(impatient, monkeypatch):
@@ -245,11 +255,6 @@ def test_ranks_outside_the_world_are_refused_before_they_meet(
         call()
 
 
-def test_torch_waiting_for_clients_is_no_bug_either():
-    error = RuntimeError("Timed out after 7 seconds waiting for clients. 2/3 clients joined.")
-    assert classify(error)[1] == 3
-
-
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_an_environment_that_is_no_number(monkeypatch, name):
     monkeypatch.setenv(name, "two")
@@ -265,9 +270,11 @@ def test_an_environment_without_a_meeting_place(monkeypatch):
         Meeting.connect()
 
 
-MISTAKE, LOST = Words("mistake", "a: no"), Words("lost_peer", "closed by peer")
-ABSENT = Words("absent", "rank 2 did not join")
-CRASH, TERMINATED, INTERRUPT = Words("crash"), Words("terminated"), Words("interrupt")
+MISTAKE, LOST = Reason("mistake", "a: no", 1), Reason("lost_peer", "closed by peer", 2)
+ABSENT = Reason("absent", "rank 2 did not join")
+CRASH = Reason("crash", "Traceback\nValueError: b\n", 1)
+TERMINATED, INTERRUPT = Reason("terminated", order=1), Reason("interrupt", order=1)
+TERMINATED_LATER = Reason("terminated", order=3)
 
 
 @pytest.mark.parametrize(
@@ -276,31 +283,55 @@ CRASH, TERMINATED, INTERRUPT = Words("crash"), Words("terminated"), Words("inter
         ([MISTAKE, MISTAKE], "error: a: no"),
         ([MISTAKE, LOST], "error: a: no [rank 0]"),
         ([MISTAKE, None], "error: a: no [rank 0]"),
-        ([MISTAKE, Words("mistake", "b")], "error: a: no [rank 0]\nerror: b [rank 1]"),
-        ([CRASH, LOST], ""),
-        ([CRASH, MISTAKE], "error: a: no [rank 1]"),
+        ([MISTAKE, Reason("mistake", "b")], "error: a: no [rank 0]\nerror: b [rank 1]"),
+        ([CRASH, LOST], "Traceback\nValueError: b\n[rank 0]"),
+        ([LOST, CRASH, CRASH], "Traceback\nValueError: b\n[rank 1]"),
+        ([CRASH, MISTAKE], "Traceback\nValueError: b\n[rank 0]\nerror: a: no [rank 1]"),
+        ([Reason("crash", "T\nc", 2), CRASH], "Traceback\nValueError: b\n[rank 1]\nc [rank 0]"),
+        ([Reason("crash"), LOST], ""),
         ([INTERRUPT, TERMINATED], "stopped by Ctrl-C"),
         ([INTERRUPT, LOST], "stopped by Ctrl-C"),
         ([TERMINATED, TERMINATED], "stopped by SIGTERM"),
+        ([TERMINATED, LOST], "stopped by SIGTERM"),
         ([TERMINATED, None], "error: rank 1 died or does not answer; "),
         ([LOST, None], "error: rank 1 died or does not answer; "),
         ([LOST, None, None], "error: ranks 1, 2 died or does not answer; "),
         ([ABSENT, ABSENT, None], "error: rank 2 did not join"),
         ([MISTAKE, ABSENT, None], "error: a: no [rank 0]"),
-        ([CRASH, ABSENT, None], "error: rank 2 did not join"),
-        ([LOST, TERMINATED], "error: a connection between ranks broke although all ranks are "),
+        ([CRASH, ABSENT, None], "Traceback\nValueError: b\n[rank 0]"),
+        (
+            [LOST, TERMINATED_LATER],
+            "error: a connection between ranks broke although all ranks are ",
+        ),
     ],
 )
 def test_one_message_for_what_the_ranks_posted(posts, message):
-    found = {rank: words for rank, words in enumerate(posts) if words is not None}
+    found = {rank: reason for rank, reason in enumerate(posts) if reason is not None}
     text = compose(found, len(posts))
     assert text.startswith(message) if message.endswith((" ", "; ")) else text == message
 
 
-GLOO = (
-    "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
-    "[127.0.0.1]:2467. This is typically caused by a remote worker crashing."
+@pytest.mark.parametrize(
+    ("posts", "message"),
+    [
+        ([TERMINATED, TERMINATED, LOST, None], "stopped by SIGTERM, sent to ranks 0, 1 on a"),
+        ([TERMINATED, TERMINATED, None, None], "stopped by SIGTERM, sent to ranks 0, 1 on a"),
+        ([TERMINATED] * 4, "stopped by SIGTERM"),
+        ([TERMINATED, None, LOST, LOST], "error: rank 1 on a died or does not answer; "),
+        ([LOST, TERMINATED_LATER, None, LOST], "error: rank 2 on b died or does not answer; "),
+        ([None, None, LOST, None], "error: ranks 0, 1 on a and rank 3 on b died or do"),
+    ],
 )
+def test_one_message_for_two_machines(posts, message):
+    found = {rank: reason for rank, reason in enumerate(posts) if reason is not None}
+    assert compose(found, 4, {0: "a", 1: "a", 2: "b", 3: "b"}).startswith(message)
+
+
+def test_without_the_store_the_ranks_of_this_machine_are_not_blamed():
+    machines = {0: "a", 1: "a", 2: "b", 3: "b"}
+    text = compose({2: LOST}, 4, machines, alive=[2, 3], store_lost="the store at a:1 is silent")
+    assert text.startswith("error: ranks 0, 1 on a died or does not answer; ")
+    assert text.endswith("(closed by peer; the store at a:1 is silent)")
 
 
 @pytest.mark.parametrize(
@@ -310,18 +341,51 @@ GLOO = (
         (DataError("row 7"), "mistake", "row 7", 2),
         (TrainingError("loss is NaN"), "mistake", "loss is NaN", 2),
         (FileNotFoundError(2, "No such file", "x.npy"), "mistake", "x.npy: no such file", 2),
-        (RuntimeError(GLOO), "lost_peer", "Connection closed by peer [127.0.0.1]:2467", 3),
-        (RuntimeError("Timed out waiting 9ms for recv"), "lost_peer", None, 3),
-        (RuntimeError("Failed to recv, got 0 bytes. Was it closed?"), "lost_peer", None, 3),
-        (RuntimeError("shape mismatch"), "crash", "", 1),
-        (ValueError("a bug"), "crash", "", 1),
-        (OSError("no file named"), "crash", "", 1),
+        (PeerLostError("loss, all_reduce: closed"), "lost_peer", "loss, all_reduce: closed", 3),
+        (AbsentError("rank 1 did not join"), "absent", "rank 1 did not join", 3),
+        (DistNetworkError("connection reset"), "lost_peer", "connection reset", 3),
     ],
 )
 def test_what_an_error_means(error, kind, text, code):
-    words, found = classify(error)
-    assert (words.kind, found) == (kind, code)
-    assert text is None or words.text == text
+    reason, found = classify(error)
+    assert (reason.kind, reason.text, found) == (kind, text, code)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SbpError("matmul: no common dim"),
+        ReplicaError("mlp.0.bias: the copies on ranks [0, 1] differ"),
+        RuntimeError("Timed out waiting for my own queue"),
+        RuntimeError("Connection closed by peer"),
+        RuntimeError("EADDRINUSE, says a user's own server"),
+        ValueError("a bug"),
+        OSError("no file named"),
+    ],
+)
+def test_an_error_of_the_program_keeps_its_traceback_whatever_it_says(error):
+    reason, code = classify(error)
+    assert (reason.kind, code) == ("crash", 1)
+    assert reason.text.endswith(f"{type(error).__name__}: {error}\n")
+
+
+GLOO = (
+    "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:2467. This is typically caused by a remote worker crashing."
+)
+
+
+def test_a_collective_that_fails_under_way_has_lost_a_peer_and_one_refused_has_not():
+    lost = broken(RuntimeError(GLOO), "deep/fwd/0", "all_to_all")
+    assert isinstance(lost, PeerLostError)
+    assert first_line(lost) == "deep/fwd/0, all_to_all: Connection closed by peer [127.0.0.1]:2467"
+    for error in (
+        refused(RuntimeError("invalid tensor size (expected (6, 0))"), "deep/fwd/0", "all_gather"),
+        broken(RuntimeError("[enforce fail at cpu.cc] 8 vs 4"), "deep/fwd/0", "all_gather"),
+    ):
+        assert not isinstance(error, PeerLostError)
+        assert str(error).startswith("deep/fwd/0, all_gather: ")
+    assert isinstance(refused(DistNetworkError("reset"), "a/fwd/0", "all_gather"), PeerLostError)
 
 
 def test_first_line_is_ascii_and_short():

@@ -112,6 +112,25 @@ def test_an_unexpected_error_keeps_its_traceback(run: Run) -> None:
     assert "error: " not in output
 
 
+@pytest.mark.parametrize("run", ["crash_on_all"], indirect=True)
+def test_an_error_of_the_program_shows_the_traceback_of_one_rank(run: Run) -> None:
+    output = run.output(START_S)
+    assert output.count("SbpError: matmul: [2, 3] x [4, 5] has no common dim") == 1
+    assert (
+        output.count("Traceback (most recent call last)") - output.count("torch/distributed/") < 2
+    )
+    assert 'raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")' in output
+
+
+@pytest.mark.parametrize("run", ["own_words_on_one"], indirect=True)
+def test_a_users_words_do_not_make_a_lost_peer(run: Run) -> None:
+    run.pids()
+    output = run.output(END_S)
+    assert output.count("RuntimeError: Timed out waiting for my own queue") == 1
+    assert own_traceback(output)
+    assert "died" not in output
+
+
 @pytest.mark.parametrize("run", ["killed"], indirect=True)
 def test_survivors_name_the_rank_that_died(run: Run) -> None:
     run.pids()

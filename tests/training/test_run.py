@@ -118,11 +118,27 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
     ]
     texts = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    said = (
-        "error: configuration: ranks [1] differ from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
-    )
+    said = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
     assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+def test_the_checked_mode_and_what_ranks_must_agree_on_reach_the_world(
+    synth_set, monkeypatch, word
+):
+    given = {}
+
+    def start(device: str, **kwargs: object) -> None:
+        given.update(kwargs)
+        raise InterruptedError
+
+    monkeypatch.setattr("sbpflow.runtime.world.World.start", start)
+    with pytest.raises(InterruptedError):
+        train_wdl.main(["--config", CONFIG, f"data.path={synth_set}", f"parallel.checked={word}"])
+    assert given["checked"] is (word == "true")
+    assert given["facts"]["data set"].endswith(f" in {synth_set}")
+    assert {"plan", "data set", "run.seed", "parallel.checked"} <= set(given["facts"])
 
 
 def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):

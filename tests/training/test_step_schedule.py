@@ -79,7 +79,7 @@ def order_of(schedule: StepSchedule, batches: int, coming: bool) -> list[str]:
     """The moves as they are made, with the batch's number, for a step of that many batches."""
     made: list[str] = []
 
-    class Numbered(moves.Pass):
+    class Numbered(moves.BatchInFlight):
         number = 0
 
     def numbered(number: int) -> Numbered:

@@ -221,7 +221,7 @@ def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]
     features = [feature.name for feature in job.plan.embeddings.features]
     changed: list[tuple[str, int, int]] = []
     for stored, (weights, state) in zip(job.embeddings.stored(), before, strict=True):
-        piece = stored.piece
+        piece = stored.shard
         ids = batch.ids[:, features.index(piece.table.features[0])].unique().long()
         here = ids[(ids >= piece.row_start) & (ids < piece.row_stop)] - piece.row_start
         untouched = torch.ones(piece.num_rows, dtype=torch.bool)

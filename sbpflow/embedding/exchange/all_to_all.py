@@ -15,7 +15,7 @@ from sbpflow.boxing.executor import Pending
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.comm_log import CommRecord
-from sbpflow.runtime.world import World, broken
+from sbpflow.runtime.world import World, broken, refused
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
                 received, send.contiguous(), list(into), list(out), group=group, async_op=True
             )
         except RuntimeError as error:
-            raise broken(error, step.id, step.collective) from error
+            raise refused(error, step.id, step.collective) from error
         if world.log.enabled:
             sent = (sum(out) - out[world.rank]) * row.numel() * send.itemsize
             world.log.add(CommRecord(step.id, step.collective, self._channel, step.group, sent))

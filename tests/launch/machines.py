@@ -1,0 +1,108 @@
+"""Two machines as network namespaces, with one cable between them: root and iproute2 needed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = ROOT / "tests" / "launch" / "entry.py"
+PORT = 29400  # each pair of namespaces has its own ports
+START_S = 120  # torch imports on a loaded machine
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="network namespaces need root and the program ip",
+)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Machine:
+    """A namespace and the torchrun in it; ``output`` is what its ranks and torchrun wrote."""
+
+    def __init__(self, number: int, name: str, interface: str) -> None:
+        self.number, self.name, self.interface = number, name, interface
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, mode: str, folder: Path, **env: str) -> None:
+        """torchrun of entry.py with one rank here and one on the other machine."""
+        first = "10.77.0.1"
+        command = [
+            *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
+            *("--rdzv-id", "test", "--rdzv-endpoint", f"{first}:{PORT}"),
+            *("--rdzv-conf", f"is_host={int(self.number == 1)}"),
+            *("--local-addr", f"10.77.0.{self.number}", str(ENTRY), mode, str(folder)),
+        ]
+        here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        here["GLOO_SOCKET_IFNAME"] = self.interface
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **here, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def output(self, limit_s: float) -> str:
+        assert self.process is not None
+        return self.process.communicate(timeout=limit_s)[0]
+
+    def terminate(self) -> None:
+        """SIGTERM to torchrun, as a preemption does."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+
+    def pull_cable(self) -> None:
+        ip("-n", self.name, "link", "set", self.interface, "down")
+
+
+@contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    names = [f"sbpflow-{os.getpid()}-{number}" for number in (1, 2)]
+    ends = [f"sf{os.getpid() % 10**7}.{number}" for number in (1, 2)]
+    machines = [Machine(number + 1, names[number], ends[number]) for number in range(2)]
+    for name in names:
+        ip("netns", "add", name)
+    try:
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth",
+           "peer", "name", ends[1], "netns", names[1])  # fmt: skip
+        for machine in machines:
+            ip("-n", machine.name, "addr", "add", f"10.77.0.{machine.number}/24",
+               "dev", machine.interface)  # fmt: skip
+            for interface in ("lo", machine.interface):
+                ip("-n", machine.name, "link", "set", interface, "up")
+        yield machines[0], machines[1]
+    finally:
+        for machine in machines:
+            if machine.process is not None and machine.process.poll() is None:
+                machine.process.kill()
+                machine.process.communicate()
+        for name in names:
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+            ).stdout.split()
+            for pid in pids:
+                os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "del", name)
+
+
+def wait_for_ranks(folder: Path) -> dict[int, int]:
+    """Process id by rank, once both are connected."""
+    end = time.monotonic() + START_S
+    files = {rank: folder / f"rank{rank}" for rank in range(2)}
+    while not all(file.exists() and file.read_text() for file in files.values()):
+        assert time.monotonic() < end, "the ranks did not start"
+        time.sleep(0.05)
+    return {rank: int(file.read_text()) for rank, file in files.items()}
