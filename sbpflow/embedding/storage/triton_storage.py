@@ -19,6 +19,7 @@ from sbpflow.embedding.storage.runs import Runs
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.streams import step_keys
 
+_launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
 _RULES = {
     "sgd": kernels.SGD,
     "adagrad": kernels.ADAGRAD,
@@ -71,7 +72,7 @@ class TritonStorage(TorchStorage):
             return out
         if access.addresses.numel() == 0:
             return out.zero_()
-        kernels.lookup[self._grid(bags)](
+        _launch.lookup[self._grid(bags)](
             self.weights,
             access.addresses,
             access.addresses if access.offsets is None else access.offsets,
@@ -100,19 +101,19 @@ class TritonStorage(TorchStorage):
         partial = grads.new_empty(count // kernels.SPLIT + 1, width, dtype=torch.float32)
         where = {"start": runs.start, "stop": runs.stop, "source": runs.source, **scale}
         grid = self._grid(count)
-        kernels.sum_long_runs[grid](
+        _launch.sum_long_runs[grid](
             **where, grads=grads, partial=partial, n=count, width=width, **flags
         )
         squares = grads
         if self._sum_over_columns is not None:
             # The other ranks of the rows add theirs: sums first, of the batch's length everywhere.
             sums = grads.new_empty(count, width, dtype=torch.float32)
-            kernels.sum_runs[grid](
+            _launch.sum_runs[grid](
                 **where, grads=grads, partial=partial, out=sums, n=count, width=width, **flags
             )
             grads, flags = sums, flags | {"HAS_SCALE": False}
             squares = self._squares(sums)
-        kernels.update[grid](
+        _launch.update[grid](
             runs.keys,
             **where,
             grads=grads,
