@@ -33,7 +33,7 @@ def test_a_plan_of_many_ranks_takes_seconds_of_cpu_and_few_lines(scheme, size, l
     _, plan = plan_run(config, FIELDS, world_size=size, device_type="cpu")
     text = format_plan(plan)
     assert time.process_time() - begin < limit_s
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 300
     assert max(map(len, text.splitlines())) < 250
     facts = describe(plan)
     assert len(facts["ranks"]) == size
