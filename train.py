@@ -14,7 +14,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
     args = parser.parse_intermixed_args(argv)
+    return train(args.config, args.overrides)
 
+
+def train(path: str, overrides: Sequence[str]) -> int:
+    """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
@@ -25,6 +29,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.explain import format_plan, plan_digest
     from sbpflow.run.job import build_job
+    from sbpflow.run.model import hashed_crosses_of
     from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.training.health import (
         LossWatch,
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     from sbpflow.training.report import Report, setup_logging
     from sbpflow.training.run_folder import RunLock
 
-    config = load_config(args.config, args.overrides, models=MODELS)
+    config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     folder = run_dir(config)
     spec, plan = plan_run(
@@ -57,7 +62,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     boxing = Boxing(world)
     lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
     loaders = open_loaders(
-        manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device
+        manifest,
+        config.data,
+        world.rank,
+        world.size,
+        seed=config.run.seed,
+        device=world.device,
+        crosses=hashed_crosses_of(spec),
     )
     job = build_job(config, spec, plan, boxing)
     with Report(

@@ -28,9 +28,9 @@ from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
-    Exchange,
     FeatureConfig,
     OutputConfig,
     TableConfig,
@@ -104,7 +104,10 @@ def collect(
         batch_size=batch,
     )
     request: Any = kernel
-    return EmbeddingCollection(plan, world, Boxing(world), seed=SEED, kernel=request)
+    return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=request)
+
+
+STEP = 1  # of the job, in every update: no rule here counts steps
 
 
 def engine_step(collection: EmbeddingCollection, ids: Tensor, num_rows: int, grad: Tensor) -> float:
@@ -112,7 +115,7 @@ def engine_step(collection: EmbeddingCollection, ids: Tensor, num_rows: int, gra
     (output,) = collection.forward(ids, num_rows, training=True).values()
     middle = time.perf_counter()
     output.grad = grad
-    collection.apply_gradients()
+    collection.apply_gradients(STEP)
     return middle
 
 
@@ -350,7 +353,7 @@ def rows(results: Results, repeats: int) -> None:
         ) -> None:
             access = Access(addresses)
             storage.lookup(access)
-            storage.update(access, grads, 0.05)
+            storage.update(access, grads, 0.05, STEP)
 
         jobs[f"{size:,} rows"] = step
     times = turns(jobs, repeats)

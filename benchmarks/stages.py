@@ -140,7 +140,7 @@ class Loop:
             backend="gloo",
             batch_size=BATCH,
         )
-        self.tables = EmbeddingCollection(plan, world, boxing, seed=1)
+        self.tables = EmbeddingCollection(plan, boxing, seed=1)
         spec = WdlSpec(
             outputs=(output,),
             layers=((output.width + 1, 64), (64, 1)),
@@ -217,9 +217,9 @@ def leave_out(loop: Loop) -> None:
         zeros = send.new_zeros(sum(into), *send.shape[1:])
         return Pending(lambda: zeros, self._world)
 
-    def update() -> None:
+    def update(step: int) -> None:
         if loop.skip != "update":
-            real_update()
+            real_update(step)
             return
         for group in loop.tables._groups:
             group.take_collected()

@@ -10,12 +10,14 @@ from data.format.manifest import Bayes, Manifest, load_manifest
 from data.format.schema import Field
 
 if TYPE_CHECKING:
+    from data.read.batch import Batch, Cursor, Loader
     from data.read.fields import fields_of
-    from data.read.loader import Batch, Loader, RowLoader, open_loader
+    from data.read.loader import RowLoader, open_loader
 
 __all__ = [
     "Batch",
     "Bayes",
+    "Cursor",
     "Field",
     "Loader",
     "Manifest",
@@ -29,6 +31,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from data.read import fields, loader
+    from data.read import batch, fields, loader
 
-    return getattr(fields if name == "fields_of" else loader, name)
+    homes = (batch, fields, loader)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

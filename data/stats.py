@@ -7,6 +7,7 @@ unique ratios are what row caches and the ``unique`` exchange depend on.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,19 +98,33 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
         sums = np.zeros(len(manifest.fields))
         starts = np.linspace(0, rows.num_rows - size, _SAMPLED_BATCHES).astype(np.int64)
         for start in np.unique(starts):
-            words = rows.read(int(start), int(start) + size)
-            sums += [len(np.unique(ids)) / ids.size for ids in field_ids(manifest, words)]
+            found = field_ids(manifest, rows, int(start), int(start) + size)
+            sums += [len(np.unique(ids)) / max(ids.size, 1) for ids in found]
         for field, ratio in zip(manifest.fields, sums / len(np.unique(starts)), strict=True):
             ratios[field.name][size] = float(ratio)
     return ratios
 
 
-def field_ids(manifest: Manifest, words: Words) -> Iterator[Words]:
-    """Ids [rows, hot] of each field of a block of rows."""
+def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
+    """Ids of each field in rows [start, stop): [rows, hot], or of a ragged field [ids]."""
+    words = rows.read(start, stop)
+    lists: Iterator[Words] = iter(())
+    if manifest.lists:
+        lists = list_ids(*rows.lists(start, stop))
     column = 1 + len(manifest.dense)
     for field in manifest.fields:
-        yield words[:, column : column + field.hot]
-        column += field.hot
+        if field.ragged:
+            yield next(lists)
+        else:
+            yield words[:, column : column + field.hot]
+            column += field.hot
+
+
+def list_ids(lengths: NDArray[Any], values: Words) -> Iterator[Words]:
+    """The ids [ids] of each list from ``lengths`` [rows, lists] and the values of all."""
+    owner = np.repeat(np.tile(np.arange(lengths.shape[1]), len(lengths)), lengths.reshape(-1))
+    for number in range(lengths.shape[1]):
+        yield values[owner == number]
 
 
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
@@ -117,9 +132,9 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
     rows = RowFiles(manifest, "train")
     for start in range(0, rows.num_rows, _BLOCK_ROWS):
-        words = rows.read(start, min(start + _BLOCK_ROWS, rows.num_rows))
-        for field, ids in zip(manifest.fields, field_ids(manifest, words), strict=True):
-            if field.name in counts:
+        found_ids = field_ids(manifest, rows, start, min(start + _BLOCK_ROWS, rows.num_rows))
+        for field, ids in zip(manifest.fields, found_ids, strict=True):
+            if field.name in counts and ids.size:
                 found, times = np.unique(ids, return_counts=True)
                 if found[0] < 0 or found[-1] >= field.rows:
                     raise _out_of_range(manifest, field, start, ids)
@@ -128,9 +143,10 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
 
 
 def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> DataError:
-    row, column = np.argwhere((ids < 0) | (ids >= field.rows))[0]
+    place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
+    where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
-        f"{manifest.path}: row {start + int(row)} of train has {field.name} id {ids[row, column]}, "
+        f"{manifest.path}: {where} of train has {field.name} id {ids[place]}, "
         f"its table has rows 0..{field.rows - 1}; the set is damaged, `python -m data verify` "
         "tells which file"
     )

@@ -1,5 +1,6 @@
-"""Fixtures every test may use: persistent ranks on gloo, and on NCCL where there is a GPU."""
+"""Fixtures every test may use: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported: its kernels then run in Python, on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -39,3 +44,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """As ``ranks``, on CUDA and NCCL; for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
+
+
+@pytest.fixture(scope="session")
+def rehearsed_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., list[Any]]]:
+    """As ``nccl_ranks``, without a GPU: tensors of ``tests/rehearsal``, and its rules."""
+    from tests.rehearsal.task import perform
+
+    for run in _pools(tmp_path_factory, "rehearsed"):
+
+        def rehearse(
+            world_size: int, fn: Callable[..., Any], *args: Any, run: Any = run
+        ) -> list[Any]:
+            return run(world_size, perform, fn, *args)
+
+        yield rehearse

@@ -168,9 +168,18 @@ def _serve(
     import torch
 
     torch.set_num_threads(1)
+    if device == "rehearsed":  # tensors that say they are on CUDA, see tests/rehearsal
+        from tests.rehearsal.install import install
+
+        install()
+        device = "cuda"
     from sbpflow.runtime.world import Rendezvous, World
 
-    meeting = Rendezvous(init_method=f"file://{store}", rank=rank, size=world_size, local_rank=rank)
+    # Several ranks share a device where there are more of them.
+    local_rank = rank % torch.cuda.device_count() if device == "cuda" else rank
+    meeting = Rendezvous(
+        init_method=f"file://{store}", rank=rank, size=world_size, local_rank=local_rank
+    )
     world = World.start(device, timeout_s=TIMEOUT_S, checked=True, rendezvous=meeting)
     while (task := pipe.recv()) is not None:
         pipe.send(_perform(world, *task))

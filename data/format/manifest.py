@@ -1,35 +1,53 @@
 """The manifest of a prepared set: what the shards hold, read and written in one place.
 
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words
-[rows, 1 + dense + fields]: label, dense values (both float32 bit patterns), one id per field.
-The fingerprint covers everything in the manifest, the checksums of the shards included.
+[rows, 1 + dense + fixed ids]: label, dense values (both float32 bit patterns), the ids of fields
+with a fixed number of them; beside each shard its lists and side columns (``data.format.parts``),
+in ``vocabulary/`` which value has which id. The fingerprint covers everything in the manifest, the
+checksums of all these files included.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from data.format.manifest_check import SPLITS, check_content
+from data.format.parts import LENGTH_TYPES, PartType, Role, SideColumn, part_types
+from data.format.remake import how_to_remake
 from data.format.schema import Field
-from sbpflow.config.checks import HOW_TO_MAKE_DATA, data_folder_problem
+from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.errors import DataError
 
 FORMAT = "sbpflow-prepared"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A file beside a shard; ``count`` is its length where the number of rows does not say it."""
+
+    file: str
+    crc32: int
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of consecutive rows of a split; ``crc32`` is over the whole file."""
+    """Consecutive rows of a split: the file of words, and the parts that lie beside it.
+
+    ``crc32`` is over the whole file.
+    """
 
     file: str
     rows: int
     crc32: int
+    parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,14 @@ class Bayes:
     auc: float
     logloss: float
     by_split: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A vocabulary whose ids mean the same in this set: its digest and its rows per field."""
+
+    digest: str
+    rows: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -59,11 +85,67 @@ class Manifest:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """Sparse fields, then crosses, in the order of ``Batch.ids``."""
+        """Every embedding table: sparse fields, bucketed dense columns, then crosses."""
         return tuple(
-            Field(entry["name"], entry["rows"], entry.get("hot", 1))
+            Field(
+                entry["name"],
+                entry["rows"],
+                entry.get("hot", 1),
+                entry.get("ragged", False),
+                entry.get("weighted", False),
+            )
             for entry in self.content["fields"]
         )
+
+    @property
+    def fixed(self) -> tuple[Field, ...]:
+        """The fields whose ids are columns of the words, in their order."""
+        return tuple(field for field in self.fields if not field.ragged)
+
+    @property
+    def lists(self) -> tuple[Field, ...]:
+        """The ragged fields, in the order of the lists of a row."""
+        return tuple(field for field in self.fields if field.ragged)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the ids in lists have weights; those of a field without any are 1."""
+        return any(field.weighted for field in self.fields)
+
+    @cached_property
+    def side(self) -> tuple[SideColumn, ...]:
+        """The columns beside the features."""
+        return tuple(
+            SideColumn(entry["name"], entry["role"], entry["type"])
+            for entry in self.content.get("side", ())
+        )
+
+    def side_column(self, role: Role) -> SideColumn | None:
+        """The column of this role; of labels the first further one."""
+        return next((column for column in self.side if column.role == role), None)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether rows have a label; without one (rows encoded to be scored) it is NaN."""
+        return bool(self.content.get("labelled", True))
+
+    @cached_property
+    def part_types(self) -> Mapping[str, PartType]:
+        """The files that every shard has beside its words."""
+        length_type = self.content.get("length_type", LENGTH_TYPES[0])
+        return part_types(len(self.lists), length_type, self.weighted, self.side)
+
+    @property
+    def vocabulary_digest(self) -> str | None:
+        """A digest of which value has which id; None for a set without vocabularies."""
+        vocabulary = self.content.get("vocabulary")
+        return None if vocabulary is None else vocabulary["digest"]
+
+    @property
+    def ancestors(self) -> tuple[Ancestor, ...]:
+        """The vocabularies that this one grew from, the nearest first."""
+        vocabulary = self.content.get("vocabulary") or {}
+        return tuple(Ancestor(**entry) for entry in vocabulary.get("ancestors", ()))
 
     @property
     def sparse(self) -> tuple[Field, ...]:
@@ -78,7 +160,7 @@ class Manifest:
     @property
     def num_words(self) -> int:
         """32-bit words per row."""
-        return 1 + len(self.dense) + sum(field.hot for field in self.fields)
+        return 1 + len(self.dense) + sum(field.hot for field in self.fixed)
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
@@ -104,7 +186,7 @@ class Manifest:
         """The files of one split, in row order."""
         if split not in SPLITS:
             raise DataError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-        return tuple(Shard(**entry) for entry in self.content["splits"][split])
+        return tuple(shard_from(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
         """The field called ``name``, or a DataError that says how to get it."""
@@ -119,6 +201,23 @@ class Manifest:
                 f"prepare it again with --crosses {wanted}"
             )
         raise DataError(f"{self.path}: no field {name!r} in this set; it has: {have}")
+
+
+def shard_from(entry: Mapping[str, Any]) -> Shard:
+    """A shard from its entry in the manifest, or in the record of a piece."""
+    parts = {name: Part(**part) for name, part in entry.get("parts", {}).items()}
+    return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
+
+
+def shard_entry(shard: Shard) -> dict[str, Any]:
+    """What the manifest says of a shard; no more than it needs to."""
+    entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
+    if shard.parts:
+        entry["parts"] = {
+            name: {key: value for key, value in asdict(part).items() if value is not None}
+            for name, part in shard.parts.items()
+        }
+    return entry
 
 
 def fingerprint_of(content: Mapping[str, Any]) -> str:
@@ -181,7 +280,7 @@ def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     if content.get("version") != VERSION:
         raise DataError(
             f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; "
-            "prepare the set again"
+            f"make the set anew: {how_to_remake(file.parent, content)}"
         )
     if content.get("fingerprint") != fingerprint_of(content):
         raise DataError(

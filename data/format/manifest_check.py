@@ -6,16 +6,26 @@ manifest is ever opened.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from data.format.parts import COUNTED_PARTS, LENGTH_TYPES, ROLES, Role, SideColumn, part_types
 from sbpflow.errors import DataError
 
 SPLITS = ("train", "val", "test")
 
+VOCABULARY_FOLDER = "vocabulary"
+KEY_TYPES = ("<u4", "<u8")
+
 _MAX_ROWS = 2**31 - 1
+_MAX_HOT = 2**16 - 1
+_PART_KEYS = {"file", "crc32"}
+_COUNTED_KEYS = {"file", "crc32", "count"}
+_VOCABULARY_KEYS = {"digest", "seed", "ancestors", "fields"}
+_ARRAYS = {"keys", "ids", "counts"}
 _SHARD_KEYS = {"file", "rows", "crc32"}
 _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
@@ -29,19 +39,24 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     for i, entry in fields:
         names.append(check.name(f"fields[{i}]", entry))
         check.integer(f"fields[{i}].rows", entry.get("rows"), 2, _MAX_ROWS)
-        check.integer(f"fields[{i}].hot", entry.get("hot", 1), 1, _MAX_ROWS)
+        check.field(f"fields[{i}]", entry)
+    names += check.side(content)
+    check.columns(content)
     twice = [name for name, number in Counter(names).items() if number > 1]
     check.need(not twice, "dense and fields", twice[:1], "free of a name that is there twice")
     splits = content.get("splits")
     check.need(_has_keys(splits, set(SPLITS)), "splits", splits, "shards of train, val and test")
     files: list[str] = []
+    wanted = _part_names(content)
     for split in SPLITS:
         for i, shard in check.entries(cast("dict[str, Any]", splits), split, "splits."):
-            files.append(check.shard(f"splits.{split}[{i}]", shard))
+            files += check.shard(f"splits.{split}[{i}]", shard, wanted)
     twice = [name for name, number in Counter(files).items() if number > 1]
     check.need(not twice, "splits", twice[:1], "free of a file that is there twice")
     if (bayes := content.get("bayes")) is not None:
         check.bayes(bayes)
+    if (vocabulary := content.get("vocabulary")) is not None:
+        check.vocabulary(vocabulary, [entry["name"] for _, entry in fields])
 
 
 class _Check:
@@ -75,13 +90,64 @@ class _Check:
         fits = type(value) is int and least <= value <= most  # True is an int, too
         self.need(fits, key, value, f"a whole number from {least} to {most}")
 
-    def shard(self, key: str, shard: Mapping[str, Any]) -> str:
-        self.need(_has_keys(shard, _SHARD_KEYS), key, shard, "file, rows and crc32 of a shard")
+    def field(self, key: str, entry: Mapping[str, Any]) -> None:
+        ragged, weighted = entry.get("ragged", False), entry.get("weighted", False)
+        for name, value in (("ragged", ragged), ("weighted", weighted)):
+            self.need(isinstance(value, bool), f"{key}.{name}", value, "true or false")
+        self.need(ragged or not weighted, f"{key}.weighted", weighted, "of a ragged field only")
+        self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
+
+    def side(self, content: Mapping[str, Any]) -> list[str]:
+        """The names of the columns beside the features."""
+        names: list[str] = []
+        roles: list[str] = []
+        for i, entry in self.entries({"side": content.get("side", [])}, "side"):
+            names.append(self.name(f"side[{i}]", entry))
+            role, kind = entry.get("role"), entry.get("type")
+            self.need(role in ROLES, f"side[{i}].role", role, f"one of {', '.join(ROLES)}")
+            types = ROLES[cast("Role", role)]
+            self.need(kind in types, f"side[{i}].type", kind, f"one of {', '.join(types)}")
+            roles.append(cast("str", role))
+        twice = [role for role in roles if role != "label" and roles.count(role) > 1]
+        self.need(not twice, "side", twice[:1], "free of a role that is there twice")
+        return names
+
+    def columns(self, content: Mapping[str, Any]) -> None:
+        """What is said of all rows at once: labelled or not, how long a list can be."""
+        labelled = content.get("labelled", True)
+        self.need(isinstance(labelled, bool), "labelled", labelled, "true or false")
+        kind = content.get("length_type", LENGTH_TYPES[0])
+        self.need(kind in LENGTH_TYPES, "length_type", kind, f"one of {', '.join(LENGTH_TYPES)}")
+        for i, entry in enumerate(content["dense"]):
+            span = entry.get("range")
+            fits = span is None or (
+                isinstance(span, list) and len(span) == 2 and all(map(_is_number, span))
+            )
+            self.need(fits, f"dense[{i}].range", span, "the least and the greatest value")
+
+    def shard(self, key: str, shard: Mapping[str, Any], wanted: set[str]) -> list[str]:
+        """The names of its files."""
+        plain = {name: value for name, value in shard.items() if name != "parts"}
+        self.need(_has_keys(plain, _SHARD_KEYS), key, shard, "file, rows and crc32 of a shard")
         self.integer(f"{key}.rows", shard["rows"], 0, _MAX_ROWS)
-        self.integer(f"{key}.crc32", shard["crc32"], 0, 2**32 - 1)
-        file = shard["file"]
-        plain = isinstance(file, str) and file.endswith(".npy") and not set(file) & set("/\\\0")
-        self.need(plain, f"{key}.file", file, "the name of an .npy file beside the manifest")
+        files = [self.file(key, plain)]
+        parts = shard.get("parts", {})
+        self.need(_has_keys(parts, wanted), f"{key}.parts", parts, _named(wanted))
+        for name, part in cast("dict[str, Any]", parts).items():
+            keys = _COUNTED_KEYS if name in COUNTED_PARTS else _PART_KEYS
+            self.need(_has_keys(part, keys), f"{key}.parts.{name}", part, _named(keys))
+            if "count" in keys:
+                self.integer(f"{key}.parts.{name}.count", part["count"], 0, 2**62)
+            files.append(self.file(f"{key}.parts.{name}", part))
+        return files
+
+    def file(self, key: str, entry: Mapping[str, Any], folder: str = "") -> str:
+        self.integer(f"{key}.crc32", entry["crc32"], 0, 2**32 - 1)
+        file = entry["file"]
+        plain = isinstance(file, str) and file.endswith(".npy") and file.startswith(folder)
+        plain = plain and not set(file[len(folder) :]) & set("/\\\0")
+        where = f"in {folder}" if folder else "beside the manifest"
+        self.need(plain, f"{key}.file", file, f"the name of an .npy file {where}")
         return cast("str", file)
 
     def bayes(self, raw: object) -> None:
@@ -90,6 +156,49 @@ class _Check:
         for split, pair in cast("dict[str, Any]", raw).items():
             fits = _has_keys(pair, _BAYES_KEYS) and all(map(_is_number, pair.values()))
             self.need(fits, f"bayes.{split}", pair, "numbers for auc, logloss and ctr")
+
+    def vocabulary(self, raw: object, fields: list[str]) -> None:
+        self.need(_has_keys(raw, _VOCABULARY_KEYS), "vocabulary", raw, _named(_VOCABULARY_KEYS))
+        content = cast("dict[str, Any]", raw)
+        self.integer("vocabulary.seed", content["seed"], 0, 2**63 - 1)
+        self.digest("vocabulary.digest", content["digest"])
+        for i, entry in self.entries(content, "ancestors", "vocabulary."):
+            key = f"vocabulary.ancestors[{i}]"
+            self.need(_has_keys(entry, {"digest", "rows"}), key, entry, "digest and rows")
+            self.digest(f"{key}.digest", entry["digest"])
+            rows = entry["rows"]
+            fits = isinstance(rows, dict) and all(type(n) is int and n > 1 for n in rows.values())
+            self.need(fits, f"{key}.rows", rows, "table rows by field")
+        values = content["fields"]
+        fits = isinstance(values, dict) and set(values) <= set(fields)
+        self.need(fits, "vocabulary.fields", values, "arrays by the name of a field")
+        for name, entry in cast("dict[str, Any]", values).items():
+            key = f"vocabulary.fields.{name}"
+            arrays = set(cast("dict[str, Any]", entry)) - {"values", "key"} if entry else set()
+            fits = isinstance(entry, dict) and _ARRAYS <= arrays <= {*_ARRAYS, "checks"}
+            self.need(fits, key, entry, "values, key, keys, ids and counts")
+            self.integer(f"{key}.values", entry.get("values"), 0, _MAX_ROWS)
+            self.need(entry.get("key") in KEY_TYPES, f"{key}.key", entry.get("key"), "<u4 or <u8")
+            for array in sorted(arrays):
+                part = entry[array]
+                self.need(_has_keys(part, _PART_KEYS), f"{key}.{array}", part, _named(_PART_KEYS))
+                self.file(f"{key}.{array}", part, VOCABULARY_FOLDER + "/")
+
+    def digest(self, key: str, value: object) -> None:
+        fits = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+        self.need(fits, key, value, "a sha256 in hex")
+
+
+def _part_names(content: Mapping[str, Any]) -> set[str]:
+    """The parts that every shard must have, from fields and side columns that were checked."""
+    lists = [entry for entry in content["fields"] if entry.get("ragged", False)]
+    side = [SideColumn(e["name"], e["role"], e["type"]) for e in content.get("side", [])]
+    weighted = any(entry.get("weighted", False) for entry in lists)
+    return set(part_types(len(lists), LENGTH_TYPES[0], weighted, side))
+
+
+def _named(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "empty"
 
 
 def _has_keys(value: object, keys: set[str]) -> bool:

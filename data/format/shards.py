@@ -1,99 +1,51 @@
-"""Shard files: written whole or not at all, opened by memory map, read by ranges or row numbers."""
+"""Shards of a split: written whole or not at all, opened by memory map, read by ranges or rows."""
 
 import bisect
-import os
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest, Shard, check_unchanged
-from sbpflow.errors import DataError
+from data.format.manifest import Manifest, Part, Shard, check_unchanged
+from data.format.mapped_rows import MappedRows
+from data.format.npy import check_array, map_array, read_array, write_array
+from data.format.parts import COUNTED_PARTS
 
 Words = NDArray[np.int32]
+Parts = Mapping[str, "NDArray[Any]"]
 
-_HEADER_BYTES = 128
-_PAGE_BYTES = 4096
+_WORD = "<i4"
 
 
-def _header(num_rows: int, num_words: int) -> bytes:
-    """The first 128 bytes of a .npy file (format 1.0) of int32 [rows, words].
+def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
+    """Write int32 ``words`` [rows, words] as ``folder/name``, and its parts beside it.
 
-    Written here and not by numpy, whose padding differs between versions: so a shard's bytes are a
-    function of its rows, and a damaged header is found by comparing.
+    A reader never sees half of a file. ``parts`` are arrays by the names of ``data.format.parts``.
     """
-    text = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({num_rows}, {num_words}), }}"
-    head = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
-    return head + text.ljust(_HEADER_BYTES - 11).encode("ascii") + b"\n"
+    written: dict[str, Part] = {}
+    for part, array in (parts or {}).items():
+        file = f"{name.removesuffix('.npy')}.{part}.npy"
+        counted = part in COUNTED_PARTS
+        crc32 = write_array(folder / file, array)
+        written[part] = Part(file, crc32, len(array) if counted else None)
+    words = np.ascontiguousarray(words, dtype=_WORD)
+    return Shard(name, len(words), write_array(folder / name, words), written)
 
 
-def write_shard(folder: Path, name: str, words: Words) -> Shard:
-    """Write int32 ``words`` [rows, words] as ``folder/name``; a reader never sees half of it."""
-    words = np.ascontiguousarray(words, dtype="<i4")
-    header = _header(*words.shape)
-    partial = folder / (name + ".partial")
-    with partial.open("wb") as file:
-        file.write(header)
-        file.write(words.data)
-    os.replace(partial, folder / name)
-    return Shard(name, len(words), zlib.crc32(words.data, zlib.crc32(header)))
+def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, tuple[int, ...]]]:
+    """Every file of a shard: its name, checksum, dtype and shape."""
+    files = [(shard.file, shard.crc32, _WORD, (shard.rows, manifest.num_words))]
+    for name, kind in manifest.part_types.items():
+        part = shard.parts[name]
+        files.append((part.file, part.crc32, kind.dtype, kind.shape(shard.rows, part.count)))
+    return files
 
 
-def file_crc32(path: Path) -> int:
-    """zlib.crc32 of a whole file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _check_shard(path: Path, shard: Shard, num_words: int) -> None:
-    header = _header(shard.rows, num_words)
-    try:
-        with path.open("rb") as file:
-            found = file.read(_HEADER_BYTES)
-            num_bytes = file.seek(0, os.SEEK_END)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); prepare the set again") from error
-    wanted = _HEADER_BYTES + 4 * shard.rows * num_words
-    if found != header or num_bytes != wanted:
-        raise DataError(
-            f"{path}: is not the .npy of {shard.rows} rows x {num_words} int32 ({wanted} bytes) "
-            "that the manifest names; it was changed or cut short, prepare the set again"
-        )
-
-
-def _map(path: Path, shard: Shard, num_words: int) -> Words:
-    """A private map of a checked shard: writing into it changes no file.
-
-    By torch, whose maps hold no file descriptor; numpy's hold one each, and a set may have more
-    shards than a process may have open files.
-    """
-    import torch  # here, so that prepare and verify do without
-
-    _check_shard(path, shard, num_words)
-    size = _HEADER_BYTES // 4 + shard.rows * num_words
-    try:
-        words = torch.from_file(str(path), shared=False, size=size, dtype=torch.int32).numpy()
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"{path}: cannot be mapped into memory ({error}); free some memory, or raise the limit "
-            "on maps (sysctl vm.max_map_count)"
-        ) from error
-    return words[_HEADER_BYTES // 4 :].reshape(shard.rows, num_words)
-
-
-def _as_rows(words: Words) -> "NDArray[np.void]":
-    """A view [rows] whose items are whole rows; indexing it copies a row at a time."""
-    return words.view(np.dtype((np.void, 4 * words.shape[1])))[:, 0]
-
-
-class SplitRows:
-    """The rows of one split across its shards; row numbers count from the split's first row.
+class SplitRows(MappedRows):
+    """The words of one split across its shards; row numbers count from the split's first row.
 
     The maps are copy-on-write: who writes into a view changes no file, but does change what this
     object reads afterwards. They are of the set that ``manifest`` describes: one that was put in
@@ -103,95 +55,72 @@ class SplitRows:
     def __init__(self, manifest: Manifest, split: str) -> None:
         shards = [shard for shard in manifest.shards(split) if shard.rows]
         try:
-            self._maps = [_map(manifest.path / s.file, s, manifest.num_words) for s in shards]
+            maps = [
+                map_array(manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
+                for shard in shards
+            ]
         finally:  # also where a shard does not fit: that the set was replaced says more
             check_unchanged(manifest)
-        self._starts = [0, *accumulate(shard.rows for shard in shards)]
-        self.num_rows = self._starts[-1]
         self.num_words = manifest.num_words
-
-    def read(self, start: int, stop: int, out: Words) -> None:
-        """Copy rows [start, stop) into ``out`` [stop - start, words]."""
-        index = bisect.bisect_right(self._starts, start) - 1
-        done = 0
-        while start < stop:
-            first = self._starts[index]
-            piece = self._maps[index][start - first : stop - first]
-            out[done : done + len(piece)] = piece
-            done, start, index = done + len(piece), start + len(piece), index + 1
-
-    def view(self, start: int, stop: int) -> Words | None:
-        """Rows [start, stop) without a copy, their pages read; None where they cross shards."""
-        index = bisect.bisect_right(self._starts, start) - 1
-        if stop > self._starts[index + 1]:
-            return None
-        first = self._starts[index]
-        words = self._maps[index][start - first : stop - first]
-        words.reshape(-1)[:: _PAGE_BYTES // 4].max()
-        return words
-
-    def gather(self, rows: NDArray[np.int64], out: Words) -> None:
-        """Copy the given rows, in the given order, into ``out`` [len(rows), words]."""
-        if not len(rows):
-            return
-        index = np.searchsorted(self._starts, rows, side="right") - 1
-        order = np.argsort(index, kind="stable")
-        shards, firsts = np.unique(index[order], return_index=True)
-        target = _as_rows(out)
-        for shard, chosen in zip(shards, np.split(order, firsts[1:]), strict=True):
-            target[chosen] = _as_rows(self._maps[shard])[rows[chosen] - self._starts[shard]]
-
-    def close(self) -> None:
-        """Drop the memory maps; views handed out keep theirs alive."""
-        self._maps = []
+        super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
 
 
 class RowFiles:
     """The rows of one split for a pass from start to end: read from the files, none kept open."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
+        self._manifest = manifest
         self._shards = [shard for shard in manifest.shards(split) if shard.rows]
-        self._folder = manifest.path
         for shard in self._shards:
-            _check_shard(self._folder / shard.file, shard, manifest.num_words)
+            for file, _, dtype, shape in shard_files(manifest, shard):
+                check_array(manifest.path / file, dtype, shape)
         self._starts = [0, *accumulate(shard.rows for shard in self._shards)]
         self.num_rows = self._starts[-1]
         self.num_words = manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
         """Rows [start, stop) as a new array [stop - start, words]."""
-        out = np.empty((stop - start, self.num_words), dtype=np.int32)
+        shape = (self.num_words,)
+        pieces = [
+            read_array(self._manifest.path / shard.file, _WORD, (shard.rows, *shape), a, b)
+            for shard, a, b in self._inside(start, stop)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
+
+    def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", Words]:
+        """Lengths [stop - start, lists] and values of the lists of rows [start, stop)."""
+        types, folder = self._manifest.part_types, self._manifest.path
+        none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
+        lengths: list[NDArray[Any]] = [none]
+        values: list[Words] = [np.empty(0, dtype=np.int32)]
+        for shard, a, b in self._inside(start, stop):
+            part, kind = shard.parts["lengths"], types["lengths"]
+            shape = kind.shape(shard.rows, None)
+            lengths.append(read_array(folder / part.file, kind.dtype, shape, a, b))
+            starts = folder / shard.parts["starts"].file
+            ends = [int(read_array(starts, "<i8", (), row, row + 1)[0]) for row in (a, b)]
+            values.append(
+                read_array(folder / shard.parts["values"].file, _WORD, (), ends[0], ends[1])
+            )
+        return np.concatenate(lengths), np.concatenate(values)
+
+    def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
+        """Rows [start, stop) of a part with one entry per row."""
+        kind = self._manifest.part_types[name]
+        pieces: list[NDArray[Any]] = [np.empty((0, *kind.tail), dtype=kind.dtype)]
+        for shard, a, b in self._inside(start, stop):
+            file = self._manifest.path / shard.parts[name].file
+            pieces.append(read_array(file, kind.dtype, kind.shape(shard.rows, None), a, b))
+        return np.concatenate(pieces)
+
+    def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
+        """Rows [start, stop) shard by shard: the shard, and from where to where in it."""
+        found: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1
-        done = 0
-        while done < len(out):
-            first = start + done - self._starts[index]
-            here = min(self._shards[index].rows - first, len(out) - done)
-            self._read(self._shards[index], first, out[done : done + here])
-            done, index = done + here, index + 1
-        return out
-
-    def _read(self, shard: Shard, first: int, out: Words) -> None:
-        path = self._folder / shard.file
-        try:
-            with path.open("rb") as file:
-                file.seek(_HEADER_BYTES + 4 * first * self.num_words)
-                num_bytes = file.readinto(out.data)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error}); prepare the set again") from error
-        if num_bytes != out.nbytes:
-            raise DataError(f"{path}: was cut short while it was read; prepare the set again")
-
-
-def verify_shards(manifest: Manifest, workers: int) -> None:
-    """Compare every shard with its checksum; DataError names the first that differs."""
-
-    def verify(shard: Shard) -> None:
-        path = manifest.path / shard.file
-        _check_shard(path, shard, manifest.num_words)
-        if file_crc32(path) != shard.crc32:
-            raise DataError(f"{path}: checksum differs from the manifest; prepare the set again")
-
-    with ThreadPoolExecutor(workers) as pool:
-        shards = (s for split in ("train", "val", "test") for s in manifest.shards(split))
-        for _ in pool.map(verify, shards):
-            pass
+        while start < stop:
+            first, end = self._starts[index], min(stop, self._starts[index + 1])
+            found.append((self._shards[index], start - first, end - first))
+            start, index = end, index + 1
+        return found

@@ -1,28 +1,28 @@
-"""How words get from a read function into torch tensors: memory map, or DALI external_source.
+"""How blocks get from a read function into torch tensors: memory map, or DALI external_source.
 
-Blocks of words are read in threads of the loader, a few ahead of the consumer, and DALI runs in one
+Blocks are read in threads of the loader, a few ahead of the consumer, and DALI runs in one
 of its own; a feed yields them as tensors on the device. Both feeds yield the same bits.
 """
 
-import sys
-import threading
+import ctypes
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.format.shards import Words
+from data.read.blocks import Block, Parts, Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]
-Read = Callable[[int], Words]
-Parts = tuple[Tensor, Tensor, Tensor]  # labels, dense, ids: views of one block
-Split = Callable[[Tensor], Parts]
-Feed = Callable[[Iterator[Words], Split, torch.device, "Threads"], Iterator[Parts]]
+Read = Callable[[int], Block]
+Split = Callable[[Tensor, int], Parts]  # views of a block of so many rows
+Feed = Callable[[Iterator[Block], Split, torch.device, "Threads"], Iterator[Parts]]
 
 _AHEAD = 4
 _READERS = 2
@@ -33,33 +33,42 @@ _MOST_BUFFERS = _AHEAD + (_RUNS_AHEAD + 1) * _BLOCKS_PER_RUN + 2
 
 
 class Buffers:
-    """Arrays for batches, used again once nobody else refers to them.
+    """Arrays for batches, used again once nobody refers to them any more.
 
-    Fresh memory costs as much in page faults as the copy into it. A tensor made from an array
-    refers to it as long as any view of the tensor lives, so the reference count says when it is
-    free.
+    Fresh memory costs as much in page faults as the copy into it. Each array handed out lies on a
+    lease, an object of its own that every view of it, numpy's or torch's, keeps alive; when the
+    last view goes, the lease goes and gives the memory back.
     """
 
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
-        self._made: list[Words] = []
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        # Its append and popleft are atomic: a lease may end in any thread, at any moment.
+        self._free: deque[Words] = deque()
 
-    def take(self, num_rows: int) -> Words:
-        """An array [num_rows, words] that no one else uses."""
-        with self._lock:
-            for index in range(len(self._made)):
-                buffer = self._made[index]
-                if buffer.shape[0] >= num_rows and sys.getrefcount(buffer) == _ONLY_OURS:
-                    return buffer[:num_rows]
-            buffer = np.empty((num_rows, self._num_words), dtype=np.int32)
-            if len(self._made) < _MOST_BUFFERS:
-                self._made.append(buffer)
-            return buffer[:]
+    def take(self, num_words: int) -> Words:
+        """An array [num_words] that no one else uses."""
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.popleft()
+            except IndexError:  # taken by another reader
+                break
+            if memory.shape[0] >= num_words:
+                return self._lease(memory)[:num_words]
+            self._free.append(memory)
+        # Lists make batches of unequal sizes: with some room, most fit into what is there.
+        return self._lease(np.empty(num_words + num_words // _ROOM, dtype=np.int32))[:num_words]
+
+    def _lease(self, memory: Words) -> Words:
+        lease = (ctypes.c_int32 * memory.shape[0]).from_buffer(memory)
+        weakref.finalize(lease, _give_back, self._free, memory).atexit = False
+        return np.frombuffer(lease, dtype=np.int32)
 
 
-_ONLY_OURS = 3
-"""References to a free buffer inside ``take``: the list, the local name, the argument."""
+_ROOM = 16  # a part of so many is added
+
+
+def _give_back(free: deque[Words], memory: Words) -> None:
+    if len(free) < _MOST_BUFFERS:
+        free.append(memory)
 
 
 class Threads:
@@ -75,12 +84,12 @@ class Threads:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[Words]:
+def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[Block]:
     """Yield ``read(0)``, ``read(1)``, ... with the next few already being read.
 
     An abandoned iterator waits for nothing when it is collected, which may happen in any thread.
     """
-    pending: deque[Future[Words]] = deque()
+    pending: deque[Future[Block]] = deque()
     try:
         for index in range(count):
             while len(pending) < _AHEAD and index + len(pending) < count:
@@ -92,34 +101,35 @@ def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[
 
 
 def memmap_feed(
-    blocks: Iterator[Words], split: Split, device: torch.device, threads: Threads
+    blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[Parts]:
     """Yield each block as a tensor; to a GPU through pinned memory, one copy ahead."""
     if device.type == "cuda":
-        yield from map(split, _to_gpu(blocks, device))
+        for words, num_rows in _to_gpu(blocks, device):
+            yield split(words, num_rows)
     else:
-        for words in blocks:
-            yield split(torch.from_numpy(words))
+        for block in blocks:
+            yield split(torch.from_numpy(block.words), block.num_rows)
 
 
-def _to_gpu(blocks: Iterator[Words], device: torch.device) -> Iterator[Tensor]:
+def _to_gpu(blocks: Iterator[Block], device: torch.device) -> Iterator[tuple[Tensor, int]]:
     side = torch.cuda.Stream(device)
-    waiting: Tensor | None = None
-    for words in blocks:
+    waiting: tuple[Tensor, int] | None = None
+    for block in blocks:
         with torch.cuda.stream(side):
-            copied = torch.from_numpy(words).pin_memory().to(device, non_blocking=True)
+            copied = torch.from_numpy(block.words).pin_memory().to(device, non_blocking=True)
         if waiting is not None:
             yield waiting
         # The consumer's stream waits for this copy only, which ran beside its last step.
         torch.cuda.current_stream(device).wait_stream(side)
         copied.record_stream(torch.cuda.current_stream(device))
-        waiting = copied
+        waiting = (copied, block.num_rows)
     if waiting is not None:
         yield waiting
 
 
 def dali_feed(
-    blocks: Iterator[Words], split: Split, device: torch.device, threads: Threads
+    blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[Parts]:
     """Yield each block through a DALI pipeline; one sample is a whole block, never a row.
 
@@ -137,6 +147,8 @@ def dali_feed(
 
     gpu = device.type == "cuda"
 
+    rows: deque[int] = deque()
+    """Of the blocks handed to DALI and not yet split."""
     source = [blocks]
     """Emptied at the end: DALI's operators refer to each other, and one of them to this function,
     so what it reads from would stay until the garbage collector runs."""
@@ -146,10 +158,11 @@ def dali_feed(
         """A batch of one sample for every output; without rows where the epoch is over."""
         if not source:
             raise StopIteration
-        blocks = source[0]
-        first = next(blocks)
-        rest = [next(blocks, first[:0]) for _ in range(_BLOCKS_PER_RUN - 1)]
-        return [[words] for words in (first, *rest)]
+        found = [next(source[0])]
+        found += islice(source[0], _BLOCKS_PER_RUN - 1)
+        rows.extend(block.num_rows for block in found)
+        none = [found[0].words[:0]] * (_BLOCKS_PER_RUN - len(found))
+        return [[words] for words in (*(block.words for block in found), *none)]
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=device.index or 0 if gpu else None)
     def pipeline() -> object:
@@ -157,7 +170,7 @@ def dali_feed(
             source=next_blocks,
             num_outputs=_BLOCKS_PER_RUN,
             no_copy=True,
-            ndim=2,
+            ndim=1,
             dtype=types.INT32,
         )
         return tuple(words.gpu() for words in outputs) if gpu else tuple(outputs)
@@ -167,9 +180,12 @@ def dali_feed(
 
     def run() -> Iterator[Parts]:
         words = (output[0] for output in pipe.run())
-        parts = (split(torch.from_dlpack(block)) for block in words if block.shape()[0])
-        # On a GPU the consumer converts, which joins its stream. Elsewhere this thread does: right
-        # after a step of some ms a consumer's first calls of torch take five times as long.
+        blocks = (torch.from_dlpack(block) for block in words if block.shape()[0])
+        # On a GPU the consumer converts, which joins its stream, and copies: DALI reuses a block's
+        # memory in the order of its own stream, which knows nothing of the consumer's reads.
+        # Elsewhere this thread converts: right after a step of some ms a consumer's first calls of
+        # torch take five times as long.
+        parts = (split(block.clone() if gpu else block, rows.popleft()) for block in blocks)
         return parts if gpu else iter(list(parts))
 
     pending: deque[Future[Iterator[Parts]]] = deque(

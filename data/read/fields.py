@@ -15,4 +15,10 @@ def fields_of(manifest: Manifest) -> Fields:
 
 
 def _id_field(column: Field) -> IdField:
-    return IdField(name=column.name, rows=column.rows, hotness=column.hot)
+    return IdField(
+        name=column.name,
+        rows=column.rows,
+        hotness=column.hot,
+        ragged=column.ragged,
+        weighted=column.weighted,
+    )

@@ -6,66 +6,27 @@ exactly the rows of the epoch that were not yet delivered.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.format.manifest import Manifest
 from data.format.shards import SplitRows, Words
 from data.numbers import MAX_SEED
-from data.read.feeds import FEEDS, Backend, Buffers, Parts, Threads, read_ahead
+from data.read.batch import Batch, Cursor, Ids, State
+from data.read.blocks import Block, BlockReader, Parts
+from data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.run.model import HashedCross
 from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
-State = dict[str, int | str]
 _LOG = logging.getLogger(__name__)
-
-
-class Batch(NamedTuple):
-    """This rank's rows of one global batch."""
-
-    labels: Tensor
-    """[b] float32"""
-    dense: Tensor
-    """[b, dense] float32"""
-    ids: Tensor
-    """[b, fields] int32, in the order of ``Manifest.fields``"""
-    num_rows: int
-    """rows of the global batch, over all ranks"""
-    step: int
-    """number of the step in the epoch"""
-
-
-class Loader(Protocol):
-    """What training needs of a reader."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of a whole epoch, equal on all ranks."""
-        ...
-
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Deliver the epoch, or what a restored state has left of it."""
-        ...
-
-    def peek(self, num_batches: int, epoch: int | None = None) -> list[Tensor]:
-        """The ids of the next batches; the cursor does not move."""
-        ...
-
-    def state_dict(self) -> State:
-        """Where the read is, for any world size."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from ``state`` at the next call of ``epoch``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +46,7 @@ class RowLoader:
     def __init__(
         self,
         manifest: Manifest,
-        rows: SplitRows,
+        rows: BlockReader,
         *,
         split: str,
         batch_size: int,
@@ -107,7 +68,6 @@ class RowLoader:
         self._read = 0
         """Number of the read that may go on; any other iterator has been replaced."""
         self._is_closed = False
-        self._fields = 1 + len(manifest.dense)
         self._threads = Threads()
 
     @property
@@ -144,9 +104,6 @@ class RowLoader:
     def _order(self, epoch: int) -> RowOrder:
         return RowOrder(self._rows.num_rows, self._shuffle, self._seed, epoch)
 
-    def _new(self, num_rows: int) -> Words:
-        return np.empty((num_rows, self._rows.num_words), dtype=np.int32)
-
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored.
 
@@ -157,10 +114,10 @@ class RowLoader:
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
         # Maps of this epoch alone: a batch may be a view of them, and a consumer may write into it.
-        rows = SplitRows(self._manifest, self._split)
+        maps = SplitRows(self._manifest, self._split)
         self._begin(epoch)
         self._read += 1
-        return self._deliver(epoch, self._read, rows)
+        return self._deliver(epoch, self._read, maps)
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -173,29 +130,23 @@ class RowLoader:
                 "second loader to read twice at a time"
             )
 
-    def _deliver(self, epoch: int, number: int, rows: SplitRows) -> Iterator[Batch]:
+    def _deliver(self, epoch: int, number: int, maps: SplitRows) -> Iterator[Batch]:
         self._check_read(number)
         order, steps = self._order(epoch), self._steps(self._cursor)
         filled = [step for step in steps if step.stop > step.start]
-        buffers = Buffers(self._rows.num_words)
+        buffers = Buffers()
 
-        def read(index: int) -> Words:
-            step = filled[index]
-            words = None
-            if order.shuffle != "rows" and len(runs := order.runs(step.start, step.stop)) == 1:
-                words = rows.view(*runs[0])
-            if words is None:
-                words = buffers.take(step.stop - step.start)
-                _fill(words, self._rows, order, step)
-            return words
+        def read(index: int) -> Block:
+            runs = order.runs(filled[index].start, filled[index].stop)
+            return self._rows.view(maps, runs) or self._rows.read(runs, buffers.take)
 
         # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
-        # gathering rows one by one keeps both readers busy.
-        if self._backend == "dali" and order.shuffle != "rows":
+        # gathering short runs keeps both readers busy.
+        if self._backend == "dali" and order.shuffle in ("none", "blocks"):
             blocks = map(read, range(len(filled)))
         else:
             blocks = read_ahead(read, len(filled), self._threads.readers)
-        feed = FEEDS[self._backend](blocks, self._split_words, self._device, self._threads)
+        feed = FEEDS[self._backend](blocks, self._rows.split, self._device, self._threads)
         for step in steps:
             self._check_read(number)
             if step.stop > step.start:
@@ -205,9 +156,18 @@ class RowLoader:
                     self._check_read(number)
                     raise
             else:
-                parts = self._split_words(self._no_rows())
+                parts = self._no_rows()
             self._cursor = step.end
-            yield Batch(*parts, num_rows=step.num_rows, step=step.number)
+            yield Batch(
+                parts.labels,
+                parts.dense,
+                parts.ids,
+                step.num_rows,
+                step.number,
+                Cursor(epoch, step.end),
+                parts.weights,
+                parts.columns,
+            )
 
     def _begin(self, epoch: int) -> None:
         if not self._restored or (epoch == self._epoch + 1 and self._is_over()):
@@ -222,16 +182,12 @@ class RowLoader:
     def _is_over(self) -> bool:
         return self._num_steps(self._cursor) == 0
 
-    def _no_rows(self) -> Tensor:
-        return torch.from_numpy(self._new(0)).to(self._device)
+    def _no_rows(self) -> Parts:
+        words = self._rows.read(self._order(0).runs(0, 0), _new).words
+        return self._rows.split(torch.from_numpy(words).to(self._device), 0)
 
-    def _split_words(self, words: Tensor) -> Parts:
-        """Labels [b], dense [b, dense] and ids [b, fields] of words [b, words]."""
-        floats = words[:, : self._fields].view(torch.float32)
-        return floats[:, 0], floats[:, 1:], words[:, self._fields :]
-
-    def peek(self, num_batches: int, epoch: int | None = None) -> list[Tensor]:
-        """Ids [b, fields] int32 (CPU) of this rank's next batches; fewer where the epoch ends.
+    def peek(self, num_batches: int, epoch: int | None = None) -> list[Ids]:
+        """``Batch.ids``, on the CPU, of this rank's next batches; fewer where the epoch ends.
 
         Of the epoch that is being read or was restored (epoch 0 on a new loader), from the cursor
         on: none when it is over. Another ``epoch`` is shown from its start.
@@ -242,11 +198,10 @@ class RowLoader:
         _check_integer("epoch", epoch, 0, MAX_SEED)
         order = self._order(epoch)
         steps = self._steps(self._cursor if epoch == self._epoch else 0)[:num_batches]
-        ids: list[Tensor] = []
+        ids: list[Ids] = []
         for step in steps:
-            words = self._new(step.stop - step.start)
-            _fill(words, self._rows, order, step)
-            ids.append(torch.from_numpy(words[:, self._fields :]))
+            block = self._rows.read(order.runs(step.start, step.stop), _new)
+            ids.append(self._rows.split(torch.from_numpy(block.words), block.num_rows).ids)
         return ids
 
     def _identity(self) -> State:
@@ -257,9 +212,14 @@ class RowLoader:
             "seed": self._seed,
         }
 
-    def state_dict(self) -> State:
-        """Epoch and row cursor, and what must be equal for them to mean the same rows."""
-        return {"epoch": self._epoch, "cursor": self._cursor, **self._identity()}
+    def state_dict(self, cursor: Cursor | None = None) -> State:
+        """Epoch and row cursor, and what must be equal for them to mean the same rows.
+
+        Without ``cursor`` it is the state after the last batch delivered. A run that holds batches
+        it has not trained on yet passes ``batch.cursor`` of the last one that it has.
+        """
+        epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
+        return {"epoch": epoch, "cursor": row, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
@@ -289,20 +249,13 @@ class RowLoader:
         self._rows.close()
 
 
+def _new(num_words: int) -> Words:
+    return np.empty(num_words, dtype=np.int32)
+
+
 def _check_integer(key: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:  # True is an int, too
         raise ConfigError(f"{key}: {value!r} must be a whole number from {least} to {most}")
-
-
-def _fill(out: Words, rows: SplitRows, order: RowOrder, step: _Step) -> None:
-    """Copy this rank's rows of a step into ``out``."""
-    if order.shuffle == "rows":
-        rows.gather(order.rows(step.start, step.stop), out)
-        return
-    done = 0
-    for start, stop in order.runs(step.start, step.stop):
-        rows.read(start, stop, out[done : done + stop - start])
-        done += stop - start
 
 
 def open_loader(
@@ -313,15 +266,17 @@ def open_loader(
     rank: int = 0,
     world_size: int = 1,
     backend: Backend = "dali",
-    shuffle: Shuffle = "blocks",
+    shuffle: Shuffle = "runs",
     seed: int = 7,
     device: torch.device | None = None,
     tail: Tail = "keep",
+    crosses: Sequence[HashedCross] = (),
 ) -> RowLoader:
     """Open one split for one rank.
 
     ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
-    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both
+    rank may get none), ``drop`` leaves it out and counts it. ``crosses`` are computed from the
+    set's columns and come after them in ``Batch.ids``. The order is the same for both
     back-ends. Raises ConfigError for an argument out of range, DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
@@ -345,7 +300,7 @@ def open_loader(
             f"device: {device!r} is {type(device).__name__}, not torch.device; for example "
             'device=torch.device("cpu")'
         )
-    rows = SplitRows(manifest, split)
+    rows = BlockReader(manifest, split, crosses)
     loader = RowLoader(
         manifest,
         rows,

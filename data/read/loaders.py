@@ -1,11 +1,31 @@
 """The loaders of a run, one per split that has rows, as its configuration says."""
 
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 
 from data.format.manifest import Manifest
+from data.read.feeds import Backend
 from data.read.loader import RowLoader, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
+from sbpflow.run.model import HashedCross
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(wanted: Literal["auto", "dali", "memmap"]) -> Backend:
+    """``data.loader`` as one of the two; what auto comes to is logged."""
+    if wanted != "auto":
+        return wanted
+    # The parent package alone is imported: it belongs to CUDA's libraries too.
+    there = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+    chosen: Backend = "dali" if there else "memmap"
+    logger.info("data.loader: auto is %s%s", chosen, "" if there else ", DALI is not installed")
+    return chosen
 
 
 def open_loaders(
@@ -16,11 +36,17 @@ def open_loaders(
     *,
     seed: int,
     device: torch.device,
+    crosses: Sequence[HashedCross] = (),
 ) -> dict[str, RowLoader]:
     """By split; only ``train`` is shuffled or may drop its tail.
 
-    Raises ConfigError if the train part has no batch.
+    Raises ConfigError if the train part has no batch, or rows without labels.
     """
+    if not manifest.labelled:
+        raise ConfigError(
+            f"data.path: the rows of {manifest.path} were encoded without labels, to be scored; "
+            "train on a set that `python -m data prepare` made"
+        )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
@@ -28,6 +54,7 @@ def open_loaders(
             f"{num_rows}, and data.tail: {config.tail} leaves no batch; use a smaller batch_size "
             "or data.tail: keep"
         )
+    backend = choose_backend(config.loader)
     return {
         split: open_loader(
             manifest,
@@ -35,11 +62,12 @@ def open_loaders(
             batch_size=config.batch_size,
             rank=rank,
             world_size=world_size,
-            backend=config.loader,
+            backend=backend,
             shuffle=config.shuffle if split == "train" else "none",
             seed=seed,
             device=device,
             tail=config.tail if split == "train" else "keep",
+            crosses=crosses,
         )
         for split, num_rows in manifest.splits.items()
         if num_rows

@@ -1,94 +1,85 @@
 """The global row order of an epoch: a function of (rows, shuffle, seed, epoch) and of nothing else.
 
 World size, rank, batch size and back-end have no part in it, so a row cursor is the whole state of
-a read. Shuffling moves blocks of consecutive rows; ``rows`` also permutes within windows of blocks,
-so that reads stay sequential inside a window.
+a read. Shuffling permutes runs of consecutive rows, all of one length, over the whole split; the
+length is what the kinds differ in. No array of the order exists: ``data.read.permutation`` computes
+the places that are asked for.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Shuffle = Literal["none", "blocks", "rows"]
-SHUFFLES: tuple[Shuffle, ...] = ("none", "blocks", "rows")
+from data.read.permutation import Permutation
 
-BLOCK_ROWS = 4096
-WINDOW_BLOCKS = 16
+Shuffle = Literal["none", "blocks", "runs", "rows"]
+
+RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
+SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
+
+_PLACE_OF_SHORT_RUN = 1  # names a stream of the key, beside that of the permutation
 
 
-def _permutation(size: int, *key: int) -> NDArray[np.int64]:
-    # Raw bits of PCG64 are the same in every numpy version; Generator.permutation may change.
-    bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(size)
-    return np.argsort(bits)
+class Runs(NamedTuple):
+    """Consecutive rows of a split: ``lengths[i]`` rows from row ``firsts[i]`` on; both int64."""
+
+    firsts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where the rows of one epoch come from: position in the order -> row of the split."""
+    """Where the rows of one epoch come from: position in the order -> row of the split.
+
+    The rows that do not fill a run, at the split's end, are a run of their own, which lies
+    anywhere between the others.
+    """
 
     num_rows: int
     shuffle: Shuffle
     seed: int
     epoch: int
-    block_rows: int = BLOCK_ROWS
-    window_blocks: int = WINDOW_BLOCKS
 
     @cached_property
-    def _blocks(self) -> NDArray[np.int64]:
-        return _permutation(-(-self.num_rows // self.block_rows), self.seed, self.epoch, 0)
+    def _run_rows(self) -> int:
+        return RUN_ROWS[self.shuffle]
 
     @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        """Position of each block in the order, and the end; only the last block may be short."""
-        lengths = np.full(len(self._blocks), self.block_rows)
-        lengths[self._blocks == len(self._blocks) - 1] -= (
-            len(lengths) * self.block_rows - self.num_rows
-        )
-        return np.concatenate([[0], np.cumsum(lengths)])
+    def _permutation(self) -> Permutation:
+        return Permutation(max(1, self.num_rows // self._run_rows), self.seed, self.epoch)
 
-    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Consecutive row ranges that make up positions [start, stop); not for ``rows``."""
+    @cached_property
+    def _short(self) -> tuple[int, int]:
+        """How many whole runs go before the short one, and its rows; after all if it has none."""
+        num_runs, rows = divmod(self.num_rows, self._run_rows)
+        key = np.random.SeedSequence((self.seed, self.epoch, _PLACE_OF_SHORT_RUN))
+        word = int(key.generate_state(1, np.uint64)[0])
+        return (word % (num_runs + 1) if rows else num_runs), rows
+
+    def _slot(self, position: int) -> int:
+        """Number, in the order, of the run that a position lies in."""
+        before, rows = self._short
+        first = before * self._run_rows
+        if position < first:
+            return position // self._run_rows
+        return before if position < first + rows else (position - rows) // self._run_rows + 1
+
+    def runs(self, start: int, stop: int) -> Runs:
+        """The rows at positions [start, stop), in order; the first and the last run may be cut."""
+        if start >= stop:
+            return Runs(np.empty(0, np.int64), np.empty(0, np.int64))
         if self.shuffle == "none":
-            return [(start, stop)]
-        runs: list[tuple[int, int]] = []
-        index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < stop:
-            end = min(stop, int(self._starts[index + 1]))
-            first = int(self._blocks[index]) * self.block_rows + start - int(self._starts[index])
-            runs.append((first, first + end - start))
-            start, index = end, index + 1
-        return runs
-
-    def rows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Row number at each position of [start, stop)."""
-        if self.shuffle != "rows":
-            return np.concatenate([np.arange(a, b) for a, b in self.runs(start, stop)] or [_EMPTY])
-        pieces: list[NDArray[np.int64]] = []
-        block = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < stop:
-            window = block // self.window_blocks
-            first, rows = _window(self, window)
-            pieces.append(rows[start - first : stop - first])
-            start = first + len(rows)
-            block = (window + 1) * self.window_blocks
-        return np.concatenate(pieces or [_EMPTY])
-
-    def window(self, index: int) -> tuple[int, NDArray[np.int64]]:
-        """First position of a shuffle window and the rows at its positions."""
-        first = index * self.window_blocks
-        last = min(first + self.window_blocks, len(self._blocks))
-        begin, end = int(self._starts[first]), int(self._starts[last])
-        unshuffled = RowOrder(self.num_rows, "blocks", self.seed, self.epoch, self.block_rows)
-        rows = unshuffled.rows(begin, end)
-        return begin, rows[_permutation(len(rows), self.seed, self.epoch, 1, index)]
-
-
-_EMPTY: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-
-@lru_cache(maxsize=4)
-def _window(order: RowOrder, index: int) -> tuple[int, NDArray[np.int64]]:
-    return order.window(index)
+            return Runs(np.array([start]), np.array([stop - start]))
+        run_rows, (before, rows) = self._run_rows, self._short
+        slots = np.arange(self._slot(start), self._slot(stop - 1) + 1)
+        is_short = (slots == before) & bool(rows)
+        is_after = (slots > before) & bool(rows)
+        begins = slots * run_rows - is_after * (run_rows - rows)
+        ends = begins + np.where(is_short, rows, run_rows)
+        chosen = np.where(is_short, 0, slots - is_after)
+        runs = np.where(is_short, self.num_rows // run_rows, self._permutation(chosen))
+        low, high = np.maximum(begins, start), np.minimum(ends, stop)
+        return Runs(runs * run_rows + (low - begins), high - low)

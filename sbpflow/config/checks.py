@@ -4,19 +4,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import (
     Schemes,
     Shape,
-    TableLayoutConfig,
     resolve_table_layouts,
 )
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError
-
-HOW_TO_MAKE_DATA = (
-    "make a set with `python -m data prepare --input train.tsv --output DIR` "
-    "or `python -m data synth --rows 300000 --output DIR`"
-)
 
 
 def check(
@@ -25,7 +21,7 @@ def check(
     schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
-) -> dict[str, TableLayoutConfig]:
+) -> dict[str, TableLayout]:
     """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
 
     Call it on every rank before any process group exists.
@@ -61,11 +57,3 @@ def data_path(config: Config) -> Path:
     if problem := data_folder_problem(path):
         raise ConfigError(problem)
     return path
-
-
-def data_folder_problem(folder: Path) -> str | None:
-    """Why a prepared set cannot be read from ``folder``, and what to do; None if it is a folder."""
-    if folder.is_dir():
-        return None
-    what = "is not a folder" if folder.exists() else "does not exist"
-    return f"data.path: {folder} {what}; {HOW_TO_MAKE_DATA}"

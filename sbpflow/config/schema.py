@@ -34,13 +34,14 @@ class DataConfig:
     """A prepared set and how it is read; ``batch_size`` is over all ranks.
 
     ``out_of_range`` says what becomes of an id its table has no row for: clamp takes the nearest
-    row, hash one that depends on the id alone; the end of a run counts them.
+    row, hash one that depends on the id alone; the end of a run counts them. ``loader`` auto is
+    DALI where it is installed, else memmap: their batches are equal bit by bit.
     """
 
     path: Annotated[Path | None, Example("out/criteo")] = None
-    loader: Literal["dali", "memmap"] = "dali"
+    loader: Literal["auto", "dali", "memmap"] = "auto"
     batch_size: Count = 16384
-    shuffle: Literal["blocks", "rows", "none"] = "rows"
+    shuffle: Literal["runs", "blocks", "rows", "none"] = "runs"
     tail: Literal["keep", "drop"] = "keep"
     out_of_range: Literal["error", "clamp", "hash"] = "error"
 

@@ -1,17 +1,21 @@
 """The ``parallel`` group: which layout each embedding table gets.
 
 A scheme is a list of patterns that the model gives; ``parallel.tables`` adds patterns after them,
-and the last one that matches a table's name decides. The result, one ``TableLayoutConfig`` per
-table, is all that the rest of sbpflow sees: nothing downstream knows schemes.
+and the last one that matches a table's name decides. The result, one ``TableLayout`` per table, is
+all that the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
+import torch
+
 from sbpflow.config.parse import Example, Range
+from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -26,7 +30,6 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3"]
-Exchange = Literal["local", "columns", "reduce", "unique"]
 Kernel = Literal["auto", "fbgemm", "torch"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -157,17 +160,12 @@ class ParallelConfig:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableLayoutConfig:
-    """The resolved layout of one table; ``key`` is the config key that decided it."""
-
-    layout: Layout
-    exchange: Exchange
-    key: str
-    exchange_dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.layout} {self.exchange}"
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 # What each scheme means for a model: rules by pattern of table names, the last match deciding.
@@ -215,7 +213,7 @@ def resolve_table_layouts(
     schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
-) -> dict[str, TableLayoutConfig]:
+) -> dict[str, TableLayout]:
     """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
     ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
@@ -271,7 +269,7 @@ def _fit(
     device_type: str,
     world_size: int,
     exchange_dtype: str,
-) -> TableLayoutConfig:
+) -> TableLayout:
     """One rule on one table in one world, every part of the combination checked."""
     placement = rule.placement(key, device_type, world_size)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
@@ -288,18 +286,18 @@ def _fit(
             f"{key} ({name}): B on ranks {ranks} of {world_size}; a copied table is on all ranks, "
             f"a whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
         )
-    legal = _legal_exchanges(sbps, placement.size, world_size)
+    layout = Layout(placement, tuple(sbps))
+    legal = legal_exchanges(layout, world_size)
     if rule.exchange is not None and rule.exchange not in legal:
         raise ConfigError(
             f"{key}.exchange: {rule.exchange} does not go with {rule.sbp} of {name} on "
             f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
         )
-    layout = Layout(placement, tuple(sbps))
-    return TableLayoutConfig(
+    return TableLayout(
         layout=layout,
         exchange=rule.exchange or legal[0],
+        wire=DTYPES[rule.exchange_dtype or exchange_dtype],
         key=key,
-        exchange_dtype=rule.exchange_dtype or exchange_dtype,
     )
 
 
@@ -335,14 +333,3 @@ def _fit_axis(
             f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
         )
     return Split(sbp.dim, sizes)
-
-
-def _legal_exchanges(sbps: Sequence[Sbp], num_ranks: int, world_size: int) -> tuple[Exchange, ...]:
-    """The exchanges a layout can run, the default first."""
-    if len(sbps) > 1:
-        return ("reduce",)
-    if isinstance(sbps[0], Split):
-        return ("columns",) if sbps[0].dim == 1 else ("reduce", "unique")
-    if num_ranks < world_size:
-        return ("columns",)
-    return ("local",) if world_size > 1 else ("local", "columns")

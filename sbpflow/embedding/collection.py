@@ -5,43 +5,36 @@ that a schedule can put other work between them; ``forward`` and ``apply_gradien
 after the other. Outputs come laid out S(0) over the batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.exchange.base import AnyGroup, Visit
+from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
 from sbpflow.embedding.exchange.boxed import Received, make_group
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
 from sbpflow.embedding.ids.reader import IdReader, Ids
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.stack import Piece, Stack
+from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
+    KernelChoice,
     KernelRequest,
     choose_kernels,
     make_storage,
 )
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
+from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.errors import DataError, SbpError
-from sbpflow.runtime.streams import fill_uniform, stream_key
-from sbpflow.runtime.world import World
+from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.sbp import balanced_sizes
 
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """One shard as this rank holds it: views into its storage, by name of optimizer state."""
-
-    piece: Piece
-    weights: Tensor  # [rows, columns]
-    state: dict[str, Tensor]  # [rows] or [rows, columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,12 @@ class Copies:
     tensors: list[Tensor]
 
 
-class Passage:
+class EmbeddingsInFlight:
     """One batch on its way through a collection; made by ``EmbeddingCollection.begin``."""
 
-    def __init__(self, ids: IdsUnderWay, visits: list[Visit]) -> None:
+    def __init__(self, ids: IdsUnderWay, groups: list[GroupInFlight]) -> None:
         self.ids = ids
-        self.visits = visits
+        self.groups = groups
         self.advanced = False
         self.outputs: dict[str, Tensor] = {}
 
@@ -72,26 +65,27 @@ class EmbeddingCollection:
     def __init__(
         self,
         plan: EmbeddingPlan,
-        world: World,
         boxing: Boxing,
         *,
         seed: int,
-        kernel: KernelRequest = "auto",
+        kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
     ) -> None:
+        """``kernel`` is a request, or the choice per table that another plan has made."""
+        world = boxing.world
         self.plan = plan
         self._world = world
         self._seed = seed
-        self.kernels = choose_kernels(plan, kernel)
+        self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         received = Received(
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
         self._groups: list[AnyGroup] = [
-            make_group(group, world, boxing, self._make_storage, received) for group in plan.groups
+            make_group(group, boxing, self._make_storage, received) for group in plan.groups
         ]
         self._reader = IdReader(plan, world.rank, world.device)
-        self._transfer = IdTransfer(plan, world, boxing)
-        self._last: Passage | None = None
+        self._transfer = IdTransfer(plan, boxing)
+        self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         self._fill(seed)
         self._lr_factor = 1.0
@@ -100,7 +94,7 @@ class EmbeddingCollection:
         """Batches looked up from now on have each optimizer's learning rate times ``factor``."""
         self._lr_factor = factor
 
-    def begin(self, ids: Ids, num_rows: int, *, training: bool) -> Passage:
+    def begin(self, ids: Ids, num_rows: int, *, training: bool) -> EmbeddingsInFlight:
         """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
 
         ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError.
@@ -113,60 +107,63 @@ class EmbeddingCollection:
                 f"batch of {num_rows} is {wanted}"
             )
         under_way = self._transfer.begin(local, num_rows)
-        visits = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return Passage(under_way, visits)
+        groups = [group.begin(local, num_rows, training=training) for group in self._groups]
+        return EmbeddingsInFlight(under_way, groups)
 
-    def advance(self, passage: Passage) -> None:
+    def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
-        passage.ids.advance()
-        for group, visit in zip(self._groups, passage.visits, strict=True):
-            group.advance(visit)
-        passage.advanced = True
+        batch.ids.advance()
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            group.advance(part)
+        batch.advanced = True
 
-    def look_up(self, passage: Passage) -> None:
+    def look_up(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the ids, read the rows, and start the vectors on their way."""
-        if not passage.advanced:
-            self.advance(passage)
-        everywhere = passage.ids.finish()
-        for group, visit in zip(self._groups, passage.visits, strict=True):
-            visit.everywhere, visit.lr = everywhere, group.plan.optimizer.lr * self._lr_factor
-            group.look_up(visit)
+        if not batch.advanced:
+            self.advance(batch)
+        everywhere = batch.ids.finish()
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            part.everywhere, part.lr = everywhere, group.plan.optimizer.lr * self._lr_factor
+            group.look_up(part)
 
-    def outputs(self, passage: Passage) -> dict[str, Tensor]:
+    def outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
         """{output: [local batch, width]}; of a training batch they are leaves that require a
         gradient.
         """
-        visits = passage.visits
-        parts = [g.vectors(visit) for g, visit in zip(self._groups, visits, strict=True)]
-        training = any(visit.training for visit in visits)
-        passage.outputs = {
+        groups = batch.groups
+        parts = [g.vectors(part) for g, part in zip(self._groups, groups, strict=True)]
+        training = any(part.training for part in groups)
+        batch.outputs = {
             name: assembly.join(parts).requires_grad_(training)
             for name, assembly in self._assembly.items()
         }
-        return passage.outputs
+        return batch.outputs
 
-    def push(self, passage: Passage) -> None:
+    def push(self, batch: EmbeddingsInFlight) -> None:
         """Start the gradients of ``outputs`` on their way to the rows."""
-        for index, (group, visit) in enumerate(zip(self._groups, passage.visits, strict=True)):
+        for index, (group, part) in enumerate(zip(self._groups, batch.groups, strict=True)):
             name = group.plan.output.name
-            grad = passage.outputs[name].grad
+            grad = batch.outputs[name].grad
             if grad is None:
                 raise RuntimeError(f"output {name} has no gradient; call backward() first")
-            group.push(visit, self._assembly[name].gradient_of(index, grad))
-        passage.outputs = {}
+            group.push(part, self._assembly[name].gradient_of(index, grad))
+        batch.outputs = {}
 
-    def collect(self, passage: Passage) -> None:
+    def collect(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the gradients and keep them."""
-        for group, visit in zip(self._groups, passage.visits, strict=True):
-            group.collect(visit)
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            group.collect(part)
 
-    def update(self) -> None:
-        """One optimizer step on all that was collected.
+    def update(self, step: int) -> None:
+        """One optimizer step on all that was collected; ``step`` is the job's, counted from 1.
 
-        A row that several collected batches touch takes one step, from the sum.
+        A row that several collected batches touch takes one step, from the sum. Raises SbpError
+        for a step below 1.
         """
+        if step < 1:
+            raise SbpError(f"update: step {step}; steps count from 1, over the whole job")
         for group in self._groups:
-            group.update()
+            group.update(step)
 
     def forward(self, ids: Ids, num_rows: int, *, training: bool) -> dict[str, Tensor]:
         """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``.
@@ -176,44 +173,54 @@ class EmbeddingCollection:
         if training and self._last is not None:
             raise SbpError(
                 "forward: the gradients of the training batch before would be lost; call "
-                "apply_gradients() before the next one, or training=False for a batch without "
+                "apply_gradients(step) before the next one, or training=False for a batch without "
                 "update; to accumulate, make each batch's moves begin, look_up, outputs, push and "
-                "collect, then update() once"
+                "collect, then update(step) once"
             )
-        passage = self.begin(ids, num_rows, training=training)
-        self.look_up(passage)
-        outputs = self.outputs(passage)
-        self._last = passage if training else self._last
+        batch = self.begin(ids, num_rows, training=training)
+        self.look_up(batch)
+        outputs = self.outputs(batch)
+        self._last = batch if training else self._last
         return outputs
 
-    def apply_gradients(self) -> None:
-        """Update the rows the last training ``forward`` touched, from its outputs' ``.grad``."""
-        passage, self._last = self._last, None
-        if passage is None:
+    def apply_gradients(self, step: int) -> None:
+        """Update the rows the last training ``forward`` touched, from its outputs' ``.grad``.
+
+        ``step`` as ``update`` takes it.
+        """
+        batch, self._last = self._last, None
+        if batch is None:
             raise RuntimeError("apply_gradients without a training forward")
-        self.push(passage)
-        self.collect(passage)
-        self.update()
+        self.push(batch)
+        self.collect(batch)
+        self.update(step)
 
     @property
     def out_of_range(self) -> Tensor:
         """[features] int64: ids that the policy clamp or hash replaced on this rank so far."""
         return self._reader.out_of_range
 
-    def stored(self) -> Iterator[StoredPiece]:
+    def stored(self) -> Iterator[StoredShard]:
         """Every shard this rank holds, as writable views."""
         for stack, storage in self._storages():
             weights, state = storage.weights, storage.state
-            for piece in stack.pieces(self._world.rank):
-                rows = slice(piece.base, piece.base + piece.num_rows)
-                yield StoredPiece(piece, weights[rows], {k: v[rows] for k, v in state.items()})
+            for shard in stack.shards(self._world.rank):
+                rows = slice(shard.base, shard.base + shard.num_rows)
+                yield StoredShard(shard, weights[rows], {k: v[rows] for k, v in state.items()})
+
+    def state(self) -> dict[str, LogicalTensor]:
+        """Rows and optimizer state by logical name, as writable views; the same names on all ranks.
+
+        ``tables/T`` and ``tables/T/STATE``.
+        """
+        return logical_state(self.plan, list(self.stored()))
 
     def copies(self) -> list[Copies]:
         """What several ranks hold alike, in one order on all ranks.
 
         B tables with their state, and the state of rows whose columns are spread over ranks.
         """
-        mine = {stored.piece.table.name: stored for stored in self.stored()}
+        mine = {stored.shard.table.name: stored for stored in self.stored()}
         found: list[Copies] = []
         for group in self.plan.groups:
             for index, stack in enumerate(group.stacks):
@@ -244,6 +251,9 @@ class EmbeddingCollection:
         self, group: GroupPlan, index: int, sum_over_columns: SumOverColumns | None
     ) -> Storage:
         stack, rank = group.stacks[index], self._world.rank
+        noise: RowNoise | None = None
+        if self.plan.row_dtype != self.plan.dtype:
+            noise = RowNoise(stack.shards(rank), self._seed, self._world.device)
         return make_storage(
             self.kernels[stack.tables[0].name],
             stack.num_rows(rank),
@@ -254,21 +264,20 @@ class EmbeddingCollection:
             row_dtype=self.plan.row_dtype,
             device=self._world.device,
             sum_over_columns=sum_over_columns,
-            # B tables round alike on all ranks; shards need not.
-            seed=stream_key(self._seed, f"rounding/{group.name}/{index}"),
+            noise=noise,
         )
 
     def _fill(self, seed: int) -> None:
         for stored in self.stored():
-            piece = stored.piece
+            shard = stored.shard
             fill_uniform(
                 stored.weights,
                 seed=seed,
-                name=piece.table.name,
+                name=shard.table.name,
                 bound=INITIAL_BOUND,
-                num_columns=piece.table.dim,
-                first_row=piece.row_start,
-                first_column=piece.col_start,
+                num_columns=shard.table.dim,
+                first_row=shard.row_start,
+                first_column=shard.col_start,
             )
 
 

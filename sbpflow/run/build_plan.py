@@ -8,31 +8,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-import torch
-
 from sbpflow.config.checks import check
 from sbpflow.config.schema import Config
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
-from sbpflow.config.table_rules import resolve_dense_layouts
+from sbpflow.config.table_rules import DTYPES, resolve_dense_layouts
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import OutputConfig, TableLayout
+from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
 from sbpflow.run.dense_steps import dense_steps
-from sbpflow.run.model import Fields, ModelSpec
+from sbpflow.run.model import Fields, ModelSpec, hashed_crosses_of
 from sbpflow.run.plan import DenseParameter, RunPlan
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.dense_optimizers import state_per_element
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
@@ -74,26 +65,23 @@ def plan_run(
     """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
     spec: ModelSpec = config.model.spec(fields)
     tables = {table.name: table for output in spec.outputs for table in output.tables}
-    chosen = check(
+    layouts = check(
         config,
         {name: table.shape for name, table in tables.items()},
         spec.schemes,
         world_size,
         device_type,
     )
-    layouts = {
-        name: TableLayout(
-            layout=table.layout, exchange=table.exchange, wire=DTYPES[table.exchange_dtype]
-        )
-        for name, table in chosen.items()
-    }
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = "nccl" if device_type == "cuda" else "gloo"
     embeddings = plan_embeddings(
         _with_optimizers(spec.outputs, config.optimizer.tables),
         layouts,
-        features=[field.feature() for field in fields.ids],
+        features=[
+            *(field.feature() for field in fields.ids),
+            *(cross.field().feature() for cross in hashed_crosses_of(spec)),
+        ],
         optimizer=sparse_optimizer(config.optimizer.sparse),
         dtype=dtype,
         world=world,
@@ -103,7 +91,7 @@ def plan_run(
         out_of_range=config.data.out_of_range,
     )
     dense = _dense_parameters(config, spec, device_type, world_size)
-    forward, backward = dense_steps(
+    sent = dense_steps(
         spec,
         fields,
         {parameter.name: parameter.layout for parameter in dense},
@@ -117,8 +105,9 @@ def plan_run(
         layouts=layouts,
         kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
-        dense_forward=forward,
-        dense_backward=backward,
+        dense_forward=sent.forward,
+        dense_backward=sent.backward,
+        dense_conversions=sent.conversions,
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
         schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
         batch_size=config.data.batch_size,

@@ -50,14 +50,13 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
     rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
-        rows, cols = shard.row_stop - shard.row_start, shard.col_stop - shard.col_start
-        state = rows * (per_row if rowwise else per_row * cols // table.dim)
+        state = shard.num_rows * (per_row if rowwise else per_row * shard.width // table.dim)
         shards.append(
             {
                 "rank": shard.rank,
                 "rows": [shard.row_start, shard.row_stop],
                 "columns": [shard.col_start, shard.col_stop],
-                "table_bytes": rows * cols * plan.embeddings.row_dtype.itemsize,
+                "table_bytes": shard.num_elements * plan.embeddings.row_dtype.itemsize,
                 "state_bytes": state * itemsize,
             }
         )

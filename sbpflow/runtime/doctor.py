@@ -88,7 +88,7 @@ def _fbgemm() -> Finding:
 def _dali() -> Finding:
     version = dist_version("nvidia-dali-cuda130")
     if version is None:
-        return Finding("dali", "absent", "use data.loader=memmap, or install nvidia-dali-cuda130")
+        return Finding("dali", "absent", "data.loader=auto reads without it")
     import nvidia.dali  # pyright: ignore[reportMissingImports]  (optional)
 
     return Finding("dali", "ok", str(nvidia.dali.__version__))

@@ -1,8 +1,8 @@
-"""Streams of numbers that depend on a seed and a name alone, and tensors filled from them.
+"""Streams of random numbers: pure functions of a seed, a name, a step and an element.
 
-An initial value is a pure function of (seed, name, row, column): a shard is filled without the rest
-of its table, so every layout, world size and single process starts from the same numbers. The
-mixing function is the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in int64
+No generator keeps state here, so a number does not depend on who draws it, when, or how a tensor
+is split over ranks: a shard is filled with initial values without the rest of its table. The mixing
+function is the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in int64
 arithmetic that wraps alike on CPU and CUDA.
 """
 
@@ -11,9 +11,9 @@ import hashlib
 import torch
 from torch import Tensor
 
-_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -21,6 +21,12 @@ def stream_key(seed: int, name: str) -> int:
     """A 63-bit key for one tensor's stream of numbers."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def step_keys(keys: Tensor, step: int) -> Tensor:
+    """Keys of the streams ``keys`` (int64) at one step of the job."""
+    half = 1 << 63
+    return mix(keys + ((step * GAMMA + half) % (2 * half) - half))
 
 
 def fill_uniform(
@@ -47,13 +53,14 @@ def fill_uniform(
         stop = min(start + step, rows)
         row = torch.arange(first_row + start, first_row + stop, device=out.device)
         counter = (row * num_columns).unsqueeze(1) + column
-        unit = _mix(counter * _GAMMA + key).bitwise_and_((1 << 53) - 1).to(torch.float64)
+        unit = mix(counter * GAMMA + key).bitwise_and_((1 << 53) - 1).to(torch.float64)
         out[start:stop].copy_(unit.mul_(2.0 * bound / (1 << 53)).sub_(bound))
 
 
-def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
+def mix(counters: Tensor) -> Tensor:
+    """64 random bits each from int64 ``counters``: key + GAMMA * number of the element."""
+    z = (counters ^ _shift_right(counters, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
     return z ^ _shift_right(z, 31)
 
 

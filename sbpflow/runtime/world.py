@@ -344,7 +344,14 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use cpu")
     if device == "cpu" or not available:
         return torch.device("cpu")
-    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank}, but this host has {count} CUDA device(s), and NCCL takes "
+            f"one rank for each; start at most {count} on it, for example torchrun "
+            f"--nproc-per-node {count}, or use parallel.device=cpu"
+        )
+    chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
     return chosen
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import check_dtype
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
@@ -44,6 +43,7 @@ class GlobalTensor:
             )
         boxing.world.check_ranks(layout)
         check_dtype(layout, part.dtype)
+        _check_device(part, layout, boxing.world.rank)
         self.part = part
         self.layout = layout
         self.shape = shape
@@ -205,6 +205,16 @@ class GlobalTensor:
         return Layout(self.layout.placement, where)
 
 
+def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
+    """A part lies where its layout says, but for the meta tensors of a dry run."""
+    given, wanted = part.device.type, layout.placement.device_type
+    if given not in (wanted, "meta") and rank in layout.placement:
+        raise SbpError(
+            f"rank {rank} holds a part on {part.device}, but {layout} is on {wanted}; pass "
+            f'part.to("{wanted}"), or use a placement on {given}'
+        )
+
+
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
     """A trainable leaf from this rank's part (empty, of shape [0], outside the placement)."""
     part = part.detach().clone()
@@ -237,7 +247,7 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 def _plan(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, boxing: Boxing
 ) -> Steps:
-    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend_of(dst))
+    return boxing.steps_of(id, src, dst, shape, dtype)
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:

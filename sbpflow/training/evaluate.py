@@ -4,6 +4,8 @@ The rows of all ranks are brought together before anything is computed, so the f
 depend on the number of ranks.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,20 +21,28 @@ CHANNEL = "control"
 
 
 def score_split(trainer: Trainer, loader: Loader, boxing: Boxing) -> Evaluation | None:
-    """Score the whole split; the result is on rank 0, ``None`` elsewhere."""
+    """Score the whole split; the result is on rank 0, ``None`` elsewhere.
+
+    GAUC is part of it where batches have ``columns["group"]`` [local batch] int64.
+    """
     world = boxing.world
     parts: list[Tensor] = []
+    groups: list[Tensor] = []
     sizes = [0] * world.size
     for batch in loader.epoch(0):
         logits = trainer.predict(batch)
         parts.append(torch.stack([logits, batch.labels.to(logits)], 1))
+        columns: Mapping[str, Tensor] = getattr(batch, "columns", {})
+        if "group" in columns:
+            groups.append(columns["group"].unsqueeze(1))
         for rank, size in enumerate(balanced_sizes(batch.num_rows, world.size)):
             sizes[rank] += size
     rows = gather_rows(torch.cat(parts), tuple(sizes), boxing)
+    group = gather_rows(torch.cat(groups), tuple(sizes), boxing) if groups else None
     if rows is None:
         return None
     logits, labels = rows.cpu().unbind(1)
-    return evaluate(logits, labels)
+    return evaluate(logits, labels, group)
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:

@@ -108,7 +108,7 @@ def fit(
     """
     last = num_train_steps(train, loaders["train"].num_steps)
     pace, step = Pace(), 0
-    overlap = OverlapWatch(trainer, boxing.world.size, last)
+    overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     for epoch in range(train.epochs):
         for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()

@@ -1,6 +1,6 @@
-"""AUC and logloss of given predictions: exact, and the same for any order and number of ranks.
+"""AUC, GAUC and logloss of predictions: exact, and the same for any order and number of ranks.
 
-Knows no ranks: whoever calls has gathered the scores. Both accept numpy arrays or torch tensors.
+Knows no ranks: whoever calls has gathered the scores. All accept numpy arrays or torch tensors.
 """
 
 import math
@@ -17,22 +17,28 @@ Values = NDArray[np.generic] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics over one part of the data; ``auc`` is None where ``no_auc`` says why."""
+    """Metrics over one part of the data; ``auc`` is None where ``no_auc`` says why.
+
+    ``gauc`` is there where rows have groups, ``no_auc`` does not say anything, and some group has
+    both classes. Sample weights have no part in any of them.
+    """
 
     num_rows: int
     logloss: float
     auc: float | None
     no_auc: str | None = None
+    gauc: float | None = None
 
 
-def evaluate(logits: Values, labels: Values) -> Evaluation:
-    """Both metrics; a part with one class only has a logloss and no AUC."""
+def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
+    """All metrics; a part with one class only has a logloss and no AUC."""
     loss = logloss(logits, labels)
     rows = len(_flat(labels))
     reason = _one_class(_labels(labels))
     if reason is not None:
         return Evaluation(rows, loss, None, reason)
-    return Evaluation(rows, loss, auc(logits, labels))
+    grouped = None if groups is None else _gauc(logits, labels, groups)
+    return Evaluation(rows, loss, auc(logits, labels), gauc=grouped)
 
 
 def auc(scores: Values, labels: Values) -> float:
@@ -49,6 +55,45 @@ def auc(scores: Values, labels: Values) -> float:
     below = int(np.searchsorted(negatives, positives, side="left").sum(dtype=np.int64))
     below_or_tied = int(np.searchsorted(negatives, positives, side="right").sum(dtype=np.int64))
     return (below + below_or_tied) / (2 * len(positives) * len(negatives))
+
+
+def gauc(scores: Values, labels: Values, groups: Values) -> float:
+    """Mean of the AUCs within groups, each times its rows: sum(n_g AUC_g) / sum(n_g).
+
+    Over the groups that have both classes; n_g counts all rows of a group. Definition: G. Zhou et
+    al., Deep interest network for click-through rate prediction, KDD 2018, section 6 (equation 8),
+    with impressions as weights. ``groups [n]`` integers, any. MetricError where no group has both.
+    """
+    found = _gauc(scores, labels, groups)
+    if found is None:
+        raise MetricError("GAUC: no group has rows of both classes, there is no pair")
+    return found
+
+
+def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
+    values, is_positive, group = _scores(scores, labels), _labels(labels), _flat(groups)
+    if len(group) != len(values):
+        raise MetricError(f"{len(values)} predictions for {len(group)} groups")
+    order = np.lexsort((values, group))
+    values, is_positive, group = values[order], is_positive[order], group[order]
+    new_group = np.concatenate([[True], group[1:] != group[:-1]])
+    tied = np.flatnonzero(new_group | np.concatenate([[True], values[1:] != values[:-1]]))
+    first = np.flatnonzero(new_group)
+    group_of_tied = np.cumsum(new_group)[tied] - 1
+    positives = np.add.reduceat(is_positive, tied, dtype=np.int64)
+    negatives = np.diff(tied, append=len(values)) - positives
+    below = np.cumsum(negatives) - negatives
+    below -= below[np.searchsorted(tied, first)][group_of_tied]
+    # Twice the pairs in order, a tie counting one: integers, so that nothing is rounded.
+    in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
+    rows = np.diff(first, append=len(values))
+    of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)
+    pairs = of_class_1 * (rows - of_class_1)
+    both = pairs > 0
+    if not both.any():
+        return None
+    terms = rows[both] * (in_order[both] / (2 * pairs[both]))
+    return math.fsum(terms.tolist()) / int(rows[both].sum())
 
 
 def logloss(logits: Values, labels: Values) -> float:

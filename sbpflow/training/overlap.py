@@ -5,8 +5,10 @@ The numbers do not depend on the schedule, so a run may take another for a few s
 
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+
+import torch
 
 from sbpflow.training.step_schedule import SERIAL
 from sbpflow.training.trainer import Trainer
@@ -17,11 +19,46 @@ NUM_BLOCKS = 8
 MIN_RUN_STEPS = 200  # so that the slower steps are at most a tenth of a run
 
 
+Reading = Callable[[], float]  # ms, asked for when the run is over
+
+
+def _host_clock() -> Callable[[], Reading]:
+    """Starts; the function returned stops, and what that returns reads the time between."""
+    start = time.perf_counter()
+
+    def stop() -> Reading:
+        elapsed = 1e3 * (time.perf_counter() - start)
+        return lambda: elapsed
+
+    return stop
+
+
+def _device_clock() -> Callable[[], Reading]:
+    """As ``_host_clock``, by events of the device, which the host runs ahead of."""
+    start = torch.cuda.Event(enable_timing=True)
+    start.record()
+
+    def stop() -> Reading:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+
+        def read() -> float:
+            end.synchronize()
+            return start.elapsed_time(end)
+
+        return read
+
+    return stop
+
+
 class OverlapWatch:
     """Times steps 11 to 50 of a run of several ranks with overlap, and says what came of it."""
 
-    def __init__(self, trainer: Trainer, world_size: int, num_steps: int) -> None:
+    def __init__(
+        self, trainer: Trainer, world_size: int, num_steps: int, device: torch.device
+    ) -> None:
         self._trainer = trainer
+        self._clock = _device_clock if device.type == "cuda" else _host_clock
         self._overlapped = trainer.schedule
         self._why_not = ""
         if world_size == 1:
@@ -30,7 +67,7 @@ class OverlapWatch:
             self._why_not = "off (parallel.overlap)"
         elif num_steps < MIN_RUN_STEPS:
             self._why_not = f"on; measured in runs of {MIN_RUN_STEPS} steps or more"
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._readings: dict[bool, list[Reading]] = {True: [], False: []}
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
@@ -41,19 +78,20 @@ class OverlapWatch:
             return
         on = block % 2 == 0
         self._trainer.schedule = self._overlapped if on else SERIAL
-        start = time.perf_counter()
+        stop = self._clock()
         yield
+        reading = stop()
         if place:
-            self._seconds[on].append(time.perf_counter() - start)
+            self._readings[on].append(reading)
         if block == NUM_BLOCKS - 1 and place == BLOCK_STEPS - 1:
             self._trainer.schedule = self._overlapped
 
     def summary(self) -> str:
         """One line for the end of a run."""
-        with_it, without = self._seconds[True], self._seconds[False]
+        with_it, without = ([read() for read in self._readings[on]] for on in (True, False))
         if not without:
             return self._why_not or "on; the run ended before it was measured"
-        on, off = 1e3 * statistics.median(with_it), 1e3 * statistics.median(without)
+        on, off = statistics.median(with_it), statistics.median(without)
         return (
             f"hides {off - on:.2f} ms of a step of {off:.2f} ms (medians of {len(with_it)} steps "
             f"with and {len(without)} without)"

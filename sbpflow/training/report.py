@@ -165,16 +165,20 @@ class Report:
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """A split was scored."""
         why = f" ({evaluation.no_auc})" if evaluation.no_auc else ""
+        grouped = "" if evaluation.gauc is None else f", GAUC {_show(evaluation.gauc)}"
         logger.info(
-            "step %d, %s: AUC %s%s, logloss %s, %d rows",
+            "step %d, %s: AUC %s%s%s, logloss %s, %d rows",
             step,
             split,
             _show(evaluation.auc),
             why,
+            grouped,
             _show(evaluation.logloss),
             evaluation.num_rows,
         )
         figures = {"auc": evaluation.auc, "logloss": evaluation.logloss}
+        if evaluation.gauc is not None:
+            figures["gauc"] = evaluation.gauc
         rows = {"step": step, "split": split, "num_rows": evaluation.num_rows}
         self._metrics.write("eval", {**rows, **figures})
 
@@ -195,6 +199,8 @@ class Report:
             "samples_per_s": samples_per_s,
             "steps": steps,
         }
+        if test and test.gauc is not None:
+            values["gauc"] = test.gauc
         if self._best is not None:
             values |= {"best_auc": self._best[0], "best_logloss": self._best[1]}
         self._progress.close()

@@ -48,10 +48,10 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "and out of them", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-_OF_A_BATCH = (BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
-_OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
+OF_A_BATCH = (BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
+OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
 _AFTER = {
-    **{later.name: earlier.name for earlier, later in pairwise(_OF_A_BATCH)},
+    **{later.name: earlier.name for earlier, later in pairwise(OF_A_BATCH)},
     SEND_DENSE.name: BACKWARD.name,
     RECEIVE_DENSE.name: SEND_DENSE.name,
     UPDATE.name: COLLECT.name,
@@ -60,13 +60,13 @@ _AFTER = {
 
 
 @dataclass(slots=True)
-class Pass:
+class BatchInFlight:
     """One batch's way through a step; ``made`` are the moves it has made."""
 
     made: set[str] = field(default_factory=set[str], init=False)
 
 
-PassT = TypeVar("PassT", bound=Pass)
+BatchT = TypeVar("BatchT", bound=BatchInFlight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,10 @@ class StepSchedule:
     def __post_init__(self) -> None:
         moves = [*self.each_batch, *self.each_step]
         names = [move.name for move in moves]
-        if sorted(names) != sorted(move.name for move in (*_OF_A_BATCH, *_OF_A_STEP)):
+        if sorted(names) != sorted(move.name for move in (*OF_A_BATCH, *OF_A_STEP)):
             raise ValueError(f"a schedule makes every move once, not {', '.join(names)}")
         for move in moves:
-            if replace(move, ahead=False) not in (*_OF_A_BATCH, *_OF_A_STEP):
+            if replace(move, ahead=False) not in (*OF_A_BATCH, *OF_A_STEP):
                 raise ValueError(f"{move} is none of this module's; use {move.name.upper()}")
         for place, move in enumerate(moves):
             within = place < len(self.each_batch)
@@ -95,7 +95,7 @@ class StepSchedule:
                 raise ValueError(f"{move.name} ahead: it would use rows that are yet to be updated")
             if move.ahead and not within:
                 raise ValueError(f"{move.name} ahead: goes beside the moves of a batch")
-            if move in _OF_A_STEP and within:
+            if move in OF_A_STEP and within:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             before = _AFTER.get(move.name)
             if before is None:
@@ -107,13 +107,13 @@ class StepSchedule:
 
     def run(
         self,
-        of_batch: Mapping[str, Callable[[PassT], None]],
+        of_batch: Mapping[str, Callable[[BatchT], None]],
         of_step: Mapping[str, Callable[[], None]],
-        passes: Sequence[PassT],
-        coming: PassT | None,
+        batches: Sequence[BatchT],
+        coming: BatchT | None,
         world: World,
     ) -> None:
-        """Make the moves of one step over ``passes``; ``coming`` is the first of the next step.
+        """Make the moves of one step over ``batches``; ``coming`` is the first of the next step.
 
         The functions make the moves, by name. A batch that none went before makes its moves ahead
         now; a move made ahead is not made again.
@@ -121,13 +121,13 @@ class StepSchedule:
         world.wait_at_once = self.wait_at_once
         early = [move for move in self.each_batch if move.ahead]
 
-        def make(move: Move, one: PassT | None) -> None:
+        def make(move: Move, one: BatchT | None) -> None:
             if one is not None and move.name not in one.made:
                 with _named(move):
                     of_batch[move.name](one)
                 one.made.add(move.name)
 
-        for this, following in zip(passes, [*passes[1:], coming], strict=True):
+        for this, following in zip(batches, [*batches[1:], coming], strict=True):
             for move in early:
                 make(move, this)
             for move in self.each_batch:
@@ -137,7 +137,7 @@ class StepSchedule:
                 with _named(move):
                     of_step[move.name]()
             else:
-                for one in passes:
+                for one in batches:
                     make(move, one)
 
     def beside(self, made: Collection[str] = TRANSFERS) -> list[tuple[Move, tuple[str, ...]]]:
@@ -164,7 +164,7 @@ class StepSchedule:
         """``beside`` as a table."""
         lines = [f"{'move':<14} {'of':<11} {'what it does':<30} under way meanwhile"]
         for move, under_way in self.beside(made):
-            step = move in self.each_step and move not in _OF_A_BATCH
+            step = move in self.each_step and move not in OF_A_BATCH
             of = "the step" if step else "next batch" if move.ahead else "this batch"
             beside = ", ".join(under_way) or "-"
             lines.append(f"{move.name:<14} {of:<11} {move.says:<30} {beside}")

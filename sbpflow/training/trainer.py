@@ -5,7 +5,7 @@ The moves that a step consists of are here; their order, and so what overlaps, i
 every order. The loss rides in the dense exchange.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.collection import EmbeddingCollection, Passage
+from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
+from sbpflow.embedding.ids.reader import BatchIds
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -30,11 +31,24 @@ from sbpflow.tensor.gradient_sync import (
 )
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.learning_rate import RateFactor, constant
-from sbpflow.training.step_schedule import OVERLAPPED, Pass, StepSchedule
+from sbpflow.training.step_schedule import (
+    OF_A_BATCH,
+    OF_A_STEP,
+    OVERLAPPED,
+    BatchInFlight,
+    Move,
+    StepSchedule,
+)
 
 
 class Batch(Protocol):
-    """This rank's rows of a global batch of ``num_rows``."""
+    """This rank's rows of a global batch of ``num_rows``.
+
+    A batch may also have ``weights`` [local batch], of mean 1 over all rows of the set: factors of
+    the rows' losses. The loss of a step is sum(weight x loss) / rows: not over the sum of the
+    weights, which would need a collective before the backward, and would make steps of light rows
+    as strong as those of heavy ones.
+    """
 
     @property
     def labels(self) -> Tensor:
@@ -47,8 +61,8 @@ class Batch(Protocol):
         ...
 
     @property
-    def ids(self) -> Tensor:
-        """[local batch, id columns] int32."""
+    def ids(self) -> Tensor | BatchIds:
+        """[local batch, id columns] int32, or these with lists."""
         ...
 
     @property
@@ -71,22 +85,22 @@ class Loader(Protocol):
 
 
 @dataclass(slots=True)
-class _Pass(Pass):
+class _BatchInFlight(BatchInFlight):
     """A batch's way through a step, and what its moves leave for later ones."""
 
     batch: Batch
     share: float = 1.0  # of the step's rows
     number: int = 0  # within the step
-    passage: Passage | None = None
+    embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
 
     @property
-    def begun(self) -> Passage:
+    def begun(self) -> EmbeddingsInFlight:
         """After the move ``begin``."""
-        if self.passage is None:
+        if self.embeddings is None:
             raise RuntimeError("a move of a batch that has not begun")
-        return self.passage
+        return self.embeddings
 
 
 def _check_batch(given: object) -> None:
@@ -103,7 +117,8 @@ class Trainer:
 
     ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
     gives the factor of all learning rates at a step. ``gradients`` is how dense gradients and the
-    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it.
+    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it; in batches of
+    ``planned_rows`` the dense part may make no conversion that ``boxing`` was not told of.
     """
 
     def __init__(
@@ -118,6 +133,7 @@ class Trainer:
         rate_factor: RateFactor = constant,
         schedule: StepSchedule = OVERLAPPED,
         gradients: GradientPlan | None = None,
+        planned_rows: int | None = None,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -137,8 +153,9 @@ class Trainer:
         self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
         self._loss: Tensor | None = None  # [1], of all ranks
         self._gradients_under_way: PendingSync | None = None
+        self._planned_rows = planned_rows
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        self._coming: _Pass | None = None
+        self._coming: _BatchInFlight | None = None
         self._failure = ""
         self.num_steps = 0
 
@@ -160,12 +177,12 @@ class Trainer:
                 f"step: an earlier step failed ({self._failure}), and what it left half done would "
                 "be mixed in; build the trainer and its tables anew"
             )
-        passes = self._passes_of([batch for batch in given if batch.num_rows])
+        in_flight = self._batches_of([batch for batch in given if batch.num_rows])
         try:
-            self._coming = _Pass(ahead) if ahead is not None and ahead.num_rows else None
+            self._coming = _BatchInFlight(ahead) if ahead is not None and ahead.num_rows else None
             self.num_steps += 1
             self._set_learning_rates(self._rate_factor(self.num_steps))
-            self._run(passes)
+            self._run(in_flight)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -174,30 +191,24 @@ class Trainer:
             raise RuntimeError("the loss did not come back from its exchange")
         return loss.squeeze(0)
 
-    def _run(self, passes: list[_Pass]) -> None:
+    def _run(self, batches: list[_BatchInFlight]) -> None:
         self.schedule.run(
-            {
-                "begin": self._begin,
-                "advance": lambda one: self._embeddings.advance(one.begun),
-                "look_up": lambda one: self._embeddings.look_up(one.begun),
-                "outputs": self._outputs,
-                "forward": self._forward,
-                "backward": self._backward,
-                "push": lambda one: self._embeddings.push(one.begun),
-                "collect": lambda one: self._embeddings.collect(one.begun),
-            },
-            {
-                "send_dense": self._send_dense,
-                "receive_dense": self._receive_dense,
-                "update": self._embeddings.update,
-                "update_dense": self._update_dense,
-            },
-            passes,
+            {move.name: self._of_batch(move) for move in OF_A_BATCH},
+            {move.name: getattr(self, f"_{move.name}") for move in OF_A_STEP},
+            batches,
             self._coming,
             self._boxing.world,
         )
 
-    def _passes_of(self, batches: list[Batch]) -> list[_Pass]:
+    def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
+        """What makes a move: the method here of its name, else the collection's."""
+        own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
+        if own is not None:
+            return own
+        theirs: Callable[[EmbeddingsInFlight], None] = getattr(self._embeddings, move.name)
+        return lambda one: theirs(one.begun)
+
+    def _batches_of(self, batches: list[Batch]) -> list[_BatchInFlight]:
         """The first may have begun during the step before."""
         if not batches:
             raise SbpError("step: no batch with rows; pass one, or a list with one at least")
@@ -207,33 +218,40 @@ class Trainer:
                 "step: the batch is not the one that the step before was told of as ahead, whose "
                 "ids are on their way; pass that one"
             )
-        passes = [_Pass(batch) for batch in batches]
+        in_flight = [_BatchInFlight(batch) for batch in batches]
         if coming is not None:
-            passes[0] = coming
+            in_flight[0] = coming
         num_rows = sum(batch.num_rows for batch in batches)
-        for number, one in enumerate(passes):
+        for number, one in enumerate(in_flight):
             one.number, one.share = number, one.batch.num_rows / num_rows
-        return passes
+        return in_flight
 
-    def _begin(self, one: _Pass) -> None:
+    def _begin(self, one: _BatchInFlight) -> None:
         try:
-            one.passage = self._embeddings.begin(one.batch.ids, one.batch.num_rows, training=True)
+            one.embeddings = self._embeddings.begin(
+                one.batch.ids, one.batch.num_rows, training=True
+            )
         except DataError as error:
             if one is self._coming:
                 raise DataError(f"the first batch of step {self.num_steps + 1}: {error}") from error
             raise
 
-    def _outputs(self, one: _Pass) -> None:
+    def _outputs(self, one: _BatchInFlight) -> None:
         one.vectors = self._embeddings.outputs(one.begun)
 
-    def _forward(self, one: _Pass) -> None:
+    def _forward(self, one: _BatchInFlight) -> None:
         batch, seed = one.batch, self._mask_seed(one.number)
-        logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        loss = ops.reduce_mean(self._model.row_losses(logits, labels), id="loss")
+        with self._boxing.planned_only(batch.num_rows == self._planned_rows):
+            logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
+            losses = self._model.row_losses(logits, labels)
+        weights: Tensor | None = getattr(batch, "weights", None)
+        if weights is not None:
+            losses = ops.mul(losses, self._home(weights.unsqueeze(1), batch.num_rows))
+        loss = ops.reduce_mean(losses, id="loss")
         one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
 
-    def _backward(self, one: _Pass) -> None:
+    def _backward(self, one: _BatchInFlight) -> None:
         if one.loss is None:
             raise RuntimeError("backward before forward")
         one.loss.backward()
@@ -250,6 +268,9 @@ class Trainer:
         if under_way is None:
             raise RuntimeError("receive_dense before send_dense")
         self._loss = under_way.wait()
+
+    def _update(self) -> None:
+        self._embeddings.update(self.num_steps)
 
     def _update_dense(self) -> None:
         if self._optimizer is not None:

@@ -123,7 +123,10 @@ MISTAKES = {
     "model.wide.crosses=[[C1]]": ["model.wide.crosses[0]: ['C1']", "[C1, C2]"],
     "model.wide.crosses=[[C1, C2], [C1, C2]]": ["crosses[1]", "there twice"],
     "model={deep: false, wide: {crosses: []}}": ["model.deep: false", "nothing to train"],
-    "data.loader=memmmap": ["data.loader: 'memmmap' is not one of dali, memmap", "loader: memmap"],
+    "data.loader=memmmap": [
+        "data.loader: 'memmmap' is not one of auto, dali, memmap",
+        "loader: memmap",
+    ],
     "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
     "run.seed": ["'run.seed': not an override", "key=value"],

@@ -9,7 +9,7 @@ import pytest
 from data import load_manifest, open_loader
 from data.__main__ import main
 from data.format.schema import CRITEO
-from data.format.shards import verify_shards
+from data.format.verify import verify_set
 from data.prepare.parse import parse_piece
 from sbpflow.errors import DataError
 from tests.data.conftest import make_set
@@ -103,7 +103,7 @@ def use(folder):
     rows = sum(
         len(b.labels) for b in open_loader(manifest, batch_size=16, backend="memmap").epoch(0)
     )
-    verify_shards(manifest, 2)
+    verify_set(manifest, 2)
     return rows, manifest.splits
 
 

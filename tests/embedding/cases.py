@@ -9,9 +9,9 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
-    Exchange,
     FeatureConfig,
     OutputConfig,
     TableConfig,
@@ -57,6 +57,7 @@ class Case:
     sums: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
     batch_sizes: tuple[int, ...] = (16, 16, 13)
+    row_dtype: torch.dtype | None = None
     kernel: str = "auto"
 
     def outputs(self) -> tuple[OutputConfig, ...]:
@@ -85,6 +86,7 @@ class Case:
             world=Placement.line("cpu", world_size),
             backend=backend,
             batch_size=self.batch_sizes[0],
+            row_dtype=self.row_dtype,
         )
 
     def batches(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -109,11 +111,9 @@ class Case:
 def train(world: World, case: Case) -> dict[str, Any]:
     """Run the case on this rank; returns its outputs, pieces and log for the parent to join."""
     boxing = Boxing(world)
-    collection = EmbeddingCollection(
-        case.plan(world.size), world, boxing, seed=SEED, kernel=case.kernel
-    )
+    collection = EmbeddingCollection(case.plan(world.size), boxing, seed=SEED, kernel=case.kernel)
     outputs: list[dict[str, np.ndarray]] = []
-    for ids, weights in case.batches():
+    for step, (ids, weights) in enumerate(case.batches(), 1):
         sizes = balanced_sizes(ids.shape[0], world.size)
         mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
         vectors = collection.forward(ids[mine], ids.shape[0], training=True)
@@ -123,14 +123,14 @@ def train(world: World, case: Case) -> dict[str, Any]:
         )
         assert isinstance(loss, torch.Tensor)
         loss.backward()
-        collection.apply_gradients()
+        collection.apply_gradients(step)
         outputs.append({name: v.detach().double().numpy() for name, v in vectors.items()})
     return {
         "outputs": outputs,
         "pieces": [
             (
-                s.piece.table.name,
-                (s.piece.row_start, s.piece.row_stop, s.piece.col_start, s.piece.col_stop),
+                s.shard.table.name,
+                (s.shard.row_start, s.shard.row_stop, s.shard.col_start, s.shard.col_stop),
                 s.weights.double().numpy().copy(),
                 {key: value.double().numpy().copy() for key, value in s.state.items()},
             )

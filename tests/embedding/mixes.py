@@ -112,7 +112,7 @@ def make_collection(world: World, mix: Mix) -> EmbeddingCollection:
         batch_size=max(mix.batch_sizes),
         row_dtype=mix.row_dtype,
     )
-    return EmbeddingCollection(plan, world, Boxing(world), seed=SEED, kernel=mix.kernel)
+    return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=mix.kernel)
 
 
 def train(world: World, mix: Mix) -> dict[str, Any]:
@@ -128,27 +128,27 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
 
     coming = begin(0)
     for step in range(len(mix.batch_sizes)):
-        passage, mine = coming if coming is not None else begin(step)
+        batch, mine = coming if coming is not None else begin(step)
         coming = None
         collection.scale_lr(mix.lr_factor(step))
-        collection.look_up(passage)
+        collection.look_up(batch)
         if mix.overlap and step + 1 < len(mix.batch_sizes):
             coming = begin(step + 1)
-        vectors = collection.outputs(passage)
+        vectors = collection.outputs(batch)
         if coming is not None:
             collection.advance(coming[0])
         for output in mix.outputs:
             factors = torch.tensor(mix.coefficients(step, output)[mine], dtype=mix.dtype)
             (vectors[output.name].tanh() * factors).sum().backward()
-        collection.push(passage)
-        collection.collect(passage)
+        collection.push(batch)
+        collection.collect(batch)
         if (step + 1) % mix.accumulate == 0:
-            collection.update()
+            collection.update((step + 1) // mix.accumulate)
         outputs.append({name: v.detach().double().numpy() for name, v in vectors.items()})
     pieces = [
         (
-            s.piece.table.name,
-            (s.piece.row_start, s.piece.row_stop, s.piece.col_start, s.piece.col_stop),
+            s.shard.table.name,
+            (s.shard.row_start, s.shard.row_stop, s.shard.col_start, s.shard.col_stop),
             s.weights.double().numpy().copy(),
             {key: value.double().numpy().copy() for key, value in s.state.items()},
         )

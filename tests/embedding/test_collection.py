@@ -21,7 +21,7 @@ IDS = torch.tensor([[3], [5]])
 
 
 def make(world: World) -> EmbeddingCollection:
-    return EmbeddingCollection(CASE.plan(world.size), world, Boxing(world), seed=SEED)
+    return EmbeddingCollection(CASE.plan(world.size), Boxing(world), seed=SEED)
 
 
 def forward_twice(world: World) -> None:
@@ -34,13 +34,15 @@ def forward_twice(world: World) -> None:
     first = forward()
     first.sum().backward()
     forward(training=False)  # an evaluation between the two loses nothing
-    with pytest.raises(SbpError, match=r"call apply_gradients\(\) .*begin.*collect.*update\(\)"):
+    with pytest.raises(
+        SbpError, match=r"call apply_gradients\(step\) .*begin.*collect.*update\(step\)"
+    ):
         forward()
-    collection.apply_gradients()  # the first batch is still there
+    collection.apply_gradients(1)  # the first batch is still there
     second = forward()
     torch.testing.assert_close(second, first - 1.0)
     with pytest.raises(RuntimeError, match="output deep has no gradient"):
-        collection.apply_gradients()
+        collection.apply_gradients(2)
     forward()
 
 
@@ -54,12 +56,12 @@ def accumulate(world: World) -> torch.Tensor:
     collection = make(world)
     before = collection.forward(IDS, 2, training=False)["deep"]
     for _ in range(2):
-        passage = collection.begin(IDS, 2, training=True)
-        collection.look_up(passage)
-        collection.outputs(passage)["deep"].sum().backward()
-        collection.push(passage)
-        collection.collect(passage)
-    collection.update()
+        batch = collection.begin(IDS, 2, training=True)
+        collection.look_up(batch)
+        collection.outputs(batch)["deep"].sum().backward()
+        collection.push(batch)
+        collection.collect(batch)
+    collection.update(1)
     return collection.forward(IDS, 2, training=False)["deep"] - before
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sbpflow.embedding.ids.reader import Bags, IdReader
+from sbpflow.embedding.ids.reader import Bags, BatchIds, IdBounds, IdReader, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
@@ -258,3 +258,88 @@ def test_a_layout_that_cannot_run_its_exchange_is_refused(sbp, ranks, exchange, 
             size=size,
         )
     assert use in str(error.value)
+
+
+BOUNDS = IdBounds(columns=(10, 20, 20), lists=(30, 40), lengths=(3, 2))
+
+
+def as_batch(bounds=BOUNDS):
+    """The ids of ``good`` as a loader delivers them."""
+    return BatchIds(
+        torch.tensor([[1, 3, 4], [2, 5, 6]], dtype=torch.int32),
+        Lists(
+            torch.tensor([[0, 1], [3, 2]], dtype=torch.int32),
+            torch.tensor([1, 7, 8, 9, 2, 3], dtype=torch.int32),
+            torch.tensor([0.5, 1, 1, 1, 1, 2]),
+        ),
+        bounds,
+    )
+
+
+@pytest.mark.parametrize("bounds", [BOUNDS, None])
+def test_lists_as_a_loader_has_them_are_those_of_the_mapping(bounds):
+    got, want = reader(make_plan()).read(as_batch(bounds)), reader(make_plan()).read(good())
+    for name in ("lengths", "values", "weights"):
+        assert torch.equal(getattr(got.lists, name), getattr(want.lists, name))
+    assert torch.equal(got.matrix, want.matrix)
+
+
+def test_ids_that_their_bounds_say_fit_are_handed_on_as_they_are():
+    given = as_batch()
+    got = reader(make_plan()).read(given)
+    assert got.matrix is given.matrix
+    assert got.lists.values is given.lists.values
+    assert got.lists.lengths is given.lists.lengths
+    assert got.lists.weights is given.lists.weights
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        IdBounds((10, 20, 21), (30, 40), (3, 2)),
+        IdBounds((10, 20, 20), (30, 41), (3, 2)),
+        IdBounds((10, 20, 20), (30, 40), (3, 3)),
+        IdBounds((10, 20), (30, 40), (3, 2)),
+        None,
+    ],
+)
+def test_ids_whose_bounds_do_not_fit_are_looked_at(bounds):
+    """The table of d has 40 rows: bounds beyond that prove nothing."""
+    given = as_batch(bounds)
+    given.lists.values[5] = 40
+    with pytest.raises(DataError, match="field d: id 40"):
+        reader(make_plan()).read(given)
+    assert reader(make_plan()).read(as_batch(bounds)).lists.values.tolist() == [1, 7, 8, 9, 2, 3]
+
+
+def test_lists_that_no_table_looks_up_stay_behind():
+    got = reader(make_plan(unused=("c",))).read(as_batch())
+    assert got.lists.lengths.tolist() == [[1], [2]]
+    assert got.lists.values.tolist() == [1, 2, 3]
+    assert got.lists.weights.tolist() == [0.5, 1, 2]
+    unweighted = reader(make_plan(unused=("d",))).read(as_batch())
+    assert unweighted.lists.values.tolist() == [7, 8, 9]
+    assert unweighted.lists.weights is None
+
+
+def test_a_matrix_shared_with_lists_becomes_lists_too():
+    """Features a and c share a table, which is looked up by lists."""
+    layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
+    features = FEATURES[:1] + FEATURES[2:3]
+    table = TableConfig(name="t", features=("a", "c"), num_rows=30, dim=4)
+    plan = plan_tables(
+        [OutputConfig(name="deep", tables=(table,))], {"t": layout}, size=2, features=features
+    )
+    lists = Lists(as_batch().lists.lengths[:, :1], torch.tensor([7, 8, 9]).int(), None)
+    matrix = as_batch().matrix[:, :1]
+    got = reader(plan).read(BatchIds(matrix, lists, IdBounds((10,), (30,), (3,))))
+    assert got.lists.lengths.tolist() == [[1, 0], [1, 3]]
+    assert got.lists.values.tolist() == [1, 2, 7, 8, 9]
+
+
+def test_a_batch_of_another_shape_is_refused():
+    given = as_batch()
+    with pytest.raises(DataError, match=r"a matrix \[2, 2\] with 2 lists; use \[samples, 3\]"):
+        reader(make_plan()).read(BatchIds(given.matrix[:, :2], given.lists, BOUNDS))
+    with pytest.raises(DataError, match="with 0 lists"):
+        reader(make_plan()).read(BatchIds(given.matrix, None, BOUNDS))

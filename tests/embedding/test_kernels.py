@@ -38,8 +38,8 @@ def test_fbgemm_and_torch_agree(rule):
         grads = torch.randn(one.num_bags, 8)
         if step == 4:  # an update without its lookup, as of rows that other ranks looked up
             two = Access(addresses, offsets, weights)
-        plain.update(one, grads, lr)
-        fused.update(two, grads, lr)
+        plain.update(one, grads, lr, step + 1)
+        fused.update(two, grads, lr, step + 1)
     # nine float32 updates of rows up to 4: rounding of a few 1e-7 each
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()

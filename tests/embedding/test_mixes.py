@@ -299,7 +299,7 @@ def small_gradient(world, exchange: str, wire: torch.dtype | None) -> float:
     ids = as_input(mix, mix.bags(0), slice(world.rank, world.rank + 1))
     (vectors,) = collection.forward(ids, 2, training=True).values()
     vectors.grad = torch.full_like(vectors, 1e-9)
-    collection.apply_gradients()
+    collection.apply_gradients(1)
     moved = [(s.weights - old).abs() for s, old in zip(collection.stored(), before, strict=True)]
     return max(float(part.max()) for part in moved if part.numel())
 
@@ -350,9 +350,9 @@ class Watched:
         assert set(access.addresses.tolist()) <= set(self.held)
         return self._inner.lookup(access, lr)
 
-    def update(self, access, grads: torch.Tensor, lr: float) -> None:
+    def update(self, access, grads: torch.Tensor, lr: float, step: int) -> None:
         assert set(access.addresses.tolist()) <= set(self.held)
-        self._inner.update(access, grads, lr)
+        self._inner.update(access, grads, lr, step)
 
 
 def watch(world, mix: Mix) -> list[tuple[int, int]]:

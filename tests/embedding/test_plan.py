@@ -88,7 +88,7 @@ def test_an_owner_address_leads_to_its_row_and_no_other(sizes):
     addresses = OwnerAddresses(stack, 3, CPU)
     where = {}
     for rank in range(3):
-        for piece in stack.pieces(rank):
+        for piece in stack.shards(rank):
             for row in range(piece.row_start, piece.row_stop):
                 local = addresses.bases[rank] + piece.base + row - piece.row_start
                 where[piece.table.name, row] = local
@@ -106,7 +106,7 @@ def test_local_addresses_leave_out_what_is_elsewhere():
     ids = torch.tensor([[0, 0, 63, 8], [40, 2, 0, 0]], dtype=torch.int32)
     held = 0
     for rank in range(3):
-        bases = {piece.table.name: piece for piece in stack.pieces(rank)}
+        bases = {piece.table.name: piece for piece in stack.shards(rank)}
         access = LocalAddresses(stack, rank, CPU).access(BatchIds(ids, None), pooled=False)
         assert access.num_bags == 8
         for bag in range(8):
@@ -160,7 +160,7 @@ def test_cover_refuses_holes_overlaps_and_partial():
     check_cover(table, layout, shards)
     with pytest.raises(ConfigError, match="hold 20 elements"):
         check_cover(table, layout, shards[:1])
-    shifted = Shard(table="t", rank=1, row_start=4, row_stop=9, col_start=0, col_stop=4)
+    shifted = Shard(table=table, rank=1, row_start=4, row_stop=9, col_start=0, col_stop=4)
     with pytest.raises(ConfigError, match="overlap"):
         check_cover(table, layout, (shards[0], shifted))
     partial = Layout(Placement.line("cpu", 2), (Partial(),))

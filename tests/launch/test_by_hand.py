@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import DistNetworkError
 
 from sbpflow.errors import (
@@ -88,6 +89,18 @@ def test_a_local_rank_below_0_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-5")
     with pytest.raises(ConfigError, match="LOCAL_RANK=-5 in the environment; use 0 or more"):
         device_type_of("cpu")
+
+
+def test_more_ranks_than_devices_are_refused_before_nccl_is_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_type_of("auto") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"has 2 CUDA device\(s\).*--nproc-per-node 2"):
+        device_type_of("auto")
+    assert device_type_of("cpu") == "cpu"
 
 
 def test_ranks_started_by_hand_agree_on_one_message(tmp_path):

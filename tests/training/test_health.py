@@ -70,7 +70,7 @@ def bend_one_copy(world: World, what: str) -> str:
     if world.rank == 1 and what == "mlp.0.bias":
         job.model.parameters[what].part.data[0] += 1e-7
     for stored in job.embeddings.stored():
-        if world.rank == 1 and stored.piece.table.name == what:
+        if world.rank == 1 and stored.shard.table.name == what:
             stored.weights[1, 0] += 1e-7
     return message_of(
         ReplicaError, check_replicas, job.model.parameters, job.embeddings, job.boxing

@@ -1,4 +1,4 @@
-"""AUC and logloss against slow, obvious definitions."""
+"""AUC, GAUC and logloss against slow, obvious definitions."""
 
 import math
 from fractions import Fraction
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbpflow.errors import MetricError
-from sbpflow.training.metrics import Evaluation, auc, evaluate, logloss
+from sbpflow.training.metrics import Evaluation, auc, evaluate, gauc, logloss
 
 # Few distinct scores, so that ties are common; infinities and both zeros among them.
 SCORES = st.sampled_from([-math.inf, -2.5, -1.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, math.inf])
@@ -123,3 +123,42 @@ def test_one_class_has_no_auc_and_says_why():
 def test_inputs_that_make_no_sense(scores, labels, message):
     with pytest.raises(MetricError, match=message):
         auc(np.array(scores), np.array(labels))
+
+
+GROUPED = st.lists(st.tuples(SCORES, st.booleans(), st.integers(0, 4)), min_size=1, max_size=40)
+
+
+def grouped_pair_count(rows):
+    """Group by group, by definition; None where no group has both classes."""
+    total, weight = Fraction(0), 0
+    for group in {group for _, _, group in rows}:
+        own = [(score, label) for score, label, other in rows if other == group]
+        if len({label for _, label in own}) == 2:
+            total, weight = total + len(own) * pair_count(own), weight + len(own)
+    return total / weight if weight else None
+
+
+@given(GROUPED, st.randoms(use_true_random=False))
+def test_gauc_equals_the_count_of_pairs_in_groups_of_both_classes(rows, random):
+    want = grouped_pair_count(rows)
+    rows = random.sample(rows, len(rows))
+    groups = np.array([group for _, _, group in rows]) - 2**62  # any integers
+    given = (*arrays([row[:2] for row in rows]), groups)
+    if want is None:
+        with pytest.raises(MetricError, match="no group has rows of both classes"):
+            gauc(*given)
+    else:
+        assert gauc(*given) == pytest.approx(float(want), abs=1e-15)  # a rounding per group
+
+
+def test_gauc_of_one_group_is_the_auc_and_groups_of_one_class_count_nothing():
+    rng = np.random.default_rng(0)
+    scores, labels = rng.normal(size=500).astype(np.float32), rng.integers(0, 2, 500)
+    assert gauc(scores, labels, np.zeros(500, np.int64)) == auc(scores, labels)
+    more = np.concatenate([scores, scores]), np.concatenate([labels, np.ones(500)])
+    groups = np.repeat([3, 9], 500)
+    assert gauc(*more, groups) == auc(scores, labels)
+    assert evaluate(*more, groups).gauc == auc(scores, labels)
+    assert evaluate(*more).gauc is None
+    with pytest.raises(MetricError, match="500 predictions for 3 groups"):
+        gauc(scores, labels, groups[:3])

@@ -15,7 +15,7 @@ import pytest
 
 import train_wdl
 from data.format.manifest import load_manifest, write_manifest
-from data.format.shards import file_crc32
+from data.format.npy import file_crc32
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.__main__ import explain
 from sbpflow.errors import ConfigError, DataError

@@ -79,7 +79,7 @@ def order_of(schedule: StepSchedule, batches: int, coming: bool) -> list[str]:
     """The moves as they are made, with the batch's number, for a step of that many batches."""
     made: list[str] = []
 
-    class Numbered(moves.Pass):
+    class Numbered(moves.BatchInFlight):
         number = 0
 
     def numbered(number: int) -> Numbered:
@@ -308,7 +308,7 @@ class Switch:
 def test_the_watch_takes_turns_and_reports(monkeypatch):
     trainer, now, seen = Switch(), [0.0], []
     monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
-    watch = OverlapWatch(trainer, 2, 500)
+    watch = OverlapWatch(trainer, 2, 500, torch.device("cpu"))
     for step in range(1, 61):
         with watch.step(step):
             seen.append(trainer.schedule is OVERLAPPED)
@@ -330,7 +330,7 @@ def test_the_watch_takes_turns_and_reports(monkeypatch):
 def test_the_watch_says_why_it_did_not_measure(world_size, schedule, steps, line):
     trainer = Switch()
     trainer.schedule = schedule
-    watch = OverlapWatch(trainer, world_size, steps)
+    watch = OverlapWatch(trainer, world_size, steps, torch.device("cpu"))
     for step in range(1, 60):
         with watch.step(step):
             assert trainer.schedule is schedule

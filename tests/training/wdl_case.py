@@ -142,12 +142,12 @@ def train(world: World, config: Config, steps: int) -> dict[str, Any]:
 def pieces_of(job: Job) -> list[tuple[str, tuple[int, int, int, int], np.ndarray, dict]]:
     return [
         (
-            stored.piece.table.name,
+            stored.shard.table.name,
             (
-                stored.piece.row_start,
-                stored.piece.row_stop,
-                stored.piece.col_start,
-                stored.piece.col_stop,
+                stored.shard.row_start,
+                stored.shard.row_stop,
+                stored.shard.col_start,
+                stored.shard.col_stop,
             ),
             stored.weights.cpu().double().numpy().copy(),
             {name: value.cpu().double().numpy().copy() for name, value in stored.state.items()},

@@ -29,7 +29,6 @@ from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.errors import SbpError
-from sbpflow.runtime.world import World
 
 VECTORS = "vectors"
 GRADIENTS = "gradients"
@@ -38,7 +37,7 @@ StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
 
 
 @dataclass(slots=True, kw_only=True)
-class Visit:
+class GroupInFlight:
     """One batch's way through one group; what a move leaves for a later one."""
 
     num_rows: int  # of the whole batch
@@ -58,9 +57,9 @@ class Visit:
         storage.release(access.addresses)
         return rows
 
-    def update(self, storage: Storage, access: Access, grads: Tensor) -> None:
+    def update(self, storage: Storage, access: Access, grads: Tensor, step: int) -> None:
         """A step on rows that were looked up, by this batch or by ones before it."""
-        storage.update(access, grads, self.lr)
+        storage.update(access, grads, self.lr, step)
         storage.release(access.addresses)
 
     def take_pending(self) -> Pending:
@@ -71,54 +70,54 @@ class Visit:
         return pending
 
 
-VisitT = TypeVar("VisitT", bound=Visit)
+BatchT = TypeVar("BatchT", bound=GroupInFlight)
 
 
-class Group(ABC, Generic[VisitT]):
+class Group(ABC, Generic[BatchT]):
     """One group on one rank. Every rank makes the same moves in the same order."""
 
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing) -> None:
-        self.plan, self.world, self.boxing = plan, world, boxing
-        self._collected: list[tuple[Visit, list[Access], list[Tensor]]] = []
+    def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
+        self.plan, self.world, self.boxing = plan, boxing.world, boxing
+        self._collected: list[tuple[GroupInFlight, list[Access], list[Tensor]]] = []
 
     @abstractmethod
     def storages(self) -> list[tuple[Stack, Storage]]:
         """What this rank stores."""
 
     @abstractmethod
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> VisitT:
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> BatchT:
         """See the module; ``num_rows`` counts the whole batch."""
 
     @abstractmethod
-    def advance(self, visit: VisitT) -> None:
+    def advance(self, batch: BatchT) -> None:
         """See the module."""
 
     @abstractmethod
-    def look_up(self, visit: VisitT) -> None:
-        """See the module. ``visit.everywhere`` is set by now, where this rank needs it."""
+    def look_up(self, batch: BatchT) -> None:
+        """See the module. ``batch.everywhere`` is set by now, where this rank needs it."""
 
     @abstractmethod
-    def vectors(self, visit: VisitT) -> Tensor:
+    def vectors(self, batch: BatchT) -> Tensor:
         """[local batch, plan.width]."""
 
     @abstractmethod
-    def push(self, visit: VisitT, grad: Tensor) -> None:
+    def push(self, batch: BatchT, grad: Tensor) -> None:
         """Takes [local batch, plan.width]."""
 
     @abstractmethod
-    def collect(self, visit: VisitT) -> None:
+    def collect(self, batch: BatchT) -> None:
         """Keeps the gradients for ``update``; several batches' may come together."""
 
     @abstractmethod
-    def update(self) -> None:
-        """One step on all that was collected."""
+    def update(self, step: int) -> None:
+        """One step on all that was collected; ``step`` is the job's."""
 
-    def keep(self, visit: Visit, accesses: list[Access], grads: list[Tensor]) -> None:
+    def keep(self, batch: GroupInFlight, accesses: list[Access], grads: list[Tensor]) -> None:
         """Put aside for ``update`` what a batch gives this rank's storages."""
-        self._collected.append((visit, accesses, grads))
+        self._collected.append((batch, accesses, grads))
 
-    def take_collected(self) -> tuple[Visit, int, list[tuple[Access, Tensor]]]:
-        """(the last visit kept, rows of all, one merged (access, gradients) per storage)."""
+    def take_collected(self) -> tuple[GroupInFlight, int, list[tuple[Access, Tensor]]]:
+        """(the last batch kept, rows of all, one merged (access, gradients) per storage)."""
         kept, self._collected = self._collected, []
         if not kept:
             raise RuntimeError(f"{self.plan.name}: an update without collected gradients")
@@ -127,7 +126,7 @@ class Group(ABC, Generic[VisitT]):
             access = Access.merge([accesses[index] for _, accesses, _ in kept])
             grads = [batch[index] for _, _, batch in kept]
             merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        return kept[-1][0], sum(visit.num_rows for visit, _, _ in kept), merged
+        return kept[-1][0], sum(batch.num_rows for batch, _, _ in kept), merged
 
     def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
         """Begin a conversion, of whatever the steps carry."""
@@ -147,4 +146,4 @@ class Group(ABC, Generic[VisitT]):
         return out.to(self.plan.dtype)
 
 
-AnyGroup = Group[Any]  # a visit goes back to the group that began it
+AnyGroup = Group[Any]  # a batch goes back to the group that began it

@@ -14,10 +14,10 @@ from sbpflow.embedding.exchange.base import (
     GRADIENTS,
     VECTORS,
     AnyGroup,
+    BatchT,
     Group,
+    GroupInFlight,
     StorageFactory,
-    Visit,
-    VisitT,
 )
 from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueGroup
 from sbpflow.embedding.ids.addresses import LocalAddresses
@@ -27,7 +27,6 @@ from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
-from sbpflow.runtime.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Member:
     addresses: LocalAddresses
 
 
-class AddressedGroup(Group[VisitT]):
+class AddressedGroup(Group[BatchT]):
     """A group whose ranks look ids up in their own storages, member by member.
 
     ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
@@ -57,12 +56,11 @@ class AddressedGroup(Group[VisitT]):
     def __init__(
         self,
         plan: GroupPlan,
-        world: World,
         boxing: Boxing,
         make: StorageFactory,
         received: Received | None,
     ) -> None:
-        super().__init__(plan, world, boxing)
+        super().__init__(plan, boxing)
         self._row_state_steps = lru_cache(MAX_BATCH_SIZES)(plan.row_state_steps)
         self._num_rows = 0  # of the batches that an update is about
         self.members = [
@@ -72,8 +70,8 @@ class AddressedGroup(Group[VisitT]):
                 make(plan, index, self._sum_of(index)),
                 LocalAddresses(
                     stack,
-                    world.rank,
-                    world.device,
+                    self.world.rank,
+                    self.world.device,
                     dtype=plan.dtype,
                     columns=received.columns if received else None,
                     places=received.places if received else None,
@@ -87,25 +85,25 @@ class AddressedGroup(Group[VisitT]):
     def takes_part(self, stack: Stack) -> bool:
         """Whether this rank looks up ids of the stack; in a row split even one without rows."""
         if self.plan.exchange == "columns":
-            return bool(stack.pieces(self.world.rank))
+            return bool(stack.shards(self.world.rank))
         return self.world.rank in self.plan.owners
 
-    def advance(self, visit: VisitT) -> None:
+    def advance(self, batch: BatchT) -> None:
         """Nothing to do: the ids are all there is to know."""
 
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(member.stack, member.storage) for member in self.members]
 
-    def rows_of(self, visit: VisitT) -> Tensor:
+    def rows_of(self, batch: BatchT) -> Tensor:
         """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
-        ids = visit.everywhere if self._everywhere else visit.local
+        ids = batch.everywhere if self._everywhere else batch.local
         if ids is None:
             raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
         samples, pooled = ids.num_samples, self.plan.pooled
-        visit.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
+        batch.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
         parts = [
-            visit.look_up(member.storage, access).view(samples, self._width(member))
-            for member, access in zip(self.members, visit.accesses, strict=True)
+            batch.look_up(member.storage, access).view(samples, self._width(member))
+            for member, access in zip(self.members, batch.accesses, strict=True)
         ]
         if len(parts) == 1:
             return parts[0]
@@ -121,14 +119,14 @@ class AddressedGroup(Group[VisitT]):
             for part, member in zip(grad.split(widths, 1), self.members, strict=True)
         ]
 
-    def update(self) -> None:
+    def update(self, step: int) -> None:
         last, self._num_rows, merged = self.take_collected()
         # Stack by stack in the plan's order, so that all ranks walk the same steps.
         mine = {member.index: n for n, member in enumerate(self.members)}
         for index, stack in enumerate(self.plan.stacks):
             if index in mine:
                 access, grad = merged[mine[index]]
-                last.update(self.members[mine[index]].storage, access, grad)
+                last.update(self.members[mine[index]].storage, access, grad, step)
             elif index in self.plan.shared_state:
                 steps = self._row_state_steps(index, self._num_rows * stack.lookups())
                 self.boxing.run(steps, None, GRADIENTS)
@@ -156,14 +154,14 @@ class AddressedGroup(Group[VisitT]):
 
 
 @dataclass(slots=True, kw_only=True)
-class LocalVisit(Visit):
+class LocalInFlight(GroupInFlight):
     """``vectors`` after the lookup, ``grads`` of each member after the push in a world of one."""
 
     vectors: Tensor | None = None
     grads: list[Tensor] = field(default_factory=list[Tensor])
 
 
-class LocalGroup(AddressedGroup[LocalVisit]):
+class LocalGroup(AddressedGroup[LocalInFlight]):
     """B tables whose gradients are all-reduced whole, and all tables in a world of one rank.
 
     A row's count of uses travels beside its gradient, so that only touched rows take a step.
@@ -173,48 +171,48 @@ class LocalGroup(AddressedGroup[LocalVisit]):
     def _steps(self) -> tuple[BoxingStep, ...]:
         return self.plan.backward_steps(0)  # of a size that no batch changes
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> LocalVisit:
-        return LocalVisit(local=local, num_rows=num_rows, training=training)
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> LocalInFlight:
+        return LocalInFlight(local=local, num_rows=num_rows, training=training)
 
-    def look_up(self, visit: LocalVisit) -> None:
-        visit.vectors = self.rows_of(visit)
+    def look_up(self, batch: LocalInFlight) -> None:
+        batch.vectors = self.rows_of(batch)
 
-    def vectors(self, visit: LocalVisit) -> Tensor:
-        vectors, visit.vectors = visit.vectors, None
+    def vectors(self, batch: LocalInFlight) -> Tensor:
+        vectors, batch.vectors = batch.vectors, None
         if vectors is None:
             raise RuntimeError(f"{self.plan.name}: vectors before the lookup, or twice")
         return vectors
 
-    def push(self, visit: LocalVisit, grad: Tensor) -> None:
+    def push(self, batch: LocalInFlight, grad: Tensor) -> None:
         parts = self.split(grad)
         if self.world.size == 1:
-            visit.grads = parts
+            batch.grads = parts
             return
         whole: list[Tensor] = []
-        for access, member, part in zip(visit.accesses, self.members, parts, strict=True):
+        for access, member, part in zip(batch.accesses, self.members, parts, strict=True):
             rows, sums = access.row_gradients(part)
             size, width = member.storage.weights.shape
             table = part.new_zeros(size, width + 1)
             counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
             whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
-        visit.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
+        batch.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
 
-    def collect(self, visit: LocalVisit) -> None:
+    def collect(self, batch: LocalInFlight) -> None:
         if self.world.size == 1:
-            self.keep(visit, visit.accesses, visit.grads)
+            self.keep(batch, batch.accesses, batch.grads)
             return
-        flat = self.arrived(self._steps, visit.take_pending())
+        flat = self.arrived(self._steps, batch.take_pending())
         accesses: list[Access] = []
         grads: list[Tensor] = []
         sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
-        for member, own, part in zip(self.members, visit.accesses, flat.split(sizes), strict=True):
+        for member, own, part in zip(self.members, batch.accesses, flat.split(sizes), strict=True):
             table = part.view(-1, member.stack.dim + 1)
             rows = table[:, -1].nonzero().squeeze(1)  # of any rank, the looked up ones among them
             member.storage.prefetch(rows)
             member.storage.release(own.addresses)
             accesses.append(Access(rows))
             grads.append(table[:, :-1].index_select(0, rows))
-        self.keep(visit, accesses, grads)
+        self.keep(batch, accesses, grads)
 
 
 class ColumnOrder:
@@ -235,7 +233,7 @@ class ColumnOrder:
         return grad if self._in_order else grad.index_select(1, self._order)
 
 
-class BoxedGroup(AddressedGroup[Visit]):
+class BoxedGroup(AddressedGroup[GroupInFlight]):
     """Owners look up the whole batch; boxing brings the vectors home and the gradients back.
 
     ``columns``: whole tables and S(1), the vectors are one uneven S(1) in rank order. ``reduce``:
@@ -245,53 +243,52 @@ class BoxedGroup(AddressedGroup[Visit]):
     def __init__(
         self,
         plan: GroupPlan,
-        world: World,
         boxing: Boxing,
         make: StorageFactory,
         received: Received,
     ) -> None:
-        super().__init__(plan, world, boxing, make, received)
-        self._order = ColumnOrder(plan, world.device)
+        super().__init__(plan, boxing, make, received)
+        self._order = ColumnOrder(plan, self.world.device)
         self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
         self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> Visit:
-        return Visit(local=local, num_rows=num_rows, training=training)
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> GroupInFlight:
+        return GroupInFlight(local=local, num_rows=num_rows, training=training)
 
-    def look_up(self, visit: Visit) -> None:
+    def look_up(self, batch: GroupInFlight) -> None:
         part: Tensor | None = None
         if self.members:
-            part = self.rows_of(visit)
+            part = self.rows_of(batch)
         elif self.plan.exchange == "columns":
-            part = torch.empty(visit.num_rows, 0, dtype=self.plan.wire, device=self.world.device)
-        visit.pending = self.start(self._forward_steps(visit.num_rows), part, VECTORS)
+            part = torch.empty(batch.num_rows, 0, dtype=self.plan.wire, device=self.world.device)
+        batch.pending = self.start(self._forward_steps(batch.num_rows), part, VECTORS)
 
-    def vectors(self, visit: Visit) -> Tensor:
-        out = self.arrived(self._forward_steps(visit.num_rows), visit.take_pending())
+    def vectors(self, batch: GroupInFlight) -> Tensor:
+        out = self.arrived(self._forward_steps(batch.num_rows), batch.take_pending())
         return self._order.to_uses(out)
 
-    def push(self, visit: Visit, grad: Tensor) -> None:
-        steps = self._backward_steps(visit.num_rows)
-        visit.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
+    def push(self, batch: GroupInFlight, grad: Tensor) -> None:
+        steps = self._backward_steps(batch.num_rows)
+        batch.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
-    def collect(self, visit: Visit) -> None:
-        pending = visit.take_pending()
+    def collect(self, batch: GroupInFlight) -> None:
+        pending = batch.take_pending()
         if not self.members:  # no rows here, but the same steps on all ranks
             pending.wait()
-            self.keep(visit, [], [])
+            self.keep(batch, [], [])
             return
-        grad = self.arrived(self._backward_steps(visit.num_rows), pending)
-        self.keep(visit, visit.accesses, self.split(grad))
+        grad = self.arrived(self._backward_steps(batch.num_rows), pending)
+        self.keep(batch, batch.accesses, self.split(grad))
 
 
 def make_group(
-    plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory, received: Received
+    plan: GroupPlan, boxing: Boxing, make: StorageFactory, received: Received
 ) -> AnyGroup:
     """The class for a plan's exchange."""
     if plan.exchange == "unique":
-        return UniqueGroup(plan, world, boxing, make)
-    if plan.exchange == "local" and world.size > 1 and not plan.whole_gradients:
-        return LocalRowsGroup(plan, world, boxing, make)
+        return UniqueGroup(plan, boxing, make)
+    if plan.exchange == "local" and boxing.world.size > 1 and not plan.whole_gradients:
+        return LocalRowsGroup(plan, boxing, make)
     if plan.exchange == "local":
-        return LocalGroup(plan, world, boxing, make, None)
-    return BoxedGroup(plan, world, boxing, make, received)
+        return LocalGroup(plan, boxing, make, None)
+    return BoxedGroup(plan, boxing, make, received)

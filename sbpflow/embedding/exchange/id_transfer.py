@@ -15,7 +15,6 @@ from sbpflow.embedding.ids.reader import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, ExchangeStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 IDS = "ids"
@@ -24,8 +23,8 @@ IDS = "ids"
 class IdTransfer:
     """Moves ids as a plan says, batch after batch."""
 
-    def __init__(self, plan: EmbeddingPlan, world: World, boxing: Boxing) -> None:
-        self.plan, self.world, self.boxing = plan, world, boxing
+    def __init__(self, plan: EmbeddingPlan, boxing: Boxing) -> None:
+        self.plan, self.world, self.boxing = plan, boxing.world, boxing
         self.id_steps = lru_cache(MAX_BATCH_SIZES)(plan.id_steps)
         self.length_steps = lru_cache(MAX_BATCH_SIZES)(plan.length_steps)
         self.list_steps = lru_cache(MAX_BATCH_SIZES)(plan.list_steps)
@@ -33,7 +32,7 @@ class IdTransfer:
         self.sent_lists = self._index(plan.sent_lists)
         self.whole = plan.sent_columns == tuple(range(plan.ids.num_columns))
         self.places = [self._index(places) for places in plan.needed_lists]
-        self.exchange = Exchange(world, IDS)
+        self.exchange = Exchange(self.world, IDS)
 
     def begin(self, ids: BatchIds, num_rows: int) -> "IdsUnderWay":
         """Start; every rank calls it for the same batches in the same order."""

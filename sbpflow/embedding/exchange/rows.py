@@ -9,19 +9,23 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import Exchange, received
-from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, StorageFactory, Visit
+from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, StorageFactory
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.reader import BatchIds
-from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
+from sbpflow.embedding.plan.group_plan import (
+    MAX_BATCH_SIZES,
+    ExchangeStep,
+    GroupPlan,
+    RowSteps,
+)
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import Storage
-from sbpflow.runtime.world import World
 
 
 @dataclass(slots=True, kw_only=True)
-class RowVisit(Visit):
+class RowsInFlight(GroupInFlight):
     """``asked`` counts the rows this rank names to each rank, ``into`` those they name to it."""
 
     wanted: Access  # of the local samples
@@ -36,145 +40,157 @@ class RowVisit(Visit):
         return rows
 
 
-class RowGroup(Group[RowVisit]):
+class RowGroup(Group[RowsInFlight]):
     """One stack, whose rows have job-wide addresses; who wants which is told once per batch."""
 
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, world, boxing)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
+        super().__init__(plan, boxing)
         (self._stack,) = plan.stacks
         self._storage = make(plan, 0, None)
-        self._steps = lru_cache(MAX_BATCH_SIZES)(plan.row_steps)
-        self._ids = Exchange(world, IDS)
-        self._vectors = Exchange(world, VECTORS)
-        self._gradients = Exchange(world, GRADIENTS)
+        self._steps = lru_cache(MAX_BATCH_SIZES)(self._planned_steps)
+        self._ids = Exchange(self.world, IDS)
+        self._vectors = Exchange(self.world, VECTORS)
+        self._gradients = Exchange(self.world, GRADIENTS)
+
+    def _planned_steps(self, num_rows: int) -> RowSteps:
+        steps = self.plan.row_steps(num_rows)
+        if steps is None:
+            raise RuntimeError(f"{self.plan.name}: no rows travel, by its plan")
+        return steps
 
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(self._stack, self._storage)]
 
-    def vectors(self, visit: RowVisit) -> Tensor:
-        """Expand ``visit.rows`` to the samples' vectors."""
-        samples = visit.local.num_samples
-        vectors = sum_bags(visit.take_rows(), visit.wanted, visit.wanted.inverse())
+    def vectors(self, batch: RowsInFlight) -> Tensor:
+        """Expand ``batch.rows`` to the samples' vectors."""
+        samples = batch.local.num_samples
+        vectors = sum_bags(batch.take_rows(), batch.wanted, batch.wanted.inverse())
         if self.plan.pooled:
             return vectors.view(samples, len(self._stack.uses), self._stack.dim).sum(1)
         return vectors.view(samples, self.plan.width)
 
-    def row_gradients(self, visit: RowVisit, grad: Tensor) -> Tensor:
+    def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
         """[unique rows wanted here, dim], summed over this rank's samples, as they travel."""
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
-        _, sums = visit.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
+        _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
         return sums.to(self.plan.gradient_wire)
 
-    def collect(self, visit: RowVisit) -> None:
-        step, count = self._steps(visit.num_rows)[-1], visit.accesses[0].num_bags
-        sums = received(step, visit.take_pending(), count).to(self.plan.dtype)
-        self.keep(visit, visit.accesses, [sums])
+    def collect(self, batch: RowsInFlight) -> None:
+        step, count = self._steps(batch.num_rows).gradients, batch.accesses[0].num_bags
+        sums = received(step, batch.take_pending(), count).to(self.plan.dtype)
+        self.keep(batch, batch.accesses, [sums])
 
-    def update(self) -> None:
+    def update(self, step: int) -> None:
         last, _, ((access, grad),) = self.take_collected()
-        last.update(self._storage, access, grad)
+        last.update(self._storage, access, grad, step)
 
 
 class UniqueGroup(RowGroup):
     """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
 
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, world, boxing, make)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
+        super().__init__(plan, boxing, make)
         self._addresses = OwnerAddresses(
             self._stack,
-            world.size,
-            world.device,
+            self.world.size,
+            self.world.device,
             dtype=plan.dtype,
             address_dtype=plan.address_dtype(),
         )
         inner = self._addresses.bases[1:-1]
-        self._cuts = torch.tensor(inner, dtype=plan.address_dtype(), device=world.device)
+        self._cuts = torch.tensor(inner, dtype=plan.address_dtype(), device=self.world.device)
         self._bases = torch.tensor(
-            self._addresses.bases[:-1], dtype=plan.address_dtype(), device=world.device
+            self._addresses.bases[:-1], dtype=plan.address_dtype(), device=self.world.device
         )
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowVisit:
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
         wanted = self._addresses.access(local)
         unique = wanted.unique()[0]
         cuts = torch.searchsorted(unique, self._cuts).tolist()
         asked = [stop - start for start, stop in pairwise([0, *cuts, unique.numel()])]
-        visit = RowVisit(
+        batch = RowsInFlight(
             local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
         )
-        visit.pending = self._ids.start_counts(self._steps(num_rows)[0], asked)
-        return visit
+        batch.pending = self._ids.start_counts(self._steps(num_rows).counts, asked)
+        return batch
 
-    def advance(self, visit: RowVisit) -> None:
-        counts, step = self._steps(visit.num_rows)[:2]
-        visit.into = received(counts, visit.take_pending(), self.world.size).tolist()
-        unique = visit.wanted.unique()[0]
-        per_owner = torch.tensor(visit.asked, device=unique.device)
+    def advance(self, batch: RowsInFlight) -> None:
+        steps = self._steps(batch.num_rows)
+        batch.into = received(steps.counts, batch.take_pending(), self.world.size).tolist()
+        unique = batch.wanted.unique()[0]
+        per_owner = torch.tensor(batch.asked, device=unique.device)
         shift = torch.repeat_interleave(self._bases, per_owner, output_size=unique.numel())
-        visit.pending = self._ids.start(step, unique - shift, visit.asked, visit.into)
+        batch.pending = self._ids.start(steps.ids, unique - shift, batch.asked, batch.into)
 
-    def look_up(self, visit: RowVisit) -> None:
-        asked, into = visit.asked, visit.into
-        _, ids, step, _ = self._steps(visit.num_rows)
-        visit.accesses = [Access(received(ids, visit.take_pending(), sum(into)))]
-        rows = visit.look_up(self._storage, visit.accesses[0])
-        visit.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
+    def look_up(self, batch: RowsInFlight) -> None:
+        asked, into = batch.asked, batch.into
+        ids = self._steps(batch.num_rows).ids
+        batch.accesses = [Access(received(ids, batch.take_pending(), sum(into)))]
+        rows = batch.look_up(self._storage, batch.accesses[0])
+        step = self._vector_step(batch)
+        batch.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
-    def vectors(self, visit: RowVisit) -> Tensor:
-        step = self._steps(visit.num_rows)[2]
-        rows = received(step, visit.take_pending(), sum(visit.asked))
-        visit.rows = rows.to(self.plan.dtype)
-        return super().vectors(visit)
+    def vectors(self, batch: RowsInFlight) -> Tensor:
+        rows = received(self._vector_step(batch), batch.take_pending(), sum(batch.asked))
+        batch.rows = rows.to(self.plan.dtype)
+        return super().vectors(batch)
 
-    def push(self, visit: RowVisit, grad: Tensor) -> None:
-        step = self._steps(visit.num_rows)[3]
-        sums = self.row_gradients(visit, grad)
-        visit.pending = self._gradients.start(step, sums, visit.asked, visit.into)
+    def push(self, batch: RowsInFlight, grad: Tensor) -> None:
+        step = self._steps(batch.num_rows).gradients
+        sums = self.row_gradients(batch, grad)
+        batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
+
+    def _vector_step(self, batch: RowsInFlight) -> ExchangeStep:
+        step = self._steps(batch.num_rows).vectors
+        if step is None:
+            raise RuntimeError(f"{self.plan.name}: no vectors travel, by its plan")
+        return step
 
 
 class LocalRowsGroup(RowGroup):
     """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
 
-    def __init__(self, plan: GroupPlan, world: World, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, world, boxing, make)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
+        super().__init__(plan, boxing, make)
         # Every rank stores the same rows, so addresses are local ones everywhere.
         self._addresses = OwnerAddresses(
-            self._stack, 1, world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
+            self._stack, 1, self.world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
         )
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowVisit:
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
         wanted = self._addresses.access(local)
         asked = [wanted.unique()[0].numel()] * self.world.size  # each rank is told all of them
-        visit = RowVisit(
+        batch = RowsInFlight(
             local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
         )
         if training:
-            visit.pending = self._ids.start_counts(self._steps(num_rows)[0], asked)
-        return visit
+            batch.pending = self._ids.start_counts(self._steps(num_rows).counts, asked)
+        return batch
 
-    def advance(self, visit: RowVisit) -> None:
-        if visit.pending is None:
+    def advance(self, batch: RowsInFlight) -> None:
+        if batch.pending is None:
             return
-        counts, step = self._steps(visit.num_rows)[:2]
-        visit.into = received(counts, visit.take_pending(), self.world.size).tolist()
-        rows = self._for_all(visit.wanted.unique()[0])
-        visit.pending = self._ids.start(step, rows, visit.asked, visit.into)
+        steps = self._steps(batch.num_rows)
+        batch.into = received(steps.counts, batch.take_pending(), self.world.size).tolist()
+        rows = self._for_all(batch.wanted.unique()[0])
+        batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
 
-    def look_up(self, visit: RowVisit) -> None:
-        if visit.pending is not None:
-            step = self._steps(visit.num_rows)[1]
-            visit.accesses = [Access(received(step, visit.take_pending(), sum(visit.into)))]
-            self._storage.prefetch(visit.accesses[0].addresses)
+    def look_up(self, batch: RowsInFlight) -> None:
+        if batch.pending is not None:
+            step = self._steps(batch.num_rows).ids
+            batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
+            self._storage.prefetch(batch.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
-        rows = visit.wanted.unique()[0]
+        rows = batch.wanted.unique()[0]
         self._storage.prefetch(rows)
-        visit.rows = self._storage.lookup(Access(rows))
+        batch.rows = self._storage.lookup(Access(rows))
         self._storage.release(rows)
 
-    def push(self, visit: RowVisit, grad: Tensor) -> None:
-        step = self._steps(visit.num_rows)[2]
-        sums = self._for_all(self.row_gradients(visit, grad))
-        visit.pending = self._gradients.start(step, sums, visit.asked, visit.into)
+    def push(self, batch: RowsInFlight, grad: Tensor) -> None:
+        step = self._steps(batch.num_rows).gradients
+        sums = self._for_all(self.row_gradients(batch, grad))
+        batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
 
     def _for_all(self, rows: Tensor) -> Tensor:
         """The same rows, once for every rank."""

@@ -40,7 +40,9 @@ class BagShape:
         self._slice = _as_slice(wanted)
         self._columns = self._index(wanted)
         lists = [use.place for use in uses if use.place is not None]
-        self._places = self._index([places[p] if places is not None else p for p in lists])
+        found = [places[p] if places is not None else p for p in lists]
+        self._places = self._index(found)
+        self._in_order = found == list(range(len(found)))
         hotness = [use.hotness for use in uses]
         self._one_hot = all(count == 1 for count in hotness)
         self.of_use = self._index([n for n, use in enumerate(uses) for _ in range(use.hotness)])
@@ -66,6 +68,8 @@ class BagShape:
         """The uses' lists of every sample."""
         if ids.lists is None:
             raise RuntimeError("the batch has no lists, yet some are looked up")
+        if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
+            return ids.lists
         return ids.lists.take(self._places)
 
     def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
@@ -131,21 +135,21 @@ class LocalAddresses:
         self.bags = BagShape(
             uses, device, ragged=stack.ragged, dtype=dtype, columns=columns, places=places
         )
-        pieces = {piece.table.name: piece for piece in stack.pieces(rank)}
-        held = [pieces.get(use.table.name) for use in uses]
+        shards = {shard.table.name: shard for shard in stack.shards(rank)}
+        held = [shards.get(use.table.name) for use in uses]
         repeat = [1 if stack.ragged else use.hotness for use in uses]
 
         def per_column(values: list[int]) -> Tensor:
             spread = [value for value, n in zip(values, repeat, strict=True) for _ in range(n)]
             return torch.tensor(spread, dtype=torch.int64, device=device)
 
-        self._shift = per_column([piece.base - piece.row_start if piece else 0 for piece in held])
-        self._starts = per_column([piece.row_start if piece else 0 for piece in held])
-        self._stops = per_column([piece.row_stop if piece else 0 for piece in held])
+        self._shift = per_column([shard.base - shard.row_start if shard else 0 for shard in held])
+        self._starts = per_column([shard.row_start if shard else 0 for shard in held])
+        self._stops = per_column([shard.row_stop if shard else 0 for shard in held])
         self._ragged = stack.ragged
         self._whole = all(
-            piece is not None and piece.num_rows == use.table.num_rows
-            for piece, use in zip(held, uses, strict=True)
+            shard is not None and shard.num_rows == use.table.num_rows
+            for shard, use in zip(held, uses, strict=True)
         )
 
     @property
@@ -264,9 +268,9 @@ def _row_parts(stack: Stack, bases: list[int]) -> dict[str, list[tuple[int, int]
     """Per table (first row, address minus row) of each part that has rows, by first row."""
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
     for rank in range(len(bases) - 1):
-        for piece in stack.pieces(rank):
-            shift = bases[rank] + piece.base - piece.row_start
-            parts[piece.table.name].append((piece.row_start, shift))
+        for shard in stack.shards(rank):
+            shift = bases[rank] + shard.base - shard.row_start
+            parts[shard.table.name].append((shard.row_start, shift))
     return {name: sorted(of_table) for name, of_table in parts.items()}
 
 

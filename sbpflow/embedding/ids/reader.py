@@ -4,7 +4,7 @@ Fixed numbers of ids per sample form a matrix, the fast path. Ids of any number,
 form lists, sample by sample, so that parts of a batch are joined by laying them end to end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError
+from sbpflow.runtime.streams import mix
 
 _ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
-_SHIFT_1, _SHIFT_2 = 30, 27
-_MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, the first factor of SplitMix64's finaliser
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,6 @@ class Bags:
     values: Tensor
     offsets: Tensor
     weights: Tensor | None = None
-
-
-Ids = Tensor | Mapping[str, "Tensor | Bags"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +65,36 @@ def _positions(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class IdBounds:
+    """What whoever made some ids vouches for, so that nobody looks at each of them again.
+
+    Ids of column c of the matrix are in range(columns[c]), those of list p in range(lists[p]), and
+    list p has at most lengths[p] of them.
+    """
+
+    columns: tuple[int, ...]
+    lists: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchIds:
-    """Checked ids of some samples: a matrix [samples, columns] and lists, if there are any."""
+    """Ids of some samples: a matrix [samples, columns] and lists, if there are any.
+
+    From a caller they have the columns of all features that come as a matrix and the lists of all
+    others, both in the plan's order; checked ones have the lists that the plan looks up.
+    """
 
     matrix: Tensor
     lists: Lists | None
+    bounds: IdBounds | None = None
 
     @property
     def num_samples(self) -> int:
         return self.matrix.shape[0]
+
+
+Ids = Tensor | Mapping[str, "Tensor | Bags"] | BatchIds
 
 
 class IdReader:
@@ -110,13 +127,22 @@ class IdReader:
         self._list_limits = torch.tensor(
             [rows[n] for n in plan.ids.lists], dtype=torch.int64, device=device
         )
+        self._ragged = [n for n, first in enumerate(plan.ids.first) if first is None]
+        self._known: IdBounds | None = None
+        self._known_to_fit = False
         self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
 
     def read(self, ids: Ids) -> BatchIds:
-        """[samples, columns] in the plan's order, or {feature: [samples], [samples, hotness] or
-        Bags}. Raises DataError naming the feature for what is missing, misshapen or, under the
-        policy "error", out of range.
+        """[samples, columns] in the plan's order, such a matrix with lists (``BatchIds``), or
+        {feature: [samples], [samples, hotness] or Bags}. Raises DataError naming the feature for
+        what is missing, misshapen or, under the policy "error", out of range.
+
+        ``BatchIds`` are passed on as they are where their bounds fit the tables.
         """
+        if isinstance(ids, BatchIds):
+            if self._fits(ids):
+                return BatchIds(ids.matrix, self._looked_up(ids.lists))
+            ids = self._as_mapping(ids)
         if isinstance(ids, Tensor):
             if not self._matrix_is_all:
                 names = [self._plan.features[n].name for n in self._plan.ids.lists]
@@ -136,6 +162,65 @@ class IdReader:
         matrix = self._in_range(matrix)
         lists = self._lists(matrix, bags) if self._plan.ids.lists else None
         return BatchIds(matrix, lists)
+
+    def _fits(self, ids: BatchIds) -> bool:
+        """Whether bounds and shapes say that every id is a row of its tables."""
+        plan, bounds, lists = self._plan, ids.bounds, ids.lists
+        if bounds is None or not set(plan.ids.lists) <= set(self._ragged):
+            return False
+        if bounds is not self._known:
+            rows = [self._rows[n] for n in self._ragged]
+            most = [plan.features[n].hotness for n in self._ragged]
+            self._known = bounds
+            self._known_to_fit = (
+                _none_above(bounds.columns, self._limits.tolist())
+                and _none_above(bounds.lists, rows)
+                and _none_above(bounds.lengths, most)
+            )
+        num_lists = 0 if lists is None else lists.lengths.shape[1]
+        weighted = lists is not None and lists.weights is not None
+        return (
+            self._known_to_fit
+            and ids.matrix.dtype == plan.ids_dtype
+            and ids.matrix.shape[1:] == (len(bounds.columns),)
+            and num_lists == len(self._ragged)
+            and weighted == any(plan.features[n].weighted for n in self._ragged)
+            and (lists is None or lists.values.dtype == plan.ids_dtype)
+        )
+
+    def _looked_up(self, lists: Lists | None) -> Lists | None:
+        """The lists that some table looks up; mostly these are all."""
+        wanted = self._plan.ids.lists
+        if lists is None or not wanted:
+            return None
+        if self._ragged != list(wanted):
+            places = [self._ragged.index(n) for n in wanted]
+            lists = lists.take(torch.tensor(places, dtype=torch.int64, device=self._device))
+        weights = lists.weights.to(self._plan.dtype) if lists.weights is not None else None
+        return Lists(lists.lengths, lists.values, weights if self._plan.weighted else None)
+
+    def _as_mapping(self, ids: BatchIds) -> Mapping[str, "Tensor | Bags"]:
+        """The same ids by feature, to be checked one by one."""
+        features, found = self._plan.features, dict[str, Tensor | Bags]()
+        columns = sum(features[n].hotness for n in self._matrix)
+        num_lists = 0 if ids.lists is None else ids.lists.lengths.shape[1]
+        if ids.matrix.shape[1:] != (columns,) or num_lists != len(self._ragged):
+            raise DataError(
+                f"ids: a matrix {list(ids.matrix.shape)} with {num_lists} lists; use [samples, "
+                f"{columns}] for {[features[n].name for n in self._matrix]} and a list each for "
+                f"{[features[n].name for n in self._ragged]}"
+            )
+        parts = ids.matrix.split([features[n].hotness for n in self._matrix], 1)
+        found |= {features[n].name: part for n, part in zip(self._matrix, parts, strict=True)}
+        for place, n in enumerate(self._ragged):
+            if ids.lists is not None:
+                one = ids.lists.take(torch.tensor([place], device=self._device))
+                ends = torch.cumsum(one.lengths.reshape(-1), 0, dtype=torch.int64)
+                weights = one.weights if features[n].weighted else None
+                found[features[n].name] = Bags(
+                    one.values, torch.cat([ends.new_zeros(1), ends]), weights
+                )
+        return found
 
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:
         used = {name for out in self._plan.outputs for t in out.tables for name in t.features}
@@ -300,10 +385,7 @@ class IdReader:
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
         if self._plan.out_of_range == "clamp":
             return torch.minimum(ids.clamp(min=0), limits - 1)
-        mixed = ids ^ (ids >> _SHIFT_1)
-        mixed = mixed * _MIX
-        mixed = mixed ^ (mixed >> _SHIFT_2)
-        return torch.where(bad, mixed.remainder(limits), ids)
+        return torch.where(bad, mix(ids).remainder(limits), ids)
 
     def _refuse(self, number: int, id: int, row: int) -> None:
         raise DataError(
@@ -314,3 +396,9 @@ class IdReader:
 
 def _is_integer(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.int32, torch.int64)
+
+
+def _none_above(values: Sequence[int], limits: Sequence[int]) -> bool:
+    return len(values) == len(limits) and all(
+        v <= top for v, top in zip(values, limits, strict=True)
+    )

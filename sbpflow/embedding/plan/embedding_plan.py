@@ -12,7 +12,7 @@ import torch
 
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, RowSteps, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
@@ -116,31 +116,37 @@ class EmbeddingPlan:
 
     def ahead_steps(self, num_rows: int) -> tuple[Step, ...]:
         """Every transfer of a training batch's ids; none depends on what an update changes."""
-        rows = [(group, group.row_steps(num_rows)) for group in self.groups]
+        rows = [steps for _, steps in self._row_steps(num_rows) if steps is not None]
         return (
             *self.id_steps(num_rows),
             *self.length_steps(num_rows),
-            *(step for _, steps in rows for step in steps[:1]),
+            *(steps.counts for steps in rows),
             *self.list_steps(num_rows),
-            *(step for _, steps in rows for step in steps[1:2]),
+            *(steps.ids for steps in rows),
         )
 
     def forward_steps(self, num_rows: int) -> tuple[Step, ...]:
         """The transfers of a lookup that follow those of the ids, in the order they start."""
         steps: list[Step] = []
-        for group in self.groups:
-            if group.exchange == "unique":
-                steps += group.row_steps(num_rows)[2:3]
+        for group, rows in self._row_steps(num_rows):
+            if rows is not None and rows.vectors is not None:
+                steps.append(rows.vectors)
             steps += group.forward_steps(num_rows)
         return tuple(steps)
 
     def push_steps(self, num_rows: int) -> tuple[Step, ...]:
         """Gradients on their way to the rows, in the order they start."""
         steps: list[Step] = []
-        for group in self.groups:
-            steps += group.row_steps(num_rows)[3 if group.exchange == "unique" else 2 :]
+        for group, rows in self._row_steps(num_rows):
+            if rows is not None:
+                steps.append(rows.gradients)
             steps += group.backward_steps(num_rows)
         return tuple(steps)
+
+    def count_steps(self, num_rows: int) -> tuple[Step, ...]:
+        """Of ``ahead_steps``, those of rows that are counted first."""
+        found = [steps for _, steps in self._row_steps(num_rows) if steps is not None]
+        return tuple(step for steps in found for step in steps.ahead)
 
     def update_steps(self, num_rows: int) -> tuple[Step, ...]:
         """What an update of rows itself sends, in the order it runs."""
@@ -150,6 +156,9 @@ class EmbeddingPlan:
                 most = num_rows * group.stacks[index].lookups()
                 steps += group.row_state_steps(index, most)
         return tuple(steps)
+
+    def _row_steps(self, num_rows: int) -> list[tuple[GroupPlan, RowSteps | None]]:
+        return [(group, group.row_steps(num_rows)) for group in self.groups]
 
     def _spread(
         self, num_rows: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str

@@ -10,9 +10,10 @@ import torch
 
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
-from sbpflow.embedding.plan.tables import Exchange, OutputConfig, TableConfig
+from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -36,6 +37,25 @@ class ExchangeStep:
 
 
 Step = BoxingStep | ExchangeStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSteps:
+    """The transfers of single rows; ``vectors`` only where rows are read at their owners.
+
+    How many rows each rank names to each other one, which, their values, their gradients.
+    """
+
+    counts: ExchangeStep
+    ids: ExchangeStep
+    vectors: ExchangeStep | None
+    gradients: ExchangeStep
+
+    @property
+    def ahead(self) -> tuple[ExchangeStep, ...]:
+        """Those that depend on ids alone."""
+        return (self.counts, self.ids)
+
 
 MAX_BATCH_SIZES = 64  # whose steps are kept; others are planned again
 
@@ -227,15 +247,14 @@ class GroupPlan:
         total = sum(table.num_rows + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
-    def row_steps(self, num_rows: int) -> tuple[ExchangeStep, ...]:
-        """The transfers of single rows with their bounds, in the order they run.
+    def row_steps(self, num_rows: int) -> RowSteps | None:
+        """The transfers of single rows with their bounds, ``None`` where none travel.
 
-        Unique: counts, addresses, rows back, gradients. Local: counts, addresses, gradients, each
-        to all other ranks.
+        Unique: to and from the owners. Local: each to all other ranks.
         """
         size, dim = self.world.size, self.stacks[0].dim
         if size == 1 or self.exchange not in ("unique", "local") or self.whole_gradients:
-            return ()
+            return None
         lookups = sum(stack.lookups() for stack in self.stacks)
         mine = -(-num_rows // size) * lookups  # of one rank, at most
         rows = num_rows * lookups  # of all ranks together: each lookup moves one row, at most
@@ -266,8 +285,12 @@ class GroupPlan:
             rows * fans * dim * self.gradient_wire.itemsize,
             "unique rows' gradients",
         )
-        middle = (vectors,) if self.exchange == "unique" else ()
-        return (counts, asked, *middle, gradients)
+        return RowSteps(
+            counts=counts,
+            ids=asked,
+            vectors=vectors if self.exchange == "unique" else None,
+            gradients=gradients,
+        )
 
     def _row_step(
         self, suffix: str, dtype: torch.dtype, of_one: int, of_all: int, what: str

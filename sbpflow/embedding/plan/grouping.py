@@ -10,11 +10,11 @@ from typing import cast
 
 import torch
 
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import GroupPlan, whole_gradients_are_less
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import (
-    Exchange,
     FeatureConfig,
     OutputConfig,
     TableConfig,

@@ -1,30 +1,10 @@
-"""Tables that share a storage on every rank, and the rectangle of each that a rank holds there."""
+"""Tables that share a storage on every rank, and the shard of each that a rank holds there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.embedding.plan.tables import Shard, TableConfig, shard_on
 from sbpflow.sbp.layout import Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One shard in a rank's storage: table[row_start:row_stop, col_start:col_stop] at ``base``."""
-
-    table: TableConfig
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-    base: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_stop - self.row_start
-
-    @property
-    def width(self) -> int:
-        return self.col_stop - self.col_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +42,19 @@ class Stack:
     def dim(self) -> int:
         return self.tables[0].dim
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """This rank's shards in storage order; tables it holds nothing of are left out."""
-        pieces: list[Piece] = []
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        """What this rank holds, in storage order; tables it holds nothing of are left out."""
+        shards: list[Shard] = []
         base = 0
         for table, layout in zip(self.tables, self.layouts, strict=True):
-            slices = layout.part_slices(table.shape, rank)
-            if slices is None:
-                continue
-            rows, cols = slices
-            piece = Piece(
-                table=table,
-                row_start=rows.start,
-                row_stop=rows.stop,
-                col_start=cols.start,
-                col_stop=cols.stop,
-                base=base,
-            )
-            if piece.num_rows and piece.width:
-                pieces.append(piece)
-                base += piece.num_rows
-        return tuple(pieces)
+            shard = shard_on(table, layout, rank, base)
+            if shard is not None:
+                shards.append(shard)
+                base += shard.num_rows
+        return tuple(shards)
 
     def num_rows(self, rank: int) -> int:
-        return sum(piece.num_rows for piece in self.pieces(rank))
+        return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
         """Columns of the storage, which may have no rows; 0 on a rank outside the layouts."""
@@ -111,7 +80,7 @@ class Stack:
     def holders(self) -> tuple[int, ...]:
         """Ranks that store some of it, ascending."""
         ranks = {rank for layout in self.layouts for rank in layout.placement.ranks}
-        return tuple(sorted(rank for rank in ranks if self.pieces(rank)))
+        return tuple(sorted(rank for rank in ranks if self.shards(rank)))
 
     def is_column_split(self) -> bool:
         """Whether a logical row is spread over several ranks."""

@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
+from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial, Split
+from sbpflow.sbp.sbp import Broadcast, Partial
 
-Exchange = Literal["local", "columns", "reduce", "unique"]
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
 
@@ -76,11 +76,16 @@ class TableLayout:
     """``layout`` of the [num_rows, dim] table and how its ids and vectors travel.
 
     ``wire`` is what vectors and gradients travel as; ``None`` for the dtype they are computed in.
+    ``key`` is the configuration key that decided, "" if none did.
     """
 
     layout: Layout
     exchange: Exchange
     wire: torch.dtype | None = None
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.layout} {self.exchange}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,39 +126,54 @@ class OutputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The rectangle rows x columns of one table that one rank stores."""
+    """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
 
-    table: str
+    ``base`` is its first row in the rank's storage, which may hold shards of several tables.
+    """
+
+    table: TableConfig
     rank: int
     row_start: int
     row_stop: int
     col_start: int
     col_stop: int
+    base: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def width(self) -> int:
+        return self.col_stop - self.col_start
 
     @property
     def num_elements(self) -> int:
-        return (self.row_stop - self.row_start) * (self.col_stop - self.col_start)
+        return self.num_rows * self.width
+
+
+def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Shard | None:
+    """What ``rank`` stores of the table; ``None`` if that is nothing."""
+    slices = layout.part_slices(table.shape, rank)
+    if slices is None:
+        return None
+    rows, cols = slices
+    shard = Shard(
+        table=table,
+        rank=rank,
+        row_start=rows.start,
+        row_stop=rows.stop,
+        col_start=cols.start,
+        col_stop=cols.stop,
+        base=base,
+    )
+    return shard if shard.num_elements else None
 
 
 def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
     """Every rank's rectangle of the table, empty ones left out, in placement order."""
-    shards: list[Shard] = []
-    for rank in layout.placement.ranks:
-        slices = layout.part_slices(table.shape, rank)
-        if slices is None:
-            continue
-        rows, cols = slices
-        shard = Shard(
-            table=table.name,
-            rank=rank,
-            row_start=rows.start,
-            row_stop=rows.stop,
-            col_start=cols.start,
-            col_stop=cols.stop,
-        )
-        if shard.num_elements:
-            shards.append(shard)
-    return tuple(shards)
+    found = (shard_on(table, layout, rank) for rank in layout.placement.ranks)
+    return tuple(shard for shard in found if shard is not None)
 
 
 def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
@@ -181,20 +201,12 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
 
 
 def check_exchange(table: TableConfig, given: TableLayout, world: Placement) -> None:
-    """Raise ConfigError unless the layout can run its exchange; in a world of one all can."""
-    layout, num_ranks = given.layout, given.layout.placement.size
+    """Raise ConfigError unless the layout is of this world and can run its exchange."""
+    layout = given.layout
     if outside := [rank for rank in layout.placement.ranks if rank not in world.ranks]:
         raise ConfigError(f"table {table.name}: {layout} names ranks {outside} outside {world}")
-    kinds = tuple(f"S({sbp.dim})" if isinstance(sbp, Split) else str(sbp) for sbp in layout.nd_sbp)
-    legal_by_kind: dict[tuple[str, ...], tuple[Exchange, ...]] = {
-        ("S(0)",): ("reduce", "unique", "columns") if num_ranks == 1 else ("reduce", "unique"),
-        ("S(1)",): ("columns",),
-        ("S(0)", "S(1)"): ("reduce",),
-    }
-    if num_ranks in (1, world.size):
-        legal_by_kind["B",] = ("local",) if num_ranks == world.size else ("columns",)
-    legal = legal_by_kind.get(kinds, ())
-    if world.size > 1 and given.exchange not in legal:
+    legal = legal_exchanges(layout, world.size)
+    if given.exchange not in legal:
         use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1) or (S(0), S(1))"
         raise ConfigError(
             f"table {table.name}: {given.exchange} does not go with {layout} in a world of "

@@ -39,10 +39,11 @@ class Storage(Protocol):
         """
         ...
 
-    def update(self, access: Access, grads: Tensor, lr: float) -> None:
+    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         """One optimizer step on the rows of ``access`` from the gradients [bags, width].
 
-        Duplicates are summed before the rule is applied, so a row takes one step.
+        Duplicates are summed before the rule is applied, so a row takes one step. ``step`` is the
+        job's, counted from 1.
         """
         ...
 

@@ -14,7 +14,7 @@ from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
-from sbpflow.embedding.storage.rounding import HALF_DTYPES
+from sbpflow.embedding.storage.rounding import HALF_DTYPES, RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.versions import import_fbgemm
@@ -115,7 +115,7 @@ def make_storage(
     device: torch.device,
     row_dtype: torch.dtype | None = None,
     sum_over_columns: SumOverColumns | None = None,
-    seed: int = 0,
+    noise: RowNoise | None = None,
 ) -> Storage:
     """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
     if choice.name == "fbgemm" and rows > 0:
@@ -129,5 +129,5 @@ def make_storage(
         device=device,
         row_dtype=row_dtype,
         sum_over_columns=sum_over_columns,
-        seed=seed,
+        noise=noise,
     )

@@ -58,7 +58,8 @@ class FbgemmStorage:
         access.graph = self._run(access, lr)
         return access.graph.detach()
 
-    def update(self, access: Access, grads: Tensor, lr: float) -> None:
+    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
+        del step  # none of its rules counts
         graph, access.graph = access.graph, None
         if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
             graph = self._run(access, lr)

@@ -29,7 +29,7 @@ class RowBlock:
     rows: Tensor  # [touched] int64, unique
     grads: Tensor  # [touched, width], summed over the batch
     lr: float
-    num_steps: int  # of the job, this one included
+    step: int  # of the job, counted from 1
     squares: Tensor | None = None  # [touched] of rowwise rules, over the table's full width
 
 
@@ -72,9 +72,9 @@ def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock) -> None:
     square = block.state["exp_avg_sq"].index_select(0, block.rows).mul_(beta2)
     square.addcmul_(block.grads, block.grads, value=1.0 - beta2)
     block.state["exp_avg_sq"].index_copy_(0, block.rows, square)
-    correction = math.sqrt(1.0 - beta2**block.num_steps)
+    correction = math.sqrt(1.0 - beta2**block.step)
     denominator = square.sqrt_().div_(correction).add_(optimizer.eps)
-    block.weights.addcdiv_(mean, denominator, value=-block.lr / (1.0 - beta1**block.num_steps))
+    block.weights.addcdiv_(mean, denominator, value=-block.lr / (1.0 - beta1**block.step))
 
 
 def _ftrl(optimizer: SparseOptimizer, block: RowBlock) -> None:

@@ -12,7 +12,7 @@ from sbpflow.embedding.storage.optimizer_rules import (
     apply_step,
     row_squares,
 )
-from sbpflow.embedding.storage.rounding import round_randomly
+from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 
 # Rows of one pass of an update: gradients, states and weights of a pass stay in cache (4096 rows of
 # 16 columns are 256 KiB each), which makes Adam 2.4 times faster on 200,000 rows.
@@ -24,7 +24,7 @@ class TorchStorage:
 
     ``dtype`` is that of the arithmetic and of the state, ``dim`` the width of the logical table.
     Rows of half precision (``row_dtype``) are widened to it on reading and rounded at random, with
-    the exact value as the mean, on writing.
+    the exact value as the mean, on writing; ``noise`` draws for them.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TorchStorage:
         device: torch.device,
         row_dtype: torch.dtype | None = None,
         sum_over_columns: SumOverColumns | None = None,
-        seed: int = 0,
+        noise: RowNoise | None = None,
     ) -> None:
         self.weights = huge_pages.zeros((rows, width), row_dtype or dtype, device)
         shape = optimizer.state_shape(rows, width)
@@ -52,8 +52,7 @@ class TorchStorage:
         self._optimizer = optimizer
         self._dim = dim
         self._sum_over_columns = sum_over_columns
-        self._seed = seed
-        self._num_steps = 0
+        self._noise = noise
 
     def prefetch(self, addresses: Tensor) -> None:
         """Nothing to do: the rows are on the device."""
@@ -70,15 +69,10 @@ class TorchStorage:
             return rows
         return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
 
-    def update(self, access: Access, grads: Tensor, lr: float) -> None:
-        self._num_steps += 1
+    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         rows, summed = access.row_gradients(grads)
         rows = rows.to(torch.int64)
         squares = self._squares(summed)
-        generator = None
-        if self.weights.dtype != self._dtype:
-            generator = torch.Generator(self.weights.device)
-            generator.manual_seed(hash((self._seed, self._num_steps)) & 0x7FFF_FFFF_FFFF_FFFF)
         for start in range(0, rows.numel(), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             weights = self.weights.index_select(0, rows[part]).to(self._dtype)
@@ -88,13 +82,19 @@ class TorchStorage:
                 rows=rows[part],
                 grads=summed[part],
                 lr=lr,
-                num_steps=self._num_steps,
+                step=step,
                 squares=None if squares is None else squares[part],
             )
             apply_step(self._optimizer, block)
-            if generator is not None:
-                weights = round_randomly(weights, self.weights.dtype, generator)
-            self.weights.index_copy_(0, rows[part], weights)
+            self.weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
+
+    def _as_stored(self, weights: Tensor, rows: Tensor, step: int) -> Tensor:
+        if self.weights.dtype == self._dtype:
+            return weights
+        if self._noise is None:
+            raise RuntimeError("rows of half precision need the noise that rounds them")
+        noise = self._noise.draw(rows, weights.shape[1], step)
+        return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
         """Mean squares over the row that has one state; all ranks that share it take part."""

@@ -68,8 +68,9 @@ def dropout(
 ) -> GlobalTensor:
     """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
 
-    The mask is a function of ``seed``, ``id`` and the position of the part alone, so ranks that
-    hold the same data draw the same mask. Two calls with one seed need different ids.
+    The mask is a function of ``seed``, ``id`` and the position of the part, so ranks that hold the
+    same data draw the same mask. Pass another seed at every step, and another ``id`` at every call
+    of a step.
     """
     if not 0.0 <= p < 1.0:
         raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
@@ -80,7 +81,7 @@ def dropout(
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         if parts[0].is_meta:  # a dry run has no values to drop
             return parts[0] * 1.0
-        start = _starts(choice.output, x.shape, x.boxing.world.rank)
+        start = ",".join(map(str, _starts(choice.output, x.shape, x.boxing.world.rank)))
         generator = torch.Generator(parts[0].device)
         generator.manual_seed(stream_key(seed, f"{id or 'dropout'}/{start}"))
         keep = torch.empty_like(parts[0]).bernoulli_(1.0 - p, generator=generator)

@@ -1,0 +1,116 @@
+"""Whether a set is what its manifest says: every file by its checksum, every value by its range."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.format.manifest import SPLITS, Manifest, Shard
+from data.format.npy import check_file, read_array
+from data.format.shards import shard_files
+from data.format.vocabulary import verify_vocabularies
+from sbpflow.errors import DataError
+
+
+def verify_set(manifest: Manifest, workers: int) -> None:
+    """Compare every file with its checksum and what it says with the manifest.
+
+    DataError names the first file that differs, or the first row with a label, dense value or id
+    that the set cannot have: a file that was made by hand can have a checksum that fits.
+    """
+
+    def verify(shard: Shard) -> None:
+        for file, crc32, dtype, shape in shard_files(manifest, shard):
+            check_file(manifest.path / file, dtype, shape, crc32)
+        check_rows(manifest, shard)
+
+    with ThreadPoolExecutor(workers) as pool:
+        shards = (shard for split in SPLITS for shard in manifest.shards(split))
+        for _ in pool.map(verify, shards):
+            pass
+    verify_vocabularies(manifest)
+
+
+def check_rows(manifest: Manifest, shard: Shard) -> None:
+    """DataError for the first row of a shard with a value that no row of the set can have."""
+    path = manifest.path / shard.file
+    words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
+    labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]
+    fits = (labels == 0) | (labels == 1) if manifest.labelled else np.isnan(labels)
+    rule = "0 or 1" if manifest.labelled else "absent (NaN)"
+    _refuse(path, "a label", labels, ~fits, rule)
+    for column, entry in enumerate(manifest.content["dense"]):
+        values = np.ascontiguousarray(dense[:, column]).view(np.float32)
+        low, high = entry.get("range") or (-np.inf, np.inf)
+        bad = ~np.isfinite(values) | (values < np.float32(low)) | (values > np.float32(high))
+        _refuse(path, entry["name"], values, bad, f"finite, from {low:g} to {high:g}")
+    column = 1 + len(manifest.dense)
+    for field in manifest.fixed:
+        ids = words[:, column : column + field.hot]
+        bad = ((ids < 0) | (ids >= field.rows)).any(axis=1)
+        _refuse(path, f"{field.name} id", ids, bad, f"0..{field.rows - 1}, rows of its table")
+        column += field.hot
+    if manifest.lists:
+        check_lists(manifest, shard)
+
+
+def _refuse(
+    path: Path, what: str, values: "NDArray[Any]", bad: "NDArray[np.bool_]", rule: str
+) -> None:
+    if bad.any():
+        row = int(bad.argmax())
+        shown = values[row].tolist()
+        raise DataError(
+            f"{path}: row {row} has {what} {shown}, it must be {rule}; the set was changed after "
+            "it was made, prepare the set again"
+        )
+
+
+def check_lists(manifest: Manifest, shard: Shard) -> None:
+    """DataError unless lengths, starts and values of a shard belong together, all ids in range."""
+    types, folder = manifest.part_types, manifest.path
+
+    def whole(name: str) -> "NDArray[Any]":
+        part = shard.parts[name]
+        shape = types[name].shape(shard.rows, part.count)
+        return read_array(folder / part.file, types[name].dtype, shape, 0, shape[0])
+
+    lengths, starts, values = whole("lengths"), whole("starts"), whole("values")
+    path = folder / shard.parts["starts"].file
+    ends = np.concatenate([[0], np.cumsum(lengths.sum(axis=1, dtype=np.int64))])
+    _refuse(path, "start", starts, starts != ends, "the sum of the lengths before it")
+    if ends[-1] != len(values):
+        raise DataError(
+            f"{folder / shard.parts['values'].file}: has {len(values)} ids, the lengths add up to "
+            f"{ends[-1]}; prepare the set again"
+        )
+    for number, field in enumerate(manifest.lists):
+        _refuse(
+            folder / shard.parts["lengths"].file,
+            f"{field.name} length",
+            lengths[:, number],
+            lengths[:, number] > field.hot,
+            f"at most {field.hot}",
+        )
+    limits = np.array([field.rows for field in manifest.lists])
+    owner = np.repeat(np.tile(np.arange(len(limits)), len(lengths)), lengths.reshape(-1))
+    bad = (values < 0) | (values >= limits[owner])
+    if bad.any():
+        at = int(bad.argmax())
+        row = int(np.searchsorted(ends, at, side="right")) - 1
+        field = manifest.lists[owner[at]]
+        raise DataError(
+            f"{folder / shard.parts['values'].file}: row {row} has {field.name} id {values[at]}, "
+            f"its table has rows 0..{field.rows - 1}; prepare the set again"
+        )
+    if "value_weights" in types:
+        weights = whole("value_weights")
+        _refuse(
+            folder / shard.parts["value_weights"].file,
+            "weight",
+            weights,
+            ~np.isfinite(weights),
+            "finite",
+        )

@@ -1,0 +1,144 @@
+"""The vocabularies of a set: per field the values kept, their ids and how often train had them.
+
+Arrays in ``vocabulary/FIELD.{keys,ids,counts}.npy``, in the order of the keys, so that they can be
+mapped, searched and merged. A key is 32 or 64 bits: the number itself for hex and integers, 64-bit
+blake2b of a string; then ``checks`` has 32 more bits, which tell two strings of one key apart.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
+from data.format.manifest import Ancestor, Manifest
+from data.format.manifest_check import VOCABULARY_FOLDER
+from data.format.npy import check_file, read_array, type_name, write_array
+from data.format.schema import NUM_RESERVED_IDS
+from sbpflow.errors import DataError
+
+_TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The kept values of one field in key order; ids that no value has are spare."""
+
+    name: str
+    num_rows: int
+    """Rows of the embedding table."""
+    keys: Keys
+    ids: NDArray[np.int32]
+    counts: Counts
+    checks: NDArray[np.uint32] | None = None
+
+    def table(self) -> IdTable:
+        """The lookup structure from keys to ids."""
+        kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
+        return kind(self.keys, self.ids, self.counts)
+
+    def spare_ids(self) -> NDArray[np.int32]:
+        """Ids of the table that no value has yet, in order."""
+        is_free = np.ones(self.num_rows, dtype=np.bool_)
+        is_free[:NUM_RESERVED_IDS] = False
+        is_free[self.ids] = False
+        return np.flatnonzero(is_free).astype(np.int32)
+
+
+def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Write the arrays into the set in ``folder``; returns their entry for the manifest."""
+    entry: dict[str, Any] = {
+        "values": len(vocabulary.keys),
+        "key": type_name(vocabulary.keys.dtype),
+    }
+    (folder / VOCABULARY_FOLDER).mkdir(exist_ok=True)
+    for array in ("keys", "ids", "counts", "checks"):
+        values = getattr(vocabulary, array)
+        if values is not None:
+            file = f"{VOCABULARY_FOLDER}/{vocabulary.name}.{array}.npy"
+            entry[array] = {"file": file, "crc32": write_array(folder / file, values)}
+    return entry
+
+
+def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
+    """The vocabularies of the fields that have one; DataError for a set without any."""
+    content = manifest.content.get("vocabulary")
+    if content is None:
+        raise DataError(
+            f"{manifest.path}: this set has no vocabularies (it was generated), so no row can get "
+            "its ids; use a set made by `python -m data prepare`"
+        )
+    found: dict[str, Vocabulary] = {}
+    for name, entry in content["fields"].items():
+        arrays = {
+            key: read_array(manifest.path / part["file"], dtype, shape, 0, shape[0])
+            for key, part, dtype, shape in array_files(entry)
+        }
+        found[name] = Vocabulary(name, manifest.field(name).rows, **arrays)
+    return found
+
+
+def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
+    """The arrays of a manifest entry: their names, files, dtypes and shapes."""
+    return [
+        (key, entry[key], _TYPES.get(key, entry["key"]), (entry["values"],))
+        for key in ("keys", "ids", "counts", "checks")
+        if key in entry
+    ]
+
+
+def verify_vocabularies(manifest: Manifest) -> None:
+    """Compare every array with its checksum, and its ids with the table; DataError names one."""
+    content = manifest.content.get("vocabulary") or {"fields": {}}
+    for entry in content["fields"].values():
+        for _, part, dtype, shape in array_files(entry):
+            check_file(manifest.path / part["file"], dtype, shape, part["crc32"])
+    for name, vocabulary in (open_vocabularies(manifest) if content["fields"] else {}).items():
+        check_vocabulary(manifest, name, vocabulary)
+
+
+def check_vocabulary(manifest: Manifest, name: str, vocabulary: Vocabulary) -> None:
+    """DataError unless keys rise and every id is a row of the table, given once."""
+    keys, ids = vocabulary.keys, vocabulary.ids
+    if len(keys) > 1 and not bool((keys[1:] > keys[:-1]).all()):
+        raise DataError(f"{manifest.path}: the keys of {name} do not rise; prepare the set again")
+    if not len(ids):
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < NUM_RESERVED_IDS or most >= vocabulary.num_rows:
+        raise DataError(
+            f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, its table has "
+            f"rows {NUM_RESERVED_IDS}..{vocabulary.num_rows - 1} for values; prepare the set again"
+        )
+    if len(np.unique(ids)) < len(ids):
+        raise DataError(
+            f"{manifest.path}: the vocabulary of {name} gives an id to two values; prepare the "
+            "set again"
+        )
+
+
+def vocabulary_content(
+    entries: Mapping[str, Any],
+    fields: Sequence[Mapping[str, Any]],
+    seed: int,
+    ancestors: Sequence[Ancestor],
+) -> dict[str, Any]:
+    """The manifest's ``vocabulary``: the digest covers what decides ids, so not the counts."""
+    decides: list[Any] = [seed]
+    for field in fields:
+        entry = entries.get(field["name"], {})
+        arrays = {key: entry[key]["crc32"] for key in ("keys", "ids") if key in entry}
+        kept = {k: field.get(k) for k in ("name", "rows", "hashed", "buckets", "kind")}
+        decides.append([kept, arrays, entry.get("values")])
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return {
+        "digest": digest,
+        "seed": seed,
+        "ancestors": [{"digest": a.digest, "rows": dict(a.rows)} for a in ancestors],
+        "fields": dict(entries),
+    }

@@ -1,0 +1,191 @@
+"""All that a batch has of a split, in one block of int32, so that one transfer moves it.
+
+Sections lie end to end: columns of 64 bits, words (or, with crosses that are computed here, floats
+and ids apart), lengths of lists, further labels, weights of rows, ids in lists, their weights.
+Their sizes follow from the rows and the size of the block.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data.format.lists import SplitLists, SplitPart
+from data.format.manifest import Manifest
+from data.format.shards import SplitRows
+from data.read.batch import Ids
+from data.read.crosses import CrossColumns
+from data.read.order import Runs
+from sbpflow.embedding.ids.reader import BatchIds, IdBounds, Lists
+from sbpflow.run.model import HashedCross
+
+Words = NDArray[np.int32]
+
+_WIDE_COLUMNS = ("group", "time", "row_key")  # 64 bits each, if the set has them as numbers
+
+
+class Block(NamedTuple):
+    """``words`` [n] of ``num_rows`` rows."""
+
+    words: Words
+    num_rows: int
+
+
+class Parts(NamedTuple):
+    """What ``Batch`` has of rows, as views of one block."""
+
+    labels: Tensor
+    dense: Tensor
+    ids: Ids
+    weights: Tensor | None
+    columns: dict[str, Tensor]
+
+
+class BlockReader:
+    """Reads rows of a split into blocks, and says what lies where in them."""
+
+    def __init__(self, manifest: Manifest, split: str, crosses: Sequence[HashedCross] = ()) -> None:
+        self._words = SplitRows(manifest, split)
+        self._crosses = CrossColumns(manifest, crosses)
+        self.num_rows = self._words.num_rows
+        types = manifest.part_types
+
+        def part(name: str) -> SplitPart:
+            return SplitPart(manifest, split, name)
+
+        self._wide = {name: part(name) for name in _WIDE_COLUMNS if name in types}
+        self._lists = SplitLists(manifest, split) if manifest.lists else None
+        self._weighted = manifest.weighted
+        self._labels = part("labels") if "labels" in types else None
+        self._weight = part("weight") if "weight" in types else None
+        self._num_floats = 1 + len(manifest.dense)
+        self._num_lists = len(manifest.lists)
+        self._num_labels = types["labels"].tail[0] if "labels" in types else 0
+        self._row_words = (
+            2 * len(self._wide)
+            + self._words.num_words
+            + len(self._crosses)
+            + self._num_lists
+            + self._num_labels
+            + (self._weight is not None)
+        )
+        self._num_columns = self._words.num_words - self._num_floats + len(self._crosses)
+        self._bounds = id_bounds(manifest, self._crosses.rows)
+        self._only_words = self._row_words == self._words.num_words
+
+    def view(self, words: SplitRows, runs: Runs) -> Block | None:
+        """The rows of one run as they lie in the maps ``words``; None where there is more to it."""
+        if not self._only_words or len(runs.firsts) != 1:
+            return None
+        first, length = int(runs.firsts[0]), int(runs.lengths[0])
+        found = words.view(first, first + length)
+        return None if found is None else Block(found.reshape(-1), length)
+
+    def read(self, runs: Runs, take: Callable[[int], Words]) -> Block:
+        """Rows of these runs, in order, in an array of the size asked of ``take``."""
+        num_rows = int(runs.lengths.sum())
+        lists = self._lists
+        extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
+        num_values = 0 if extents is None else extents.num_values
+        size = num_rows * self._row_words + num_values * (1 + self._weighted)
+        sections = _Sections(take(size))
+        for part in self._wide.values():
+            part.gather(*runs, sections.next(num_rows, 2).view(np.int64)[:, 0])
+        if len(self._crosses):
+            floats = sections.next(num_rows, self._num_floats)
+            ids = sections.next(num_rows, self._num_columns)
+            self._read_with_crosses(runs, take, floats, ids)
+        else:
+            self._words.gather(*runs, sections.next(num_rows, self._words.num_words))
+        lengths = sections.next(num_rows, self._num_lists)
+        if self._labels is not None:
+            self._labels.gather(*runs, sections.next(num_rows, self._num_labels).view(np.float32))
+        if self._weight is not None:
+            self._weight.gather(*runs, sections.next(num_rows).view(np.float32))
+        if lists is not None and extents is not None:
+            narrow = lists.lengths.new(num_rows)
+            values = sections.next(num_values)
+            weights = sections.next(num_values).view(np.float32) if self._weighted else None
+            lists.gather(extents, narrow, values, weights)
+            lengths[:] = narrow
+        return Block(sections.words, num_rows)
+
+    def _read_with_crosses(
+        self, runs: Runs, take: Callable[[int], Words], floats: Words, ids: Words
+    ) -> None:
+        num_words = self._words.num_words
+        words = take(len(floats) * num_words).reshape(-1, num_words)
+        self._words.gather(*runs, words)
+        floats[:] = words[:, : self._num_floats]
+        given = num_words - self._num_floats
+        ids[:, :given] = words[:, self._num_floats :]
+        self._crosses.fill(ids[:, :given], ids[:, given:])
+
+    def split(self, words: Tensor, num_rows: int) -> Parts:
+        """The columns of a block [n] as views of it."""
+        sections = _Sections(words)
+        columns = {name: sections.next(num_rows, 2).view(torch.int64)[:, 0] for name in self._wide}
+        if len(self._crosses):
+            floats = sections.next(num_rows, self._num_floats)
+            ids = sections.next(num_rows, self._num_columns)
+        else:
+            rows = sections.next(num_rows, self._words.num_words)
+            floats, ids = rows[:, : self._num_floats], rows[:, self._num_floats :]
+        lengths = sections.next(num_rows, self._num_lists)
+        if self._num_labels:
+            columns["labels"] = sections.next(num_rows, self._num_labels).view(torch.float32)
+        weights = None
+        if self._weight is not None:
+            weights = sections.next(num_rows).view(torch.float32)
+        floats = floats.view(torch.float32)
+        return Parts(
+            floats[:, 0],
+            floats[:, 1:],
+            ids
+            if self._lists is None
+            else BatchIds(ids, self._split_lists(sections, lengths), self._bounds),
+            weights,
+            columns,
+        )
+
+    def _split_lists(self, sections: "_Sections", lengths: Tensor) -> Lists:
+        num_values = sections.num_left // (1 + self._weighted)
+        values = sections.next(num_values)
+        weights = sections.next(num_values).view(torch.float32) if self._weighted else None
+        return Lists(lengths, values, weights)
+
+    def close(self) -> None:
+        """Drop the memory maps."""
+        for part in (self._words, self._lists, self._labels, self._weight, *self._wide.values()):
+            if part is not None:
+                part.close()
+
+
+def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
+    """What the set vouches for: ``prepare`` wrote no other ids, and checksums guard them."""
+    return IdBounds(
+        columns=tuple(f.rows for f in manifest.fixed for _ in range(f.hot)) + crosses,
+        lists=tuple(field.rows for field in manifest.lists),
+        lengths=tuple(field.hot for field in manifest.lists),
+    )
+
+
+class _Sections:
+    """The sections of a block, an array or a tensor [n], one after the other."""
+
+    def __init__(self, words: Any) -> None:  # noqa: ANN401
+        self.words = words
+        self._at = 0
+
+    @property
+    def num_left(self) -> int:
+        return self.words.shape[0] - self._at
+
+    def next(self, num_rows: int, columns: int | None = None) -> Any:  # noqa: ANN401
+        """[num_rows] int32, or [num_rows, columns]."""
+        begin, self._at = self._at, self._at + num_rows * (1 if columns is None else columns)
+        section = self.words[begin : self._at]
+        return section if columns is None else section.reshape(num_rows, columns)

@@ -1,0 +1,58 @@
+"""A keyed pseudo-random permutation of range(n) that is computed, not stored.
+
+A Feistel network on a square of side ceil(sqrt(n)), applied again to what falls outside of range(n)
+("cycle walking": J. Black and P. Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002,
+methods 2 and 3). Any part of the order of billions of rows costs as much as the part alone.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 4
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # a round has few bits to mix with there
+# Of the finaliser of SplitMix64 (S. Vigna, prng.di.unimi.it/splitmix64.c, public domain).
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_HIGH_HALF = np.uint64(32)
+
+Words64 = NDArray[np.uint64]
+
+
+class Permutation:
+    """``permutation(index)``: where each index of range(size) goes; equal keys, equal places."""
+
+    def __init__(self, size: int, *key: int) -> None:
+        if not 0 < size < 2**63:
+            raise ValueError(f"a permutation of {size} things; use 1 to 2^63 - 1")
+        self._size = np.uint64(size)
+        self._side = np.uint64(math.isqrt(size - 1) + 1)
+        # SeedSequence gives the same words in every version of numpy; Generator promises less.
+        rounds = _SMALL_ROUNDS if self._side < _SMALL_SIDE else _ROUNDS
+        self._keys = np.random.SeedSequence(key).generate_state(rounds, np.uint64)
+
+    def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Images [n] of distinct or repeated indices [n] in range(size)."""
+        image = self._rounds(index.astype(np.uint64))
+        # The square has at most 2 * side places outside, so few are left after the first turn.
+        while (outside := np.flatnonzero(image >= self._size)).size:
+            image[outside] = self._rounds(image[outside])
+        return image.astype(np.int64)
+
+    def _rounds(self, index: Words64) -> Words64:
+        left, right = np.divmod(index, self._side)
+        for key in self._keys:
+            total = left + self._below_side(right + key)
+            total -= self._side * (total >= self._side)
+            left, right = right, total
+        return left * self._side + right
+
+    def _below_side(self, word: Words64) -> Words64:
+        """A hash of each word, in range(side); by multiplication, division being slow."""
+        word = word * _FIRST
+        word ^= word >> _HIGH_HALF
+        word *= _SECOND
+        word >>= _HIGH_HALF
+        word *= self._side
+        word >>= _HIGH_HALF
+        return word

@@ -1,0 +1,107 @@
+"""What a rehearsed stretch of code did on its pretended device: ops, waits of the host, uploads."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+_PARTS = ("install", "journal", "memory", "rules", "task", "tensor", "transfers")
+_OWN = frozenset(
+    str(ROOT / "tests" / name)
+    for name in (
+        "ranks.py",
+        *(f"rehearsal/{part}.py" for part in _PARTS),
+    )
+)
+_NUM_FRAMES = 3
+
+
+class Entry(NamedTuple):
+    """One event; ``where`` names the innermost lines of the project, callee first."""
+
+    kind: str
+    what: str
+    where: str
+
+
+class Journal:
+    """Events since it was opened.
+
+    Kinds: ``sync`` (the host waits for all the device was told), ``upload`` (a copy to the device
+    from memory that is not pinned, which waits likewise), ``late read`` (an asynchronous copy into
+    pinned memory), ``event wait`` (for such a copy), ``odd dtype`` (arithmetic on unsigned types
+    that CUDA has few kernels for).
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.ops: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+
+    def of(self, *kinds: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind in kinds]
+
+    @property
+    def syncs(self) -> list[Entry]:
+        """Where the host waits for the device."""
+        return self.of("sync", "upload")
+
+    @property
+    def late_reads(self) -> list[Entry]:
+        return self.of("late read")
+
+    @property
+    def num_ops(self) -> int:
+        """Ops handed to the device, views included; collectives are apart."""
+        return sum(self.ops.values())
+
+    def summary(self) -> str:
+        counted = Counter(self.entries)
+        lines = [f"{n:>4} {e.kind:<10} {e.what:<40} {e.where}" for e, n in counted.items()]
+        return "\n".join([f"{self.num_ops} ops, {dict(self.collectives)}", *lines])
+
+
+_open: list[Journal] = []
+
+
+@contextmanager
+def journal() -> Iterator[Journal]:
+    """A journal of the ``with`` block; they nest."""
+    opened = Journal()
+    _open.append(opened)
+    try:
+        yield opened
+    finally:
+        _open.remove(opened)
+
+
+def note(kind: str, what: str) -> None:
+    if _open:
+        entry = Entry(kind, what, where())
+        for each in _open:
+            each.entries.append(entry)
+
+
+def count_op(name: str) -> None:
+    for each in _open:
+        each.ops[name] += 1
+
+
+def count_collective(name: str) -> None:
+    for each in _open:
+        each.collectives[name] += 1
+
+
+def where() -> str:
+    """The innermost lines of the project that lead here."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < _NUM_FRAMES:
+        file = frame.f_code.co_filename
+        if file.startswith(str(ROOT)) and file not in _OWN and "site-packages" not in file:
+            found.append(f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found) or "outside the project"

@@ -1,0 +1,110 @@
+"""Memory that may not be touched just now: both ends of a transfer, and host copies on their way.
+
+A real device would read garbage, sometimes. Here the op that touches such memory is refused, with
+the line that started the transfer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class RefusedError(RuntimeError):
+    """CUDA or NCCL would refuse this, wait, or compute garbage."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A transfer that was started and not waited for; ``tensors`` are host tensors."""
+
+    what: str
+    sent: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+
+
+IN_FLIGHT: list[InFlight] = []
+
+
+def check_access(func: object, host: Tensor, *, writes: bool) -> None:
+    """RefusedError if ``host`` overlaps what a transfer fills, or what it reads and this writes."""
+    for transfer in IN_FLIGHT:
+        if any(overlap(host, other) for other in transfer.received):
+            done = "changes" if writes else "reads"
+            raise RefusedError(f"{func} {done} what {transfer.what} brings, before its wait")
+        if writes and any(overlap(host, other) for other in transfer.sent):
+            raise RefusedError(f"{func} changes what {transfer.what} sends, before its wait")
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share an element."""
+    if not a.numel() or not b.numel():
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    if a1 <= b0 or b1 <= a0:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    return bool(set(_bytes(a)) & set(_bytes(b)))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First and past-the-last byte."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def _bytes(tensor: Tensor) -> Sequence[int]:
+    """Addresses of the elements' bytes."""
+    offsets = torch.zeros((), dtype=torch.int64)
+    for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        shape = [1] * tensor.ndim
+        shape[dim] = length
+        offsets = offsets + (torch.arange(length) * stride * tensor.itemsize).view(shape)
+    starts = tensor.data_ptr() + offsets.reshape(-1, 1)
+    return (starts + torch.arange(tensor.itemsize)).reshape(-1).tolist()
+
+
+class Pinned:
+    """Pinned host memory, and copies into it that have not arrived yet.
+
+    Until an event recorded after such a copy is waited for, the memory holds no sensible value.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, torch.UntypedStorage] = {}  # kept, so no address comes again
+        self._coming: list[tuple[int, Tensor, Tensor]] = []
+        self._now = 0
+
+    def add(self, host: Tensor) -> Tensor:
+        storage = host.untyped_storage()
+        self._blocks[storage.data_ptr()] = storage
+        return host
+
+    def has(self, host: Tensor) -> bool:
+        return host.untyped_storage().data_ptr() in self._blocks
+
+    def copy_later(self, target: Tensor, values: Tensor) -> None:
+        """``target`` gets ``values`` when an event after this is waited for."""
+        self._now += 1
+        self._coming.append((self._now, target, values.clone()))
+        if target.dtype.is_floating_point:
+            target.fill_(float("nan"))
+        elif target.dtype != torch.bool:
+            target.fill_(torch.iinfo(target.dtype).max - 1)
+
+    def record(self) -> int:
+        return self._now
+
+    def arrive(self, until: int | None = None) -> None:
+        """Finish the copies recorded so far, or those up to an event."""
+        limit = self._now if until is None else until
+        for number, target, values in self._coming:
+            if number <= limit:
+                target.copy_(values)
+        self._coming = [each for each in self._coming if each[0] > limit]
+
+
+PINNED = Pinned()

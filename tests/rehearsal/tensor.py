@@ -1,0 +1,227 @@
+"""Tensors that say they are on a CUDA device and hold real numbers in host memory.
+
+Python sees ``cuda``; C++ sees ``meta``, whose backward needs no driver and runs in the calling
+thread. Every op comes through ``run``, which refuses what CUDA refuses and notes where the host
+would wait. Blind to streams, to the allocator, and to the kernels themselves.
+"""
+
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.rehearsal import rules
+from tests.rehearsal.journal import count_op, note
+from tests.rehearsal.memory import PINNED, RefusedError, check_access
+
+
+class Rehearsed(Tensor):
+    """``host`` has the numbers; all are on the device of this process, number ``index``."""
+
+    index = 0
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device="meta",
+            requires_grad=False,
+        )
+
+    def __init__(self, host: Tensor):
+        self.host = host
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        return run(func, args, kwargs or {})
+
+    device = property(lambda self: torch.device("cuda", Rehearsed.index))
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
+
+    def __repr__(self, **_: object) -> str:
+        return f"Rehearsed({self.host!r})"
+
+    def get_device(self) -> int:
+        return Rehearsed.index
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def tolist(self):
+        note("sync", "tolist")
+        check_access("tolist", self.host, writes=False)
+        return self.host.tolist()
+
+    def numpy(self, *_: object, **__: object):
+        raise TypeError("can't convert cuda device type tensor to numpy; use .cpu() first")
+
+    __array__ = numpy
+
+    def __iter__(self):
+        return iter(self.unbind(0))
+
+    def cpu(self):
+        return torch.ops.aten._to_copy(self, device="cpu")
+
+    def cuda(self, *_: object, **__: object):
+        return self
+
+    def pin_memory(self, *_: object):
+        raise RefusedError("a CUDA tensor cannot be pinned")
+
+    def is_pinned(self, *_: object) -> bool:
+        return False
+
+    def record_stream(self, stream: object) -> None:
+        """Streams are not rehearsed."""
+
+    def to(self, *args: Any, **kwargs: Any):
+        device, dtype, non_blocking, copy = _parse_to(*args, **kwargs)
+        if device is not None and device.type == "cpu":
+            return torch.ops.aten._to_copy(
+                self, dtype=dtype or self.dtype, device=device, non_blocking=non_blocking
+            )
+        if (dtype is None or dtype == self.dtype) and not copy:
+            return self
+        return torch.ops.aten._to_copy(self, dtype=dtype or self.dtype)
+
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None):
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+
+
+def _parse_to(
+    *args: Any,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    **_: object,
+) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
+    """The arguments of ``Tensor.to`` in any of its forms."""
+    for given in args:
+        if isinstance(given, Tensor):
+            device, dtype = given.device, given.dtype
+        elif isinstance(given, torch.dtype):
+            dtype = given
+        elif isinstance(given, bool):
+            non_blocking = given
+        elif given is not None:
+            device = given
+    return (None if device is None else torch.device(device)), dtype, non_blocking, copy
+
+
+class Mode(TorchDispatchMode):
+    """Brings tensors made on the device, which have no argument there, to ``run``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One op: checked, noted, computed on the host, its results on the device again."""
+    name = func._schema.name.split("::")[1]
+    has = any(isinstance(leaf, Rehearsed) for leaf in tree_leaves((args, kwargs)))
+    wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    # C++ asks for "meta" where it makes a tensor beside a Rehearsed one; a caller may mean it too.
+    target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
+    if has:
+        rules.check(func, name, args, kwargs, Rehearsed)
+        _check_memory(func, name, args, kwargs)
+        rules.note_syncs(name, args, kwargs)
+    if name == "copy_" and len(args) > 1 and isinstance(args[1], Tensor):
+        if isinstance(args[0], Rehearsed) != isinstance(args[1], Rehearsed):
+            return _copy_across(args[0], args[1], _non_blocking(args, kwargs))
+    if name == "_to_copy" and wanted is not None and has != target:
+        return _move(func, args[0], kwargs, to_device=target)
+    if target:
+        count_op(str(func))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    hosts, host_kwargs = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
+    out = func(*hosts, **host_kwargs)
+    if not target:
+        return out
+    out = tree_map_only(Tensor, Rehearsed, out)
+    return return_and_correct_aliasing(func, args, kwargs, out) if has else out
+
+
+def _is_meta_meant() -> bool:
+    """Within ``with torch.device("meta")``."""
+    current = torch.utils._device.CURRENT_DEVICE
+    return current is not None and current.type == "meta"
+
+
+def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+
+
+def _copy_across(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    """``copy_`` between host and device."""
+    if isinstance(target, Rehearsed):
+        count_op("h2d")
+        _note_upload(source, non_blocking)
+        target.host.copy_(source)
+    elif isinstance(source, Rehearsed):
+        count_op("d2h")
+        if non_blocking and PINNED.has(target):
+            note("late read", f"{source.numel()} {source.dtype}")
+            PINNED.copy_later(target, source.host)
+        else:
+            note("sync", "copy to the host")
+            target.copy_(source.host)
+    return target
+
+
+def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool) -> Tensor:
+    """``_to_copy`` between host and device."""
+    count_op("h2d" if to_device else "d2h")
+    non_blocking = kwargs.get("non_blocking", False)
+    host = source.host if isinstance(source, Rehearsed) else source
+    out = host.detach().clone()
+    if (dtype := kwargs.get("dtype")) is not None:
+        out = out.to(dtype)
+    if to_device:
+        _note_upload(source, non_blocking)
+        return Rehearsed(out)
+    if non_blocking:  # into memory that is not pinned: no wait, and nobody knows when it is there
+        raise RefusedError("a copy to the host that nothing waits for; use pinned memory")
+    note("sync", "copy to the host")
+    return out
+
+
+def _note_upload(source: Tensor, non_blocking: bool) -> None:
+    if not (non_blocking and PINNED.has(source)):
+        why = "not pinned" if non_blocking else "blocking"
+        note("upload", f"{source.numel()} {source.dtype}, {why}")
+
+
+def _check_memory(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Nothing in flight is read or changed; views and shapes may be taken."""
+    if name in rules.READS_NOTHING:
+        return
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        _check_value(func, argument, value)
+    for argument in func._schema.arguments:
+        if argument.name in kwargs:
+            _check_value(func, argument, kwargs[argument.name])
+
+
+def _check_value(func: Any, argument: Any, value: Any) -> None:
+    alias = argument.alias_info
+    if alias is not None and not alias.is_write:
+        return  # the result is a view of it
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Rehearsed):
+            check_access(func, leaf.host, writes=alias is not None)

@@ -1,0 +1,82 @@
+"""How often a training step waits for the device, and how many ops it hands over: upper bounds.
+
+The aim is no wait with one rank and for ``columns`` and ``reduce``; where the batch decides sizes,
+one late pinned read per batch and dependent size. A bound above that is what is reached so far.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from sbpflow.config.schema import Ftrl
+from tests.training.wdl_case import make_batches, make_config, make_job, to_device
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one step, on any rank: ``waits`` are syncs and blocking uploads."""
+
+    waits: int
+    late_reads: int
+    ops: int
+
+
+# (ranks, scheme) -> budget.
+BUDGETS = {
+    (1, "1"): Budget(waits=3, late_reads=0, ops=180),
+    (1, "3"): Budget(waits=3, late_reads=0, ops=180),
+    (2, "dp"): Budget(waits=12, late_reads=0, ops=270),
+    (2, "1"): Budget(waits=4, late_reads=0, ops=215),
+    (2, "2"): Budget(waits=5, late_reads=0, ops=210),
+    (2, "3"): Budget(waits=13, late_reads=0, ops=220),
+    (3, "1"): Budget(waits=4, late_reads=0, ops=240),
+}
+
+
+def second_step(world, config, accumulate):
+    """Journal of the second step, whose batch had begun in the first, with the third's ahead."""
+    from tests.rehearsal.journal import journal
+
+    world.checked = False
+    job = make_job(world, config)
+    batches = [
+        to_device(batch.part(world.rank, world.size), world.device)
+        for batch in make_batches(4 * accumulate, config.data.batch_size)
+    ]
+    steps = [batches[n * accumulate : (n + 1) * accumulate] for n in range(4)]
+    for number in range(3):
+        with journal() as made:
+            job.trainer.step(steps[number], steps[number + 1][0] if number < 2 else None)
+        if number == 1:
+            second = made
+    return len(second.syncs), len(second.late_reads), second.num_ops, second.summary()
+
+
+def check(found, budget: Budget) -> None:
+    for waits, late_reads, ops, summary in found:
+        assert waits <= budget.waits, summary
+        assert late_reads <= budget.late_reads, summary
+        assert ops <= budget.ops, summary
+
+
+@pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
+@pytest.mark.parametrize(("ranks", "scheme"), BUDGETS, ids=str)
+def test_a_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
+    config = make_config(scheme, sparse, dtype="float32", dense="adam")
+    check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
+
+
+def test_ftrl_and_half_rows_cost_no_wait_more(rehearsed_ranks):
+    config = make_config("1", "adagrad", dtype="float32", dense="adam", wide=Ftrl())
+    config = replace(config, parallel=replace(config.parallel, table_dtype="bfloat16"))
+    budget = BUDGETS[2, "1"]
+    found = rehearsed_ranks(2, second_step, config, 1)
+    check(found, replace(budget, ops=budget.ops + 110))
+
+
+def test_accumulation_waits_once_per_batch(rehearsed_ranks):
+    config = make_config("2", "lazy_adam", dtype="float32", dense="adam")
+    budget = BUDGETS[2, "2"]
+    found = rehearsed_ranks(2, second_step, config, 3)
+    # The checks and masks of each batch, and one update.
+    check(found, Budget(waits=2 * 3 + 2 + 3, late_reads=0, ops=3 * budget.ops))

@@ -1,0 +1,73 @@
+"""The tests that wait for a GPU, run on a rehearsed one: so no mistake costs time on a card."""
+
+import pytest
+import torch
+
+import tests.sbp.test_cuda as conversions
+import tests.training.test_gpu as training
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
+from sbpflow.tensor.global_tensor import GlobalTensor
+from tests.training.test_equality import SCHEMES
+from tests.training.wdl_case import SPARSE
+
+
+def test_conversions_of_one_rank(rehearsed_ranks):
+    conversions.test_one_rank(rehearsed_ranks)
+    conversions.test_between_cpu_and_cuda(rehearsed_ranks)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int32", "int16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_conversions_on_a_line(rehearsed_ranks, world_size, dtype):
+    conversions.test_one_axis(rehearsed_ranks, world_size, dtype)
+
+
+@pytest.mark.parametrize(("src", "dst"), [([0, 1], [1, 2]), ([0], [0, 1, 2]), ([2, 0, 1], [1])])
+def test_conversions_between_placements(rehearsed_ranks, src, dst):
+    conversions.test_placements(rehearsed_ranks, src, dst)
+
+
+def test_conversions_on_a_grid(rehearsed_ranks):
+    conversions.test_grids(rehearsed_ranks)
+
+
+def test_partial_to_split_is_one_reduce_scatter(rehearsed_ranks):
+    conversions.test_partial_to_split_is_one_reduce_scatter(rehearsed_ranks)
+
+
+@pytest.mark.parametrize("layouts", conversions.LAYOUTS.values(), ids=conversions.LAYOUTS)
+def test_wide_and_deep_of_ops(rehearsed_ranks, layouts):
+    conversions.test_wide_and_deep_equals_one_rank(rehearsed_ranks, layouts)
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_one_rank_trains_like_the_reference(rehearsed_ranks, sparse):
+    training.test_one_gpu_trains_like_the_reference_in_float64(rehearsed_ranks, sparse)
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_train_like_the_reference(rehearsed_ranks, scheme, sparse):
+    training.test_schemes_over_nccl_train_like_the_reference(rehearsed_ranks, scheme, sparse)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_explain_holds_against_the_log(rehearsed_ranks, scheme):
+    training.test_explain_holds_against_the_log_over_nccl(rehearsed_ranks, scheme)
+
+
+def cpu_part_of_a_cuda_layout(world):
+    boxing = Boxing(world)
+    layout = Layout(Placement.line("cuda", 1), (Broadcast(),))
+    made = GlobalTensor.from_local(torch.ones(2, device=world.device), layout, (2,), boxing)
+    assert made.part.is_cuda
+    with pytest.raises(SbpError, match=r"part on cpu, but B@\[0\] is on cuda; pass part.to\("):
+        GlobalTensor.from_local(torch.ones(2), layout, (2,), boxing)
+
+
+def test_a_part_on_the_wrong_device_is_refused_where_it_is_given(rehearsed_ranks):
+    rehearsed_ranks(1, cpu_part_of_a_cuda_layout)

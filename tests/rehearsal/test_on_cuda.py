@@ -1,0 +1,79 @@
+"""What runs otherwise on CUDA than on CPU, rehearsed."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.ops.matmul import ALIGNED_COLUMNS, linear_of_parts
+from sbpflow.training.overlap import OverlapWatch
+from sbpflow.training.step_schedule import OVERLAPPED
+
+WIDTHS, OUTPUTS, ROWS = (16, 13), 5, 4
+
+
+def operands(device):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(ROWS, width) for width in WIDTHS] + [(OUTPUTS, sum(WIDTHS)), (OUTPUTS,)]
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def product_of_parts(world):
+    from tests.rehearsal.journal import journal
+
+    boxing, line = Boxing(world), Placement.line("cuda", 1)
+    split, copies = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
+    tensors = [
+        GlobalTensor(part, split if n < 2 else copies, tuple(part.shape), boxing).requires_grad_()
+        for n, part in enumerate(operands(world.device))
+    ]
+    with journal() as made:
+        out = linear_of_parts(tensors[:2], *tensors[2:])
+    products = [op for op in made.ops if "mm" in op or "linear" in op]
+    out.part.sum().backward()
+    gradients = [tensor.part.grad.cpu().numpy() for tensor in tensors]
+    return out.part.detach().cpu().numpy(), gradients, products, made.syncs
+
+
+def test_inputs_side_by_side_are_one_aligned_product(rehearsed_ranks):
+    assert sum(WIDTHS) % ALIGNED_COLUMNS
+    ((found, gradients, products, syncs),) = rehearsed_ranks(1, product_of_parts)
+    plain = [tensor.requires_grad_() for tensor in operands("cpu")]
+    wanted = F.linear(torch.cat(plain[:2], 1), *plain[2:])
+    wanted.sum().backward()
+    # float32 sums in another order
+    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+    for mine, tensor in zip(gradients, plain, strict=True):
+        np.testing.assert_allclose(mine, tensor.grad.numpy(), atol=1e-5)
+    assert products == ["aten.addmm.default"]
+    assert not syncs
+
+
+class Switch:
+    """A trainer as far as the watch knows it."""
+
+    schedule = OVERLAPPED
+
+
+def watched_steps(world):
+    from tests.rehearsal.journal import journal
+
+    watch = OverlapWatch(Switch(), 2, 500, world.device)
+    with journal() as steps:
+        for step in range(1, 61):
+            with watch.step(step):
+                torch.ones(2, device=world.device)
+    with journal() as end:
+        summary = watch.summary()
+    return len(steps.entries), {entry.kind for entry in end.entries}, summary
+
+
+def test_overlap_is_timed_by_the_device_and_read_when_the_run_is_over(rehearsed_ranks):
+    ((during, at_end, summary),) = rehearsed_ranks(1, watched_steps)
+    assert during == 0
+    assert at_end == {"event wait"}
+    assert summary.startswith("hides ")

@@ -1,0 +1,112 @@
+"""Collectives of claimed CUDA tensors: judged by NCCL's rules, then carried by gloo.
+
+What a collective sends and receives is out of bounds until its ``wait`` (see ``memory``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.rehearsal.journal import count_collective, where
+from tests.rehearsal.memory import IN_FLIGHT, InFlight, RefusedError, check_access
+from tests.rehearsal.tensor import Rehearsed
+
+# ncclDataType_t, as torch maps it; bool goes as uint8.
+NCCL_DTYPES = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+
+
+class Work:
+    """A collective under way; like NCCL's, its ``wait`` orders the stream and not the host."""
+
+    def __init__(self, work: dist.Work | None, flight: InFlight) -> None:
+        self._work, self._flight = work, flight
+        IN_FLIGHT.append(flight)
+
+    def wait(self, *_: object) -> bool:
+        if self._flight in IN_FLIGHT:
+            IN_FLIGHT.remove(self._flight)
+            if self._work is not None:
+                self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._flight not in IN_FLIGHT
+
+
+def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """``real``, a collective of torch.distributed, for tensors of either device."""
+
+    def collective(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+        args, group = _take_group(args, group)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if not any(isinstance(tensor, Rehearsed) for tensor in tensors):
+            return real(*args, group=group, async_op=async_op, **kwargs)
+        count_collective(name)
+        _check(name, tensors, args[len(tensors) :], dist.get_world_size(group))
+        hosts = [tensor.host for tensor in tensors]  # pyright: ignore
+        in_place = len(hosts) == 1
+        sent, received = (), tuple(hosts[:1])
+        if not in_place:
+            sent = (hosts[1],)
+            check_access(name, hosts[1], writes=False)
+        check_access(name, hosts[0], writes=True)
+        if name == "reduce_scatter":  # gloo compares shapes where NCCL counts elements
+            hosts = [host.view(-1) for host in hosts]
+        work = real(*hosts, *args[len(tensors) :], group=group, async_op=True, **kwargs)
+        handle = Work(work, InFlight(f"{name} ({where()})", sent, received))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    return collective
+
+
+def _take_group(args: Sequence[Any], group: Any) -> tuple[list[Any], Any]:
+    groups = [arg for arg in args if isinstance(arg, dist.ProcessGroup)]
+    rest = [arg for arg in args if not isinstance(arg, dist.ProcessGroup)]
+    return rest, groups[0] if groups else group
+
+
+def _check(name: str, tensors: list[Tensor], rest: Sequence[Any], size: int) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, Rehearsed):
+            raise RefusedError(f"{name}: a CPU tensor {tensor.dtype}{list(tensor.shape)} on NCCL")
+        if tensor.dtype not in NCCL_DTYPES:
+            raise RefusedError(f"{name}: NCCL has no {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise RefusedError(f"{name}: a tensor of strides {tensor.stride()} is not contiguous")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise RefusedError(f"{name}: dtypes {[tensor.dtype for tensor in tensors]} differ")
+    if name == "all_reduce":
+        return
+    out, sent = tensors
+    if name == "all_gather" and out.numel() != size * sent.numel():
+        raise RefusedError(f"{name}: {out.numel()} elements from {size} x {sent.numel()}")
+    if name == "reduce_scatter" and out.numel() * size != sent.numel():
+        raise RefusedError(f"{name}: {sent.numel()} elements to {size} x {out.numel()}")
+    if name == "all_to_all":
+        _check_splits(out, sent, rest, size)
+
+
+def _check_splits(out: Tensor, sent: Tensor, rest: Sequence[Any], size: int) -> None:
+    given = [list(sizes) if sizes is not None else [] for sizes in (*rest, None, None)][:2]
+    for tensor, sizes in zip((out, sent), given, strict=True):
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if (sizes and sum(sizes) != rows) or (not sizes and rows % size):
+            raise RefusedError(f"all_to_all: splits {sizes} of {rows} rows among {size} ranks")

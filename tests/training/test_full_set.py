@@ -1,0 +1,138 @@
+"""Training on a set with every kind of column: lists with weights, sample weights, groups."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from data import fields_of, load_manifest
+from data.read.loaders import open_loaders
+from models.wdl import WdlConfig, WideConfig
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import DataConfig
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.runtime.world import World
+from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.training.evaluate import score_split
+from sbpflow.training.metrics import auc, gauc
+from tests.data.full_set import make_full_set
+from tests.training.wdl_case import Rows, make_batches, make_config, make_job, pieces_of
+
+STEPS, BATCH_SIZE = 8, 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("full") / "set"
+    make_full_set(path)
+    return path
+
+
+def _train(world: World, folder, scheme: str, backend: str):
+    """Losses of some steps, and the scores of the val part afterwards."""
+    world.checked = False
+    manifest = load_manifest(folder)
+    config = replace(
+        make_config(scheme, "adagrad"),
+        data=DataConfig(path=folder, batch_size=BATCH_SIZE, loader=backend),
+        model=WdlConfig(embedding_dim=4, hidden=(7, 6), dropout=0.0, wide=WideConfig(crosses=())),
+    )
+    spec, plan = plan_run(
+        config, fields_of(manifest), world_size=world.size, device_type=world.device.type
+    )
+    job = build_job(config, spec, plan, Boxing(world))
+    loaders = open_loaders(
+        manifest, config.data, world.rank, world.size, seed=7, device=world.device
+    )
+    losses = []
+    for _, batch in zip(range(STEPS), loaders["train"].epoch(0), strict=False):
+        losses.append(float(job.trainer.step(batch)))
+    scored = score_split(job.trainer, loaders["val"], job.boxing)
+    columns = [
+        (job.trainer.predict(batch), batch.labels, batch.columns["group"])
+        for batch in loaders["val"].epoch(0)
+    ]
+    for loader in loaders.values():
+        loader.close()
+    return losses, scored, [torch.cat(parts).numpy() for parts in zip(*columns, strict=True)]
+
+
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+def test_every_scheme_and_world_trains_to_the_losses_of_one_rank(ranks, folder, scheme):
+    ((want, scored, (logits, labels, groups)),) = ranks(1, _train, folder, scheme, "memmap")
+    assert scored.auc == auc(logits, labels)
+    assert scored.gauc == gauc(logits, labels, groups)
+    assert want[-1] < want[0]
+    for size, backend in ((2, "dali"), (4, "memmap")):
+        results = ranks(size, _train, folder, scheme, backend)
+        for losses, _, _ in results:
+            assert losses == pytest.approx(want, rel=1e-12)
+        assert results[0][1].auc == pytest.approx(scored.auc, abs=1e-9)
+        assert results[0][1].gauc == pytest.approx(scored.gauc, abs=1e-9)
+        assert results[1][1] is None
+
+
+@dataclass
+class WeightedRows(Rows):
+    """A batch with a weight per row."""
+
+    weights: torch.Tensor | None = None
+
+    def part(self, rank: int, size: int) -> "WeightedRows":
+        sizes = balanced_sizes(self.labels.shape[0], size)
+        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        rows = super().part(rank, size)
+        return WeightedRows(rows.labels, rows.dense, rows.ids, rows.num_rows, self.weights[mine])
+
+
+def _weighted(world: World, scheme: str, repeat: bool):
+    """Rows of weights 0, 1 and 2; with ``repeat``, rows left out, once and twice instead."""
+    job = make_job(world, make_config(scheme, "sgd"))
+    losses = []
+    for batch in make_batches(5, 30)[:4]:
+        count = torch.tensor([0, 1, 2]).repeat(batch.num_rows // 3)
+        rows = len(count)
+        first = Rows(batch.labels[:rows], batch.dense[:rows], batch.ids[:rows], rows)
+        chosen = torch.repeat_interleave(torch.arange(rows), count)
+        if repeat:
+            given = Rows(first.labels[chosen], first.dense[chosen], first.ids[chosen], rows)
+        else:
+            given = WeightedRows(first.labels, first.dense, first.ids, rows, count.float())
+        losses.append(float(job.trainer.step(given.part(world.rank, world.size))))
+    tables = {(name, place): weights for name, place, weights, _ in pieces_of(job)}
+    return losses, tables
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("dp", 1), ("1", 2), ("3", 4)])
+def test_a_weight_is_worth_as_many_rows(ranks, scheme, size):
+    """Weights 0, 1 and 2 of 30 rows are 30 rows, of which a third is there twice."""
+    weighted = ranks(size, _weighted, scheme, False)
+    repeated = ranks(size, _weighted, scheme, True)
+    for (losses, tables), (want, want_tables) in zip(weighted, repeated, strict=True):
+        assert losses == pytest.approx(want, rel=1e-13)
+        for key, table in tables.items():
+            np.testing.assert_allclose(table, want_tables[key], rtol=0, atol=1e-14)
+
+
+def _batches_at_once(world: World, together: bool):
+    """Two weighted batches as one step, or their rows as one batch."""
+    job = make_job(world, make_config("2", "adagrad"))
+    first, second = make_batches(6, 30)[:2]
+    weights = torch.linspace(0, 2, 60)
+    parts = [
+        WeightedRows(rows.labels, rows.dense, rows.ids, 30, weights[k * 30 : k * 30 + 30])
+        for k, rows in enumerate((first, second))
+    ]
+    if together:
+        joined = [torch.cat([getattr(p, k) for p in parts]) for k in ("labels", "dense", "ids")]
+        parts = [WeightedRows(*joined, 60, weights)]
+    given = [part.part(world.rank, world.size) for part in parts]
+    losses = [float(job.trainer.step(given))]
+    return [*losses, float(job.trainer.step(given))]
+
+
+def test_accumulated_weighted_batches_are_one_batch(ranks):
+    for losses in ranks(2, _batches_at_once, False):
+        assert losses == pytest.approx(ranks(1, _batches_at_once, True)[0], rel=1e-12)
