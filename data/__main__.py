@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
     add("--skew", help="power of the masses: 1.2 for all columns, or C3=1.2,C1=0.5")
     add("--drift", type=float, default=0.0, help="share of each tail replaced per million rows")
-    add("--hot", help="ids per row: mlperf, or C1=3,C20=12")
+    add("--hot", help="ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
     add("--split", default="time:0.8,0.1,0.1")
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
