@@ -5,6 +5,7 @@ in order, ``size`` bytes and the rest of the line at a time. So pieces depend on
 """
 
 import gzip
+import logging
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from typing import IO
 
 from sbpflow.errors import ConfigError, DataError
 
+_LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
+_SHOWN = 8
 SUFFIXES = (".tsv", ".txt", ".csv", ".gz", ".parquet")
 _PARTS = re.compile(r"(day|part)[-_]\d+")
 """Names without a suffix that are data in a folder: the 1TB logs unpack to day_0 ... day_23."""
@@ -62,6 +65,7 @@ def find_inputs(paths: Sequence[Path]) -> tuple[Input, ...]:
     for path in paths:
         if path.is_dir():
             inside = sorted((p for p in path.iterdir() if _is_data(p)), key=_natural)
+            _name_skipped(path, inside)
             if not inside:
                 raise ConfigError(
                     f"--input {path}: no .tsv, .txt, .csv, .gz or .parquet file in it, and none "
@@ -91,12 +95,30 @@ def _is_data(path: Path) -> bool:
     return named and path.is_file() and not path.name.startswith(".")
 
 
+def _name_skipped(folder: Path, taken: Sequence[Path]) -> None:
+    """Say which entries of a folder are not read: a file called otherwise may hold rows."""
+    skipped = sorted(path.name for path in folder.iterdir() if path not in taken)
+    if skipped:
+        more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+        _LOG.warning(
+            "%s: %d of its entries are not read (%s%s); name a file itself to have it read",
+            folder, len(skipped), ", ".join(skipped[:_SHOWN]), more,
+        )  # fmt: skip
+
+
 def _check_start(source: Input) -> None:
     """Refuse a file whose first bytes (unpacked, if it is gzip) say that it is no text table."""
     if source.is_parquet:
         return
     with source.path.open("rb") as raw:
         if source.is_gzip:
+            start = raw.read(2)
+            raw.seek(0)
+            if start and start != b"\x1f\x8b":
+                raise ConfigError(
+                    f"--input {source.path}: is named .gz and is no gzip file (it starts with "
+                    f"{start!r}); rename it to {source.path.stem} if it is plain text"
+                )
             with _gzip_errors(source.path), _unpacked(raw) as file:
                 start = file.read(6)
         else:
