@@ -1,5 +1,6 @@
 """Fixtures every test may use: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported: its kernels then run in Python, on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -91,7 +91,7 @@ def plan_run(
         out_of_range=config.data.out_of_range,
     )
     dense = _dense_parameters(config, spec, device_type, world_size)
-    forward, backward = dense_steps(
+    sent = dense_steps(
         spec,
         fields,
         {parameter.name: parameter.layout for parameter in dense},
@@ -105,8 +105,9 @@ def plan_run(
         layouts=layouts,
         kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
-        dense_forward=forward,
-        dense_backward=backward,
+        dense_forward=sent.forward,
+        dense_backward=sent.backward,
+        dense_conversions=sent.conversions,
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
         schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
         batch_size=config.data.batch_size,

@@ -163,15 +163,16 @@ def _claim_collectives() -> None:
 
 def _plan_without() -> None:
     """Planning runs a model on meta tensors, which must stay that; FBGEMM is not rehearsed."""
-    import models.run_plan
-
     from sbpflow.embedding.storage import choose
+    from sbpflow.run import build_plan
 
-    real = models.run_plan.dense_steps
+    planning: Any = build_plan
+    real = planning.dense_steps
 
     def dense_steps(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return real(*args, **kwargs)
 
-    models.run_plan.dense_steps = dense_steps
-    choose.import_fbgemm = lambda: None
+    planning.dense_steps = dense_steps
+    kernels: Any = choose
+    kernels.import_fbgemm = lambda: None

@@ -8,6 +8,7 @@ would wait. Blind to streams, to the allocator, and to the kernels themselves.
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -133,8 +134,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.split("::")[1]
     has = any(isinstance(leaf, Rehearsed) for leaf in tree_leaves((args, kwargs)))
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-    # C++ asks for "meta" where it makes a tensor beside a Rehearsed one.
-    target = has if wanted is None else wanted.type in ("cuda", "meta")
+    # C++ asks for "meta" where it makes a tensor beside a Rehearsed one; a caller may mean it too.
+    target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
     if has:
         rules.check(func, name, args, kwargs, Rehearsed)
         _check_memory(func, name, args, kwargs)
@@ -154,6 +155,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return out
     out = tree_map_only(Tensor, Rehearsed, out)
     return return_and_correct_aliasing(func, args, kwargs, out) if has else out
+
+
+def _is_meta_meant() -> bool:
+    """Within ``with torch.device("meta")``."""
+    current = torch.utils._device.CURRENT_DEVICE
+    return current is not None and current.type == "meta"
 
 
 def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:

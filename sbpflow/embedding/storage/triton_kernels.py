@@ -1,0 +1,379 @@
+# pyright: basic, reportMissingImports=false
+"""Triton kernels of a storage: lookup with pooling; segment sum, sparse rule and rounding in one.
+
+Imported only where Triton is installed. One launch per kernel and step, of a size that the batch's
+shape alone decides: nothing is counted or deduplicated on the host. ``docs/decisions/gpu.md`` has
+the bytes that each moves.
+"""
+
+import triton
+import triton.language as tl
+
+# Positions that one program looks after, and rows of gradients that it adds up one by one; what a
+# run has beyond that is added up by other programs first (``sum_long_runs``).
+BLOCK = 32
+SPLIT = 64
+
+SGD, ADAGRAD, ROWWISE_ADAGRAD, LAZY_ADAM, FTRL = 0, 1, 2, 3, 4
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+
+@triton.jit
+def lookup(
+    table,
+    addresses,
+    offsets,
+    weights,
+    out,
+    bags,
+    width,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [bags, width] float32: each bag's weighted sum of rows of ``table``, in bag order."""
+    bag = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, COLUMNS)
+    inside = bag < bags
+    shown = inside[:, None] & (column < width)[None, :]
+    if HAS_OFFSETS:
+        first = tl.load(offsets + bag, mask=inside, other=0)
+        count = tl.load(offsets + bag + 1, mask=inside, other=0) - first
+    else:
+        first = bag.to(tl.int64)
+        count = inside.to(tl.int64)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    longest = tl.max(count, 0)
+    step = longest * 0
+    while step < longest:
+        more = step < count
+        at = tl.load(addresses + first + step, mask=more, other=0).to(tl.int64)
+        place = at[:, None] * width + column[None, :]
+        row = tl.load(table + place, mask=more[:, None] & shown, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            row = row * tl.load(weights + first + step, mask=more, other=0.0)[:, None]
+        total += row
+        step += 1
+    tl.store(out + bag.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
+
+
+@triton.jit
+def _sum_rows(
+    grads,
+    source,
+    scale,
+    first,
+    count,
+    column,
+    width,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[BLOCK, COLUMNS] float32: ``count`` rows each, from sorted position ``first``, in order."""
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    longest = tl.max(count, 0)
+    step = longest * 0
+    while step < longest:
+        more = step < count
+        at = tl.load(source + first + step, mask=more, other=0).to(tl.int64)
+        place = at[:, None] * width + column[None, :]
+        shown = more[:, None] & (column < width)[None, :]
+        row = tl.load(grads + place, mask=shown, other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            row = row * tl.load(scale + first + step, mask=more, other=0.0)[:, None]
+        total += row
+        step += 1
+    return total
+
+
+@triton.jit
+def sum_long_runs(
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    n,
+    width,
+    HAS_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """partial [n // SPLIT + 1, width]: sums of a run's second, third, .. SPLIT positions.
+
+    Such stretches begin at least SPLIT apart, so the number of a stretch is its begin over SPLIT.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    begin = tl.load(start + at, mask=inside, other=0)
+    end = tl.load(stop + at, mask=inside, other=0)
+    begins = inside & (at > begin) & ((at - begin) % SPLIT == 0)
+    count = tl.where(begins, tl.minimum(end - at, SPLIT), 0)
+    column = tl.arange(0, COLUMNS)
+    total = _sum_rows(grads, source, scale, at, count, column, width, HAS_SCALE, BLOCK, COLUMNS)
+    place = (at // SPLIT).to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(partial + place, total, mask=begins[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _sum_run(
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    at,
+    inside,
+    column,
+    width,
+    HAS_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """(whether a run begins at each position, the run's sum)."""
+    begin = tl.load(start + at, mask=inside, other=-1)
+    end = tl.load(stop + at, mask=inside, other=0)
+    heads = inside & (at == begin)
+    length = tl.where(heads, end - at, 0)
+    total = _sum_rows(
+        grads,
+        source,
+        scale,
+        at,
+        tl.minimum(length, SPLIT),
+        column,
+        width,
+        HAS_SCALE,
+        BLOCK,
+        COLUMNS,
+    )
+    longest = tl.max(length, 0)
+    done = longest * 0 + SPLIT
+    while done < longest:
+        more = done < length
+        place = ((at + done) // SPLIT).to(tl.int64)[:, None] * width + column[None, :]
+        shown = more[:, None] & (column < width)[None, :]
+        total += tl.load(partial + place, mask=shown, other=0.0)
+        done += SPLIT
+    return heads, total
+
+
+@triton.jit
+def sum_runs(
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    out,
+    n,
+    width,
+    HAS_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [n, width]: the sum of a run where it begins, zeros elsewhere."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    column = tl.arange(0, COLUMNS)
+    _, total = _sum_run(
+        start,
+        stop,
+        source,
+        scale,
+        grads,
+        partial,
+        at,
+        inside,
+        column,
+        width,
+        HAS_SCALE,
+        SPLIT,
+        BLOCK,
+        COLUMNS,
+    )
+    shown = inside[:, None] & (column < width)[None, :]
+    tl.store(out + at.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
+
+
+@triton.jit
+def _mixed(z):
+    """SplitMix64's finaliser on int64, as ``runtime.streams.mix``."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _noise(
+    keys,
+    bases,
+    shift,
+    row,
+    column,
+    words_per_row,
+    first_column,
+    SHARDS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+):
+    """[BLOCK, COLUMNS] int32 in 0 .. 65535, as ``RowNoise.draw``: 16 bits of a word for each."""
+    low = row * 0
+    high = low + SHARDS
+    for _ in range(HALVINGS):  # the last shard that begins at or before the row
+        middle = (low + high) // 2
+        goes_on = (middle < SHARDS) & (high - low > 1)
+        base = tl.load(bases + middle, mask=goes_on, other=0)
+        up = goes_on & (base <= row)
+        low = tl.where(up, middle, low)
+        high = tl.where(goes_on & (base > row), middle, high)
+    key = tl.load(keys + low)
+    number = (row + tl.load(shift + low)) * words_per_row
+    at = (first_column + column).to(tl.int64)
+    word = _mixed((number[:, None] + (at // 4)[None, :]) * -7046029254386353131 + key[:, None])
+    return ((word >> ((at % 4) * 16)[None, :]) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _rounded(value, noise, ROWS_AS: tl.constexpr):
+    """``rounding.round_randomly`` to bfloat16 or float16, still as float32."""
+    BITS: tl.constexpr = 16 if ROWS_AS == 1 else 13
+    TOP: tl.constexpr = 3.3895313892515355e38 if ROWS_AS == 1 else 65504.0
+    raw = value.to(tl.int32, bitcast=True)
+    finite = (raw & 0x7F800000) != 0x7F800000
+    moved = (raw + (noise & ((1 << BITS) - 1))) & -(1 << BITS)
+    near = tl.where(finite, moved, raw).to(tl.float32, bitcast=True)
+    near = tl.minimum(tl.maximum(near, -TOP), TOP)
+    return tl.where(finite, near, value)
+
+
+@triton.jit
+def update(
+    keys,
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    squares,
+    table,
+    state_a,
+    state_b,
+    noise_keys,
+    noise_bases,
+    noise_shift,
+    n,
+    num_rows,
+    width,
+    lr,
+    decay,
+    eps,
+    a,
+    b,
+    c,
+    d,
+    squares_factor,
+    words_per_row,
+    first_column,
+    RULE: tl.constexpr,
+    ROWS_AS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One optimizer step on every row that ``keys`` (sorted) names, where its run begins.
+
+    ``HAS_SUMS``: ``grads`` [n, width] are the runs' sums already and ``squares`` [n] given. Keys of
+    ``num_rows`` and above name no row. ``a`` .. ``d`` are the rule's numbers (``rule_numbers``).
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    column = tl.arange(0, COLUMNS)
+    row = tl.load(keys + at, mask=inside, other=0).to(tl.int64)
+    if HAS_SUMS:
+        heads = inside & (at == tl.load(start + at, mask=inside, other=-1))
+        seen = heads[:, None] & (column < width)[None, :]
+        place = at.to(tl.int64)[:, None] * width + column[None, :]
+        grad = tl.load(grads + place, mask=seen, other=0.0)
+    else:
+        heads, grad = _sum_run(
+            start,
+            stop,
+            source,
+            scale,
+            grads,
+            partial,
+            at,
+            inside,
+            column,
+            width,
+            HAS_SCALE,
+            SPLIT,
+            BLOCK,
+            COLUMNS,
+        )
+    heads = heads & (row < num_rows)
+    shown = heads[:, None] & (column < width)[None, :]
+    place = row[:, None] * width + column[None, :]
+    weight = tl.load(table + place, mask=shown, other=0.0).to(tl.float32) * decay
+    if RULE == 0:
+        weight = weight - lr * grad
+    if RULE == 1:
+        total = tl.load(state_a + place, mask=shown, other=0.0) + grad * grad
+        tl.store(state_a + place, total, mask=shown)
+        weight = weight - lr * (grad / (tl.sqrt_rn(total) + eps))
+    if RULE == 2:
+        if HAS_SUMS:
+            square = tl.load(squares + at, mask=heads, other=0.0)
+        else:
+            square = tl.sum(grad * grad, 1) * squares_factor
+        total_row = tl.load(state_a + row, mask=heads, other=0.0) + square
+        tl.store(state_a + row, total_row, mask=heads)
+        rate = -lr * (1.0 / (tl.sqrt_rn(total_row) + eps))
+        weight = weight + rate[:, None] * grad
+    if RULE == 3:
+        mean = tl.load(state_a + place, mask=shown, other=0.0)
+        mean = mean + a * (grad - mean)
+        tl.store(state_a + place, mean, mask=shown)
+        square2 = tl.load(state_b + place, mask=shown, other=0.0) * b
+        square2 = square2 + c * grad * grad
+        tl.store(state_b + place, square2, mask=shown)
+        weight = weight - lr * (mean / (tl.sqrt_rn(square2) / d + eps))
+    if RULE == 4:
+        old = tl.load(state_a + place, mask=shown, other=0.0)
+        total = old + grad * grad
+        tl.store(state_a + place, total, mask=shown)
+        root = tl.sqrt_rn(total)
+        linear = tl.load(state_b + place, mask=shown, other=0.0) + grad
+        linear = linear - (root - tl.sqrt_rn(old)) / a * weight
+        tl.store(state_b + place, linear, mask=shown)
+        beyond = linear - tl.minimum(tl.maximum(linear, -c), c)
+        curvature = (root + b) / a + d
+        safe = tl.where(beyond == 0.0, 1.0, curvature)
+        weight = tl.where(beyond == 0.0, 0.0, -beyond / safe)
+    if ROWS_AS != 0:
+        noise = _noise(
+            noise_keys,
+            noise_bases,
+            noise_shift,
+            row,
+            column,
+            words_per_row,
+            first_column,
+            SHARDS,
+            HALVINGS,
+        )
+        weight = _rounded(weight, noise, ROWS_AS)
+    tl.store(table + place, weight, mask=shown)

@@ -1,0 +1,196 @@
+"""Rows with Triton kernels: ``TorchStorage`` in meaning, in few launches of fixed size.
+
+Arithmetic is float32, as ``triton_kernels`` has it. Never run on a card so far; what holds it up is
+equality with the torch kernel under Triton's interpreter.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage import triton_kernels as kernels
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
+from sbpflow.embedding.storage.rounding import RowNoise
+from sbpflow.embedding.storage.runs import Runs
+from sbpflow.embedding.storage.torch_storage import TorchStorage
+from sbpflow.runtime.streams import step_keys
+
+_launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
+_RULES = {
+    "sgd": kernels.SGD,
+    "adagrad": kernels.ADAGRAD,
+    "rowwise_adagrad": kernels.ROWWISE_ADAGRAD,
+    "lazy_adam": kernels.LAZY_ADAM,
+    "ftrl": kernels.FTRL,
+}
+_ROWS_AS = {
+    torch.float32: kernels.FLOAT32,
+    torch.bfloat16: kernels.BFLOAT16,
+    torch.float16: kernels.FLOAT16,
+}
+
+
+class TritonStorage(TorchStorage):
+    """Rows of float32, bfloat16 or float16 and state of float32, as ``TorchStorage`` holds them."""
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        *,
+        dim: int,
+        optimizer: SparseOptimizer,
+        device: torch.device,
+        row_dtype: torch.dtype | None = None,
+        sum_over_columns: SumOverColumns | None = None,
+        noise: RowNoise | None = None,
+    ) -> None:
+        super().__init__(
+            rows,
+            width,
+            dim=dim,
+            optimizer=optimizer,
+            dtype=torch.float32,
+            device=device,
+            row_dtype=row_dtype,
+            sum_over_columns=sum_over_columns,
+            noise=noise,
+        )
+        # Tiles are of whole powers of two; of wide rows fewer positions, to stay in registers.
+        self._columns = _power_of_two(width)
+        self._block = max(1, min(kernels.BLOCK, 2048 // self._columns))
+
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        del lr
+        bags, width = access.num_bags, self.weights.shape[1]
+        out = torch.empty(bags, width, device=self.weights.device)
+        if out.numel() == 0:
+            return out
+        if access.addresses.numel() == 0:
+            return out.zero_()
+        _launch.lookup[self._grid(bags)](
+            self.weights,
+            access.addresses,
+            access.addresses if access.offsets is None else access.offsets,
+            out if access.weights is None else access.weights,
+            out,
+            bags,
+            width,
+            HAS_OFFSETS=access.offsets is not None,
+            HAS_WEIGHTS=access.weights is not None,
+            BLOCK=self._block,
+            COLUMNS=self._columns,
+        )
+        return out
+
+    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
+        if access.addresses.numel() == 0:
+            if self._optimizer.name == "rowwise_adagrad":
+                self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
+            return
+        runs, width = Runs.of(access), self.weights.shape[1]
+        grads = grads.contiguous()
+        count = runs.keys.numel()
+        scale = {"scale": grads if runs.scale is None else runs.scale}
+        tile = {"SPLIT": kernels.SPLIT, "BLOCK": self._block, "COLUMNS": self._columns}
+        flags = {"HAS_SCALE": runs.scale is not None, **tile}
+        partial = grads.new_empty(count // kernels.SPLIT + 1, width, dtype=torch.float32)
+        where = {"start": runs.start, "stop": runs.stop, "source": runs.source, **scale}
+        grid = self._grid(count)
+        _launch.sum_long_runs[grid](
+            **where, grads=grads, partial=partial, n=count, width=width, **flags
+        )
+        squares = grads
+        if self._sum_over_columns is not None:
+            # The other ranks of the rows add theirs: sums first, of the batch's length everywhere.
+            sums = grads.new_empty(count, width, dtype=torch.float32)
+            _launch.sum_runs[grid](
+                **where, grads=grads, partial=partial, out=sums, n=count, width=width, **flags
+            )
+            grads, flags = sums, flags | {"HAS_SCALE": False}
+            squares = self._squares(sums)
+        _launch.update[grid](
+            runs.keys,
+            **where,
+            grads=grads,
+            partial=partial,
+            squares=squares,
+            n=count,
+            num_rows=self.weights.shape[0],
+            width=width,
+            HAS_SUMS=self._sum_over_columns is not None,
+            **self._rule(lr, step),
+            **self._rounding(step),
+            **flags,
+        )
+
+    def _grid(self, positions: int) -> tuple[int]:
+        return (-(-positions // self._block),)
+
+    def _rule(self, lr: float, step: int) -> dict[str, Any]:
+        """The arguments that say which rule, and with which numbers."""
+        optimizer, states = self._optimizer, list(self.state.values())
+        a, b, c, d = self._numbers(step)
+        if optimizer.name == "lazy_adam":
+            rate = lr / (1.0 - optimizer.betas[0] ** step)
+        else:
+            rate = lr
+        own = self._dim if optimizer.shares_row_state else self.weights.shape[1]
+        return {
+            "table": self.weights,
+            "state_a": states[0] if states else self.weights,
+            "state_b": states[1] if len(states) > 1 else self.weights,
+            "lr": rate,
+            "decay": 1.0 - lr * optimizer.weight_decay,
+            "eps": optimizer.eps,
+            "a": a,
+            "b": b,
+            "c": c,
+            "d": d,
+            "squares_factor": 1.0 / max(own, 1),
+            "RULE": _RULES[optimizer.name],
+        }
+
+    def _numbers(self, step: int) -> tuple[float, float, float, float]:
+        optimizer = self._optimizer
+        if optimizer.name == "lazy_adam":
+            beta1, beta2 = optimizer.betas
+            return 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(1.0 - beta2**step)
+        if optimizer.name == "ftrl":
+            return optimizer.lr, optimizer.beta, optimizer.l1, optimizer.l2
+        return 0.0, 0.0, 0.0, 0.0
+
+    def _rounding(self, step: int) -> dict[str, Any]:
+        """The arguments that say how rows are rounded."""
+        rows_as = _ROWS_AS[self.weights.dtype]
+        if rows_as == kernels.FLOAT32:
+            noise = dict.fromkeys(("noise_keys", "noise_bases", "noise_shift"), self.weights)
+            return {
+                **noise,
+                "words_per_row": 1,
+                "first_column": 0,
+                "SHARDS": 1,
+                "HALVINGS": 1,
+                "ROWS_AS": rows_as,
+            }
+        if self._noise is None:
+            raise RuntimeError("rows of half precision need the noise that rounds them")
+        shards = self._noise.bases.numel()
+        return {
+            "noise_keys": step_keys(self._noise.keys, step),
+            "noise_bases": self._noise.bases,
+            "noise_shift": self._noise.shift,
+            "words_per_row": self._noise.words_per_row,
+            "first_column": self._noise.first_column,
+            "SHARDS": shards,
+            "HALVINGS": max(1, math.ceil(math.log2(shards))) + 1,
+            "ROWS_AS": rows_as,
+        }
+
+
+def _power_of_two(width: int) -> int:
+    return 1 << max(width - 1, 0).bit_length()
