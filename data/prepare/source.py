@@ -79,8 +79,8 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
         other = known.setdefault(identity(source.path), source)
         if other is not source:
             raise ConfigError(
-                f"--input {source.path}: is {other.path} again, its rows would count twice; name each "
-                "file once"
+                f"--input {source.path}: is {other.path} again, its rows would count twice; name "
+                "each file once"
             )
         _check_start(source)
     return inputs
