@@ -26,8 +26,8 @@ QUIET = settings(
 # fmt: off
 CELLS = st.one_of(
     st.sampled_from([
-        "", "0", "1", "1.5", "-2e-3", "nan", "-inf", "1e39", "1e-50", "abcd0123", "7|8", "|", "a||b",
-        '"', '""', 'x"y', "a,b", "\n", "K\u00f6ln", "2024-05-01", "2024-05-01 10:00:00", " 5", "+5",
+        "", "0", "1", "1.5", "-2e-3", "nan", "-inf", "1e39", "1e-50", "abcd0123", "7|8", "|",
+        "a||b",         '"', '""', 'x"y', "a,b", "\n", "K\u00f6ln", "2024-05-01", "2024-05-01 10:00:00", " 5", "+5",
     ]),
     st.text(alphabet="ab01.,|\"e+- \n\u00e9\u6771", max_size=6),
 )
@@ -139,6 +139,7 @@ QUOTES = [
     (b'1,"a\nb",x\n', 1, {}),
     (b'1,a"b,x\n0,c,d\n', 1, {"a quote that is not around a whole cell": 1}),
     (b'1,"a,x\n0,c,d\n0,c,d\n', 2, {"a quote that is not around a whole cell": 1}),
+    (b'1,a"b,x\n0,c,d\n0,c"d,e\n', 1, {"a quote that is not around a whole cell": 2}),
     (b'1,"a"b,x\n', 0, {"a quote that is not around a whole cell": 1}),
     (b'1,"a",x,"y"\n', 0, {"4 fields instead of 3": 1}),
     (b'1,"a"\n', 0, {"2 fields instead of 3": 1}),
