@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from data.format.manifest import Manifest, load_manifest
 from data.format.schema import CRITEO
 from data.format.verify import verify_set
+from data.prepare.remote import input_path
 from data.prepare.schema_file import parse_crosses, read_schema
 from data.prepare.split import SplitRule, parse_split
 from sbpflow.errors import ConfigError, DataError
@@ -145,10 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--input",
         nargs="+",
-        type=Path,
+        type=input_path,
         required=True,
         metavar="PATH",
-        help="text (.tsv, .txt, .csv, plain or .gz), Parquet, or folders of them, in time order",
+        help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet, Arrow, or folders "
+        "of them, in time order; also URLs that fsspec reads, such as s3://",
     )
     add("--output", type=Path, required=True, metavar="DIR", help="the set; made in DIR.work first")
     add(
@@ -171,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     encode = commands.add_parser("encode", help="new rows with the ids of a set, as its test part")
     add = encode.add_argument
     add("--like", type=Path, required=True, metavar="SET", help="the set whose ids they get")
-    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="as of prepare; "
+    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="as of prepare; "
         "labels may be left out")  # fmt: skip
     add("--output", type=Path, required=True, metavar="DIR")
     _add_common(encode)

@@ -1,6 +1,7 @@
 """What prepare takes and what it refuses: file forms, labels, Parquet, splits, a full disk."""
 
 import gzip
+import lzma
 import os
 import random
 import subprocess
@@ -13,8 +14,8 @@ import pytest
 from data import load_manifest
 from data.__main__ import main
 from data.format.schema import CRITEO
-from data.prepare.parquet import parquet_piece
 from data.prepare.parse import parse_piece
+from data.prepare.tables import table_piece
 from tests.data.rows import (
     ROOT,
     all_words,
@@ -53,7 +54,10 @@ OTHER_FORMATS = {
     "marked.tsv": (b"\xef\xbb\xbf" + TEXT, "tail -c +4"),
     "marked.tsv.gz": (gzip.compress(b"\xef\xbb\xbf" + TEXT), "gunzip; what is in it starts with"),
     "rows.zip": (b"PK\x03\x04" + TEXT, "zip archive"),
-    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "zstd"),
+    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "cut short or damaged"),
+    "zstd.tsv": (b"\x28\xb5\x2f\xfd" + TEXT, "name it .zst"),
+    "arrow.tsv": (b"ARROW1" + TEXT, "name it .arrow"),
+    "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "unpack it; what is in it starts"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
     "plain.tsv.gz": (TEXT, "is no gzip file"),
     "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),
@@ -117,7 +121,7 @@ def small_parquet(tmp_path, label, dense, first, second):
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
     frame = pl.DataFrame({"label": label, "I1": dense, "C1": first, "C2": second})
     frame.write_parquet(tmp_path / "r.parquet")
-    return parquet_piece(tmp_path / "r.parquet", 0, read_schema(tmp_path / "schema.yaml"))
+    return table_piece(tmp_path / "r.parquet", 0, read_schema(tmp_path / "schema.yaml"))
 
 
 @pytest.mark.parametrize(
