@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.format.verify import verify_set
-from data.prepare.parquet import parquet_piece
+from data.prepare.csv_text import parse_table
 from data.prepare.schema_file import read_schema
 from data.prepare.split import parse_split
-from data.prepare.table import parse_table
+from data.prepare.tables import table_piece
 from tests.data.rows import folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv
 
@@ -83,7 +83,7 @@ def test_any_cells_of_any_schema_mean_the_same_in_text_and_in_parquet(tmp_path, 
     piece = parse_table(text.getvalue().encode(), schema.columns, schema)
     frame = pl.DataFrame(rows, schema=dict.fromkeys(schema.columns, pl.String), orient="row")
     frame.write_parquet(tmp_path / "r.parquet")
-    binary = parquet_piece(tmp_path / "r.parquet", 0, schema)
+    binary = table_piece(tmp_path / "r.parquet", 0, schema)
     assert piece.num_lines == binary.num_lines == len(rows)
     assert piece.bad.counts == binary.bad.counts
     assert len(piece.frame) + piece.bad.total == len(rows)
