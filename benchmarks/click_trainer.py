@@ -14,7 +14,7 @@ from sbpflow.config.schema import (
 from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
-from sbpflow.run.model import Fields
+from sbpflow.run.model import Fields, IdField
 from sbpflow.runtime.world import World
 
 
@@ -49,9 +49,12 @@ class ClickTrainer:
                 sparse=RowwiseAdagrad(lr=shape.lr), dense=DenseSgd(lr=shape.dense_lr)
             ),
         )
-        fields = Fields.of(
-            [f"I{index + 1}" for index in range(shape.num_dense)],
-            {name.removeprefix("deep."): shape.table_rows for name in shape.names},
+        fields = Fields(
+            dense=tuple(f"I{index + 1}" for index in range(shape.num_dense)),
+            sparse=tuple(
+                IdField(name=name.removeprefix("deep."), rows=shape.table_rows, hotness=count)
+                for name, count in zip(shape.names, shape.hotness, strict=True)
+            ),
         )
         spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
         self.job = build_job(config, spec, plan, Boxing(world))
