@@ -4,6 +4,7 @@ Piece k of a plain file is the lines that start in [k * size, (k + 1) * size); a
 in order, ``size`` bytes and the rest of the line at a time. So pieces depend on the input alone.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from data.prepare.packed import UNPACK, packed_errors, unpacked
 from data.prepare.remote import InputPath, identity, size_of
 from sbpflow.errors import ConfigError, DataError
 
+_LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
+_SHOWN = 8
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 SUFFIXES = (".tsv", ".txt", ".csv", *UNPACK, *TABLE_SUFFIXES)
 _PARTS = re.compile(r"(day|part)[-_]\d+")
@@ -33,6 +36,10 @@ _FORMATS = {
     b"\xef\xbb\xbf": "starts with a byte order mark; remove it with `tail -c +4`",
 }
 """First bytes of files that are no plain text table, and what to do about each."""
+
+_MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
+_KINDS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
+"""First bytes and names of packed files, by suffix; a .zst file may start with other frames than zstd's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
     for path in paths:
         if path.is_dir():
             inside = sorted((p for p in path.iterdir() if _is_data(p)), key=_natural)
+            _name_skipped(path, inside)
             if not inside:
                 raise ConfigError(
                     f"--input {path}: no file in it ends in {', '.join(SUFFIXES)}, and none is "
@@ -91,10 +99,30 @@ def _is_data(path: InputPath) -> bool:
     return named and path.is_file() and not path.name.startswith(".")
 
 
+def _name_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
+    """Say which entries of a folder are not read: a file called otherwise may hold rows."""
+    skipped = sorted(path.name for path in folder.iterdir() if path not in taken)
+    if skipped:
+        more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+        _LOG.warning(
+            "%s: %d of its entries are not read (%s%s); name a file itself to have it read",
+            folder, len(skipped), ", ".join(skipped[:_SHOWN]), more,
+        )  # fmt: skip
+
+
 def _check_start(source: Input) -> None:
     """Refuse a file whose first bytes (unpacked, if it is gzip) say that it is no text table."""
     if source.is_table:
         return
+    suffix = source.path.suffix.lower()
+    if suffix in _MAGIC:
+        with source.path.open("rb") as raw:
+            start = raw.read(len(_MAGIC[suffix]))
+        if start and not _MAGIC[suffix].startswith(start):
+            raise ConfigError(
+                f"--input {source.path}: is named {suffix} and is no {_KINDS[suffix]} file (it "
+                f"starts with {start!r}); rename it to {source.path.stem} if it is plain text"
+            )
     with open_text(source.path) as text:
         start = text.file.read(6)
     for magic, advice in _FORMATS.items():

@@ -59,7 +59,7 @@ OTHER_FORMATS = {
     "arrow.tsv": (b"ARROW1" + TEXT, "name it .arrow"),
     "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "unpack it; what is in it starts"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
-    "plain.tsv.gz": (TEXT, "cut short or damaged"),
+    "plain.tsv.gz": (TEXT, "is no gzip file"),
     "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),
 }
 
@@ -321,7 +321,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_set(tmp_path, source, command):
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert f"error: {output}: file too large" in done.stderr
+    assert f"error: {output}: file too large; " in done.stderr
+    assert f"GB are free in {tmp_path}" in done.stderr
+    assert ("GB are needed at the peak" in done.stderr) == (command[0] == "prepare")
     assert not output.exists()
 
 
@@ -337,3 +339,40 @@ def test_ids_of_a_rare_value_and_an_unseen_one_are_the_same(tmp_path):
     rows = [[*row[:14], f"{number:08x}", *row[15:]] for number, row in enumerate(ROWS[:50])]
     made = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), min_count=2)
     assert set(ids(made, "train")["C1"].tolist()) == set(ids(made, "test")["C1"].tolist()) == {1}
+
+
+def test_text_that_is_named_gz_is_told_so(tmp_path, capsys):
+    path = tmp_path / "rows.tsv.gz"
+    path.write_bytes(write_rows(tmp_path / "rows.tsv", ROWS[:5]).read_bytes())
+    message = refused(capsys, tmp_path / "set", "--input", path)
+    assert "is named .gz and is no gzip file" in message
+    assert "rename it to rows.tsv" in message
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(folder / "a.tsv", ROWS[:50])
+    write_rows(folder / "b.log", ROWS[:50])
+    made = run_prepare(tmp_path / "set", folder)
+    assert sum(made.splits.values()) == 50
+    assert "1 of its entries are not read (b.log)" in caplog.text
+
+
+def test_blank_lines_are_counted_apart(tmp_path):
+    text = write_rows(tmp_path / "rows.tsv", ROWS[:20]).read_text()
+    (tmp_path / "rows.tsv").write_text("\n\n" + text + "\n")
+    made = run_prepare(tmp_path / "set", tmp_path / "rows.tsv", max_bad_fraction=0.0)
+    assert made.content["bad_lines"] == {"blank line": 3}
+    assert sum(made.splits.values()) == 20
+    assert made.content["lines"] == 23
+
+
+def test_many_bad_lines_at_the_start_name_the_limit_that_was_set(tmp_path, capsys):
+    path = tmp_path / "rows.tsv"
+    path.write_text("x\n" * 12_000)
+    message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
+    assert "no usable row" in message
+    path.write_text("x\n" * 12_000 + "\t".join(ROWS[0]) + "\n")
+    message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
+    assert "more than --max-bad-fraction 0.002" in message
