@@ -12,6 +12,7 @@ from sbpflow.config.schema import (
     RunConfig,
 )
 from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.storage.choose import KernelRequest
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.model import Fields, IdField
@@ -22,7 +23,15 @@ class ClickTrainer:
     """Trains on the batches of this rank; the mirror of a peer's class."""
 
     def __init__(
-        self, shape: Shape, batches: list[Rows], world: World, *, seed: int, wire: str, layout: str
+        self,
+        shape: Shape,
+        batches: list[Rows],
+        world: World,
+        *,
+        seed: int,
+        wire: str,
+        layout: str,
+        kernel: KernelRequest = "auto",
     ) -> None:
         rules = {
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
@@ -43,7 +52,7 @@ class ClickTrainer:
                 wide=WideConfig(crosses=()),
             ),
             parallel=ParallelConfig(
-                device=world.device.type, tables=rules[layout], exchange_dtype=wire
+                device=world.device.type, tables=rules[layout], exchange_dtype=wire, kernel=kernel
             ),
             optimizer=OptimizerConfig(
                 sparse=RowwiseAdagrad(lr=shape.lr), dense=DenseSgd(lr=shape.dense_lr)
