@@ -39,7 +39,7 @@ _FORMATS = {
 
 _MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
 _KINDS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
-"""First bytes and names of packed files, by suffix; a .zst file may start with a skippable frame."""
+"""First bytes and names of packed files, by suffix; a .zst may start with a skippable frame."""
 
 
 @dataclass(frozen=True, slots=True)
