@@ -27,7 +27,7 @@ PRELOAD = [
     "sbpflow.tensor.ops",
     "tests.ranks",
 ]
-TIMEOUT_S = float(os.environ.get("SBPT", "60"))  # of a collective
+TIMEOUT_S = 60.0  # of a collective
 TASK_TIMEOUT_S = 240.0  # of one call of ``fn``
 GRACE_S = 3.0  # for the other ranks, once one has failed
 

@@ -386,6 +386,7 @@ def _look_up(world, table_sbp, ids_sbp, ranks, bad):
     return "no error"
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("bad", BAD_IDS.values(), ids=BAD_IDS)
 @pytest.mark.parametrize("ids_sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("table_sbp", ["B", "S(0)", "S(1)", "P"])
@@ -400,6 +401,7 @@ def test_an_id_that_is_no_row_is_the_same_error_everywhere(ranks, table_sbp, ids
         assert text in messages[0]
 
 
+@pytest.mark.checked
 def test_an_id_that_is_no_row_on_a_grid(ranks):
     for nd_sbps in (
         ("(S(0), S(1))", "(B, B)"),
