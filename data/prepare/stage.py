@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
 from data.prepare.options import PrepareOptions
-from data.prepare.parquet import PIECE_ROWS, count_rows, parquet_piece
 from data.prepare.parse import parse_piece
 from data.prepare.piece import BadLines, Piece
 from data.prepare.pieces import columns_of, pieces_in_order
 from data.prepare.source import Input, read_piece
 from data.prepare.table import parse_table
+from data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
+from sbpflow.runtime.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
@@ -122,13 +123,13 @@ def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Itera
             encoded = encoded_record(work, next(numbers))
             return _Job(target, encoded, source, columns, index, num_bytes, text)
 
-        if source.is_gzip or (schema.quote is not None and not source.is_parquet):
+        if source.is_packed or (schema.quote is not None and not source.is_table):
             pieces = pieces_in_order(source.path, size, schema.quote)
             for index, (text, num_bytes) in enumerate(pieces):
                 yield job(index, num_bytes, text)
             continue
         num_pieces = -(-source.num_bytes // size)
-        if source.is_parquet:
+        if source.is_table:
             num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
         for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(num_pieces, 1))):
             yield job(index, num_bytes)
@@ -212,8 +213,8 @@ def _crc32(target: Path, options: PrepareOptions) -> list[int]:
 
 def _read(job: _Job, options: PrepareOptions) -> Piece:
     schema = options.schema
-    if job.source.is_parquet:
-        return parquet_piece(job.source.path, job.index, schema)
+    if job.source.is_table:
+        return table_piece(job.source.path, job.index, schema)
     text = job.text
     if text is None:
         text = read_piece(job.source.path, job.index, options.piece_bytes)
@@ -223,7 +224,7 @@ def _read(job: _Job, options: PrepareOptions) -> Piece:
 
 
 def _num_names(job: _Job, schema: Schema) -> int:
-    return int(schema.header and job.index == 0 and not job.source.is_parquet)
+    return int(schema.header and job.index == 0 and not job.source.is_table)
 
 
 def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:
@@ -241,7 +242,7 @@ def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.
     if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":
         keys = (a << np.uint64(32)) | b
     else:
-        keys = (a * np.uint64(0x9E3779B97F4A7C15)) ^ (b + (a >> np.uint64(29)))
+        keys = (a * np.uint64(GAMMA)) ^ (b + (a >> np.uint64(29)))
     missing = left.is_null() | right.is_null()
     return pl.select(pl.when(~missing).then(pl.Series(keys))).to_series().alias("x".join(pair))
 

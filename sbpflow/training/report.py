@@ -22,7 +22,7 @@ from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
-from sbpflow.training.run_folder import set_aside
+from sbpflow.training.run_folder import PLAN_FILE, set_aside
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -71,7 +71,8 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = None if append else set_aside(folder, [METRICS_FILE, BOARD_FOLDER, START_FILE])
+        names = [METRICS_FILE, BOARD_FOLDER, PLAN_FILE, START_FILE]
+        earlier = None if append else set_aside(folder, names)
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
@@ -137,7 +138,7 @@ class Report:
         ``devices`` has one name per rank; ``sections`` maps a title (layouts, kernels, memory per
         rank) to lines of text; ``best`` is the (AUC, logloss) that generated data allows.
         """
-        self._folder, self._best = config.run.dir, best
+        self._folder, self._rank, self._best = config.run.dir, rank, best
         self._metrics = MetricsWriter(self._folder, rank=rank)
         if rank == 0:
             whole = start_summary(config, devices, sections)
@@ -164,6 +165,11 @@ class Report:
     ) -> None:
         self._progress.close()
         self._metrics.close()
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a file into the folder of the run; rank 0 alone does."""
+        if self._rank == 0:
+            (self._folder / name).write_text(text, encoding="ascii")
 
     def advance(self, step: int, loss: float) -> None:
         """A step is over."""

@@ -22,6 +22,7 @@ from sbpflow.embedding.plan.group_plan import (
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.choose import deduplicator
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class UniqueGroup(RowGroup):
             dtype=plan.dtype,
             address_dtype=plan.address_dtype(),
         )
+        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
         inner = self._addresses.bases[1:-1]
         self._cuts = torch.tensor(inner, dtype=plan.address_dtype(), device=self.world.device)
         self._bases = torch.tensor(
@@ -105,8 +107,8 @@ class UniqueGroup(RowGroup):
         )
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        wanted = self._addresses.access(local)
-        unique = wanted.unique()[0]
+        wanted = self._deduplicated(self._addresses.access(local))
+        unique = wanted.rows()
         cuts = torch.searchsorted(unique, self._cuts).tolist()
         asked = [stop - start for start, stop in pairwise([0, *cuts, unique.numel()])]
         batch = RowsInFlight(
@@ -118,7 +120,7 @@ class UniqueGroup(RowGroup):
     def advance(self, batch: RowsInFlight) -> None:
         steps = self._steps(batch.num_rows)
         batch.into = received(steps.counts, batch.take_pending(), self.world.size).tolist()
-        unique = batch.wanted.unique()[0]
+        unique = batch.wanted.rows()
         per_owner = torch.tensor(batch.asked, device=unique.device)
         shift = torch.repeat_interleave(self._bases, per_owner, output_size=unique.numel())
         batch.pending = self._ids.start(steps.ids, unique - shift, batch.asked, batch.into)
@@ -157,10 +159,11 @@ class LocalRowsGroup(RowGroup):
         self._addresses = OwnerAddresses(
             self._stack, 1, self.world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
         )
+        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        wanted = self._addresses.access(local)
-        asked = [wanted.unique()[0].numel()] * self.world.size  # each rank is told all of them
+        wanted = self._deduplicated(self._addresses.access(local))
+        asked = [wanted.rows().numel()] * self.world.size  # each rank is told all of them
         batch = RowsInFlight(
             local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
         )
@@ -173,7 +176,7 @@ class LocalRowsGroup(RowGroup):
             return
         steps = self._steps(batch.num_rows)
         batch.into = received(steps.counts, batch.take_pending(), self.world.size).tolist()
-        rows = self._for_all(batch.wanted.unique()[0])
+        rows = self._for_all(batch.wanted.rows())
         batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
 
     def look_up(self, batch: RowsInFlight) -> None:
@@ -182,7 +185,7 @@ class LocalRowsGroup(RowGroup):
             batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
             self._storage.prefetch(batch.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
-        rows = batch.wanted.unique()[0]
+        rows = batch.wanted.rows()
         self._storage.prefetch(rows)
         batch.rows = self._storage.lookup(Access(rows))
         self._storage.release(rows)

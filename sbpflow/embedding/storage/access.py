@@ -61,19 +61,18 @@ class Access:
             return self.offsets
         return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
 
-    def unique(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(unique rows ascending, order of addresses by row, start of each row's run in it)."""
-        rows, order, starts, _ = self._dedup()
-        return rows, order, starts
+    def rows(self) -> Tensor:
+        """Unique addresses ascending."""
+        return self._dedup()[0]
 
     def inverse(self) -> Tensor:
-        """[n] int64: which unique row each address is."""
+        """[n]: which unique row each address is."""
         _, order, _, run = self._dedup()
         return torch.empty_like(order).scatter_(0, order, run)
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
-        rows, order, starts = self.unique()
+        rows, order, starts, _ = self._dedup()
         if rows.numel() == 0:
             return rows, grads.new_zeros(0, grads.shape[1])
         weights = None if self.weights is None else self.weights.index_select(0, order)
@@ -86,6 +85,7 @@ class Access:
         return rows, F.embedding_bag(order, grads, starts, mode="sum", per_sample_weights=weights)
 
     def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Unique rows, order of addresses by row, start of each row's run in it, run of each."""
         if self._sorted is None:
             ordered, order = torch.sort(self.addresses, stable=True)
             rows, run, counts = torch.unique_consecutive(

@@ -89,7 +89,7 @@ class TritonStorage(TorchStorage):
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         if access.addresses.numel() == 0:
-            if self._optimizer.name == "rowwise_adagrad":
+            if self.optimizer.name == "rowwise_adagrad":
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
         runs, width = Runs.of(access), self.weights.shape[1]
@@ -133,7 +133,7 @@ class TritonStorage(TorchStorage):
 
     def _rule(self, lr: float, step: int) -> dict[str, Any]:
         """The arguments that say which rule, and with which numbers."""
-        optimizer, states = self._optimizer, list(self.state.values())
+        optimizer, states = self.optimizer, list(self.state.values())
         a, b, c, d = self._numbers(step)
         if optimizer.name == "lazy_adam":
             rate = lr / (1.0 - optimizer.betas[0] ** step)
@@ -156,7 +156,7 @@ class TritonStorage(TorchStorage):
         }
 
     def _numbers(self, step: int) -> tuple[float, float, float, float]:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optimizer.name == "lazy_adam":
             beta1, beta2 = optimizer.betas
             return 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(1.0 - beta2**step)
