@@ -136,7 +136,7 @@ class ParallelConfig:
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
     )
-    dense: Annotated[Mapping[str, str], Example({"mlp.0.*": "S(0)"})] = field(
+    dense: Annotated[Mapping[str, str], Example({"*.weight": "S(0)"})] = field(
         default_factory=dict[str, str]
     )
     kernel: Kernel = "auto"

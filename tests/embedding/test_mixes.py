@@ -205,9 +205,10 @@ def test_rows_are_stored_in_half_precision(ranks, exchange, dtype, tolerance):
     check(ranks, mix, tolerance)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_overlap_order_and_company_of_tables_do_not_change_a_bit(ranks, exchange):
-    mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
+def test_overlap_order_and_company_of_tables_do_not_change_a_bit(ranks, exchange, kernel):
+    mix = replace(mix_of(exchange, 8, RULES[2], dtype=torch.float32), kernel=kernel)
     (output,) = mix.outputs
     others = [
         replace(mix, overlap=False),

@@ -41,8 +41,11 @@ def apply_step(optimizer: SparseOptimizer, block: RowBlock) -> None:
 
 
 def row_squares(grads: Tensor) -> Tensor:
-    """[touched]: each row's sum of squares over the columns that are here."""
-    # Not mv, whose order of terms depends on where in the block a row lies.
+    """[touched]: each row's sum of squares over the columns that are here.
+
+    Not as a product with ones: BLAS works on blocks of rows, so that the last bit of a row would
+    depend on which rows stand around it.
+    """
     return grads.square().sum(1)
 
 
