@@ -76,7 +76,7 @@ class World:
         self.rank = rank
         self.size = size
         self.device = device
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.backend = backend_of_device(device.type)
         self.checked = checked
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
@@ -173,7 +173,7 @@ class World:
 
     def backend_of(self, layout: Layout) -> str:
         """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
-        return "nccl" if layout.placement.device_type == "cuda" else "gloo"
+        return backend_of_device(layout.placement.device_type)
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In the checked mode, compare what every rank is about to do; else nothing.
@@ -323,6 +323,11 @@ def _local_rank() -> int:
 def world_size_of_environment() -> int:
     """How many ranks the launcher started; 1 without one. Needs no process group."""
     return _meeting_from_environment().size
+
+
+def backend_of_device(device_type: str) -> str:
+    """The c10d backend that moves tensors of this kind of device: "nccl" or "gloo"."""
+    return "nccl" if device_type == "cuda" else "gloo"
 
 
 def device_type_of(device: str) -> str:

@@ -15,7 +15,7 @@ from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
-from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from sbpflow.tensor import ops
@@ -23,6 +23,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.gradient_sync import GradientSync
 from sbpflow.tensor.infer_shape import infer_shape
 from tests import oracle
+from tests.oracle import line_layout
 from tests.ranks import RanksFailed
 from tests.sbp.conversions import check_parts, whole_numbers
 from tests.torchrun import run_script
@@ -421,7 +422,7 @@ JOB = """
         from sbpflow.boxing.executor import Boxing
         from sbpflow.runtime.world import World
         from sbpflow.tensor.global_tensor import GlobalTensor
-        from sbpflow.sbp.layout import line_layout
+        from tests.oracle import line_layout
         from sbpflow.sbp.sbp import Broadcast, Split
 
         world = World.start("cpu", timeout_s=120)

@@ -16,13 +16,14 @@ from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.comm_log import CommRecord
 from sbpflow.runtime.world import World
-from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.infer_shape import infer_shape
 from tests import oracle
+from tests.oracle import line_layout
 from tests.ranks import RanksFailed
 from tests.torchrun import run_script
 
@@ -272,7 +273,7 @@ ALONE = """
     from sbpflow.boxing.executor import Boxing
     from sbpflow.boxing.plan import plan_boxing
     from sbpflow.runtime.world import World
-    from sbpflow.sbp.layout import line_layout
+    from tests.oracle import line_layout
     from sbpflow.sbp.sbp import parse_sbp
 
     with World.start("cpu") as world:
@@ -309,7 +310,7 @@ def test_torchrun_starts_a_world(tmp_path):
         from sbpflow.boxing.executor import Boxing
         from sbpflow.boxing.plan import plan_boxing
         from sbpflow.runtime.world import World
-        from sbpflow.sbp.layout import line_layout
+        from tests.oracle import line_layout
         from sbpflow.sbp.sbp import Broadcast, Partial
 
         with World.start("cpu", timeout_s=60, checked=True) as world:
