@@ -24,7 +24,8 @@ class TorchStorage:
 
     ``dtype`` is that of the arithmetic and of the state, ``dim`` the width of the logical table.
     Rows of half precision (``row_dtype``) are widened to it on reading and rounded at random, with
-    the exact value as the mean, on writing; ``noise`` draws for them.
+    the exact value as the mean, on writing; ``noise`` draws for them. ``fixed_size`` is for CUDA,
+    and the default there: no op has a size that the addresses decide.
     """
 
     def __init__(
@@ -39,15 +40,23 @@ class TorchStorage:
         row_dtype: torch.dtype | None = None,
         sum_over_columns: SumOverColumns | None = None,
         noise: RowNoise | None = None,
+        fixed_size: bool | None = None,
     ) -> None:
-        self.weights = huge_pages.zeros((rows, width), row_dtype or dtype, device)
-        shape = optimizer.state_shape(rows, width)
-        self.state = {
+        if fixed_size is None:
+            fixed_size = device.type == "cuda"
+        # Then what is not stored here is not left out: it has a row of zeros behind the others.
+        self.absent = rows if fixed_size else None
+        kept = rows if self.absent is None else rows + 1
+        self._weights = huge_pages.zeros((kept, width), row_dtype or dtype, device)
+        shape = optimizer.state_shape(kept, width)
+        self._state = {
             name: huge_pages.zeros(shape, dtype, device) for name in optimizer.state_names
         }
-        for name, state in self.state.items():
+        for name, state in self._state.items():
             if start := optimizer.initial_state(name):
                 state.fill_(start)
+        self.weights = self._weights[:rows]
+        self.state = {name: state[:rows] for name, state in self._state.items()}
         self._dtype = dtype
         self._optimizer = optimizer
         self._dim = dim
@@ -63,22 +72,23 @@ class TorchStorage:
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
         if self.weights.dtype == self._dtype:
-            return sum_bags(self.weights, access)
-        rows = self.weights.index_select(0, access.addresses).to(self._dtype)
+            return sum_bags(self._weights, access)
+        rows = self._weights.index_select(0, access.addresses).to(self._dtype)
         if access.offsets is None and access.weights is None:
             return rows
         return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
-        rows, summed = access.row_gradients(grads)
+        fixed = self.absent is not None
+        rows, summed = access.spread_gradients(grads) if fixed else access.row_gradients(grads)
         rows = rows.to(torch.int64)
         squares = self._squares(summed)
-        for start in range(0, rows.numel(), CHUNK_ROWS):
-            part = slice(start, start + CHUNK_ROWS)
-            weights = self.weights.index_select(0, rows[part]).to(self._dtype)
+        for start in range(0, rows.numel(), max(rows.numel(), 1) if fixed else CHUNK_ROWS):
+            part = slice(start, None if fixed else start + CHUNK_ROWS)
+            weights = self._weights.index_select(0, rows[part]).to(self._dtype)
             block = RowBlock(
                 weights=weights,
-                state=self.state,
+                state=self._state,
                 rows=rows[part],
                 grads=summed[part],
                 lr=lr,
@@ -86,7 +96,9 @@ class TorchStorage:
                 squares=None if squares is None else squares[part],
             )
             apply_step(self._optimizer, block)
-            self.weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
+            self._weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
+        if fixed:
+            self._weights[-1:].zero_()
 
     def _as_stored(self, weights: Tensor, rows: Tensor, step: int) -> Tensor:
         if self.weights.dtype == self._dtype:

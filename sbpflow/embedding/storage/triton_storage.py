@@ -15,7 +15,6 @@ from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.embedding.storage.runs import Runs
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.streams import step_keys
 
@@ -59,6 +58,7 @@ class TritonStorage(TorchStorage):
             row_dtype=row_dtype,
             sum_over_columns=sum_over_columns,
             noise=noise,
+            fixed_size=True,
         )
         # Tiles are of whole powers of two; of wide rows fewer positions, to stay in registers.
         self._columns = _power_of_two(width)
@@ -92,14 +92,16 @@ class TritonStorage(TorchStorage):
             if self._optimizer.name == "rowwise_adagrad":
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
-        runs, width = Runs.of(access), self.weights.shape[1]
+        runs, width = access.runs(), self.weights.shape[1]
         grads = grads.contiguous()
         count = runs.keys.numel()
-        scale = {"scale": grads if runs.scale is None else runs.scale}
+        weights = access.weights
+        scale = {"scale": grads if weights is None else weights.index_select(0, runs.order)}
         tile = {"SPLIT": kernels.SPLIT, "BLOCK": self._block, "COLUMNS": self._columns}
-        flags = {"HAS_SCALE": runs.scale is not None, **tile}
+        flags = {"HAS_SCALE": weights is not None, **tile}
         partial = grads.new_empty(count // kernels.SPLIT + 1, width, dtype=torch.float32)
-        where = {"start": runs.start, "stop": runs.stop, "source": runs.source, **scale}
+        source = access.bags_of(runs.order)
+        where = {"start": runs.start, "stop": runs.stop, "source": source, **scale}
         grid = self._grid(count)
         _launch.sum_long_runs[grid](
             **where, grads=grads, partial=partial, n=count, width=width, **flags
