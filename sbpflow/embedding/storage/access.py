@@ -71,6 +71,16 @@ class Access:
         rows, order, starts, _ = self._dedup()
         return rows, order, starts
 
+    def unique_below(self, limits: Tensor) -> Tensor:
+        """[limits] int64: how many unique rows are below each of ``limits`` (ascending)."""
+        if self.addresses.numel() == 0:
+            return torch.zeros(limits.shape, dtype=torch.int64, device=limits.device)
+        if not self.addresses.is_cuda:
+            return torch.searchsorted(self.unique()[0], limits)
+        runs = self.runs()
+        numbers = torch.cat([runs.number, runs.number[-1:] + 1])
+        return numbers.index_select(0, torch.searchsorted(runs.keys, limits))
+
     def inverse(self) -> Tensor:
         """[n] int64: which unique row each address is."""
         _, order, _, run = self._dedup()
