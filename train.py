@@ -29,6 +29,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.explain import format_plan, plan_digest
     from sbpflow.run.job import build_job
+    from sbpflow.run.model import hashed_crosses_of
     from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.training.health import (
         LossWatch,
@@ -61,7 +62,13 @@ def train(path: str, overrides: Sequence[str]) -> int:
     boxing = Boxing(world)
     lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
     loaders = open_loaders(
-        manifest, config.data, world.rank, world.size, seed=config.run.seed, device=world.device
+        manifest,
+        config.data,
+        world.rank,
+        world.size,
+        seed=config.run.seed,
+        device=world.device,
+        crosses=hashed_crosses_of(spec),
     )
     job = build_job(config, spec, plan, boxing)
     with Report(

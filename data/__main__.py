@@ -1,4 +1,4 @@
-"""Command line of the data plane: prepare, synth, stats, verify."""
+"""Command line of the data plane: prepare, encode, synth, stats, verify."""
 
 import argparse
 import json
@@ -6,12 +6,20 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data.format.manifest import Manifest, load_manifest
-from data.format.schema import CRITEO, parse_crosses, read_schema
+from data.format.schema import CRITEO
 from data.format.verify import verify_set
-from data.prepare.split import parse_split
+from data.prepare.schema_file import parse_crosses, read_schema
+from data.prepare.split import SplitRule, parse_split
 from sbpflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from data.prepare.options import PrepareOptions
+
+_SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare")
+"""Options of prepare that the set of ``--like`` decides."""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest:
@@ -20,26 +28,61 @@ def _prepare(args: argparse.Namespace) -> Manifest:
     from data.prepare.prepare import prepare
 
     keep_freed_memory()
+    given = [key for key in _SHARED if getattr(args, key) is not None]
+    if args.like is not None and given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')}: the set of --like decides it ({args.like}); leave it "
+            "out, or leave out --like"
+        )
+    if args.grow and args.like is None:
+        raise ConfigError("--grow: needs the set to grow from; for example --like OLD --grow")
     schema = read_schema(args.schema) if args.schema else CRITEO
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
     crosses = parse_crosses(args.crosses or default, schema.sparse)
-    fields = (*schema.sparse, *("x".join(pair) for pair in crosses))
-    return prepare(
-        PrepareOptions(
-            inputs=tuple(args.input),
-            output=args.output,
-            split=parse_split(args.split),
-            crosses=crosses,
-            schema=schema,
-            min_count=args.min_count,
-            transform=args.dense,
-            hash_sizes=parse_hash_sizes(args.hash_size, fields) if args.hash_size else (),
-            workers=args.workers,
-            seed=args.seed,
-            max_bad_fraction=args.max_bad_fraction,
-            overwrite=args.overwrite,
-        )
+    buckets = tuple(number.name for number in schema.buckets)
+    fields = (*schema.sparse, *buckets, *("x".join(pair) for pair in crosses))
+    hashable = tuple(name for name in fields if name not in buckets)
+    options = PrepareOptions(
+        inputs=tuple(args.input),
+        output=args.output,
+        split=parse_split(args.split),
+        crosses=crosses,
+        schema=schema,
+        min_count=2 if args.min_count is None else args.min_count,
+        transform=args.dense or "log3",
+        hash_sizes=parse_hash_sizes(args.hash_size, hashable) if args.hash_size else (),
+        workers=args.workers,
+        seed=7 if args.seed is None else args.seed,
+        max_bad_fraction=args.max_bad_fraction,
+        overwrite=args.overwrite,
+        grow=args.grow,
+        spare=args.spare or 0.0,
     )
+    return prepare(_like(args, options))
+
+
+def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOptions":
+    from data.prepare.content import options_like
+
+    return options if args.like is None else options_like(load_manifest(args.like), options)
+
+
+def _encode(args: argparse.Namespace) -> Manifest:
+    from data.malloc import keep_freed_memory
+    from data.prepare.options import PrepareOptions
+    from data.prepare.prepare import prepare
+
+    keep_freed_memory()
+    options = PrepareOptions(
+        inputs=tuple(args.input),
+        output=args.output,
+        split=SplitRule("test"),
+        workers=args.workers,
+        max_bad_fraction=args.max_bad_fraction,
+        overwrite=args.overwrite,
+        is_encode=True,
+    )
+    return prepare(_like(args, options))
 
 
 def _synth(args: argparse.Namespace) -> Manifest | None:
@@ -81,6 +124,13 @@ def _verify(args: argparse.Namespace) -> Manifest:
     return manifest
 
 
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-bad-fraction", type=float, default=0.001, help="bad lines allowed")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces worked on at a time")
+    add("--overwrite", action="store_true", help="replace the set that is there")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -101,16 +151,25 @@ def _parser() -> argparse.ArgumentParser:
         help="time:TRAIN,VAL,TEST | ratio:... | "
         "file:val=PATTERN,test=PATTERN (default %(default)s)",
     )
-    add("--min-count", type=int, default=2, help="values seen less often in train share id 1")
+    add("--min-count", type=int, help="values seen less often in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
-    add("--dense", default="log3", help="what dense values become (default %(default)s)")
+    add("--dense", help="what dense values become (default log3)")
     add("--schema", type=Path, help="YAML with label, dense, sparse, columns (default: Criteo)")
-    add("--seed", type=int, default=7, help="of the ids and of a ratio split")
-    add("--max-bad-fraction", type=float, default=0.001, help="bad lines allowed")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces worked on at a time")
-    add("--overwrite", action="store_true", help="replace the set that is there")
+    add("--seed", type=int, help="of the ids and of a ratio split (default 7)")
+    add("--like", type=Path, metavar="SET", help="ids, schema and constants of that set")
+    add("--grow", action="store_true", help="with --like: ids for values that it has not")
+    add("--spare", type=float, help="free ids for growth, as a fraction of the values (default 0)")
+    _add_common(prepare)
     prepare.set_defaults(run=_prepare)
+    encode = commands.add_parser("encode", help="new rows with the ids of a set, as its test part")
+    add = encode.add_argument
+    add("--like", type=Path, required=True, metavar="SET", help="the set whose ids they get")
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="as of prepare; "
+        "labels may be left out")  # fmt: skip
+    add("--output", type=Path, required=True, metavar="DIR")
+    _add_common(encode)
+    encode.set_defaults(run=_encode)
     synth = commands.add_parser("synth", help="generate rows with a known best AUC")
     add = synth.add_argument
     add("--rows", type=int, required=True)
@@ -168,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         ends = {
             "prepare": "; the same command goes on from here",
+            "encode": "; the same command goes on from here",
             "synth": "; the same command starts anew",
         }
         print(f"stopped{ends.get(args.command, '')}", file=sys.stderr)

@@ -20,7 +20,15 @@ from sbpflow.config.parse import Example, Range
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
-from sbpflow.run.model import Fields, ParameterSpec, embedding_output, make_parameters, schemes_of
+from sbpflow.run.model import (
+    Fields,
+    HashedCross,
+    IdField,
+    ParameterSpec,
+    embedding_output,
+    make_parameters,
+    schemes_of,
+)
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
@@ -30,23 +38,38 @@ Count = Annotated[int, Range(low=1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideConfig:
-    """The wide part: one weight per value of each cross of columns."""
+    """The wide part: one weight per value of each column and each cross of columns.
 
+    ``columns`` are columns of the set as they are. ``crosses`` are pairs that the set was prepared
+    with; with ``hash_size``, pairs or triples that the loader hashes into that many rows.
+    """
+
+    columns: Annotated[tuple[str, ...], Example(("C1",))] = ()
     crosses: Annotated[tuple[tuple[str, ...], ...], Example((("C1", "C2"),))] = (
         ("C1", "C2"),
         ("C3", "C4"),
     )
+    hash_size: Annotated[int, Range(low=3, below=2**31)] | None = None
 
     def __post_init__(self) -> None:
+        sizes = (2,) if self.hash_size is None else (2, 3)
         for index, cross in enumerate(self.crosses):
             key = f"model.wide.crosses[{index}]"
-            if len(cross) != 2 or len(set(cross)) != len(cross):
+            if len(cross) not in sizes or len(set(cross)) != len(cross):
+                three = ", or three with model.wide.hash_size" if self.hash_size is None else ""
                 raise ConfigError(
-                    f"{key}: {list(cross)} is not a cross; name two different columns, "
+                    f"{key}: {list(cross)} is not a cross; name two different columns{three}, "
                     "for example [C1, C2]"
                 )
             if cross in self.crosses[:index]:
                 raise ConfigError(f"{key}: {list(cross)} is there twice; remove one of them")
+        if twice := [name for name in self.columns if self.columns.count(name) > 1]:
+            raise ConfigError(f"model.wide.columns: {twice[0]} is there twice; remove one of them")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no wide part."""
+        return not self.columns and not self.crosses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +84,7 @@ class WdlConfig:
     wide: WideConfig = field(default_factory=WideConfig)
 
     def __post_init__(self) -> None:
-        if not self.deep and not self.wide.crosses:
+        if not self.deep and self.wide.is_empty:
             raise ConfigError(
                 "model.deep: false leaves nothing to train, model.wide.crosses is empty; "
                 "for example model.wide.crosses: [[C1, C2]]"
@@ -71,13 +94,11 @@ class WdlConfig:
 
     def spec(self, fields: Fields) -> "WdlSpec":
         """The shapes over these columns; ConfigError for a cross that the data does not have."""
-        sparse = tuple(one.name for one in fields.sparse)
-        prepared = {one.name: one for one in fields.crosses}
-        _check_crosses(self.wide.crosses, sparse, tuple(prepared))
-        crosses = [prepared["x".join(cross)] for cross in self.wide.crosses]
+        hashed = _hashed_crosses(self.wide, fields)
+        crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
-        if crosses:
-            outputs.append(embedding_output("wide", crosses, dim=1, combine="sum"))
+        if wide := [*_columns(self.wide.columns, fields), *crosses]:
+            outputs.append(embedding_output("wide", wide, dim=1, combine="sum"))
         deep = fields.sparse if self.deep else ()
         if deep:
             outputs.append(embedding_output("deep", deep, dim=self.embedding_dim))
@@ -86,7 +107,43 @@ class WdlConfig:
             outputs=tuple(outputs),
             layers=tuple(pairwise(widths)) if self.deep else (),
             dropout=self.dropout,
+            hashed_crosses=hashed,
         )
+
+
+def _columns(names: Sequence[str], fields: Fields) -> list[IdField]:
+    by_name = {one.name: one for one in fields.sparse}
+    for name in names:
+        if name not in by_name:
+            raise ConfigError(
+                f"model.wide.columns: {name} is no sparse column of the data, which has "
+                f"{', '.join(by_name)}; name some of those"
+            )
+    return [by_name[name] for name in names]
+
+
+def _hashed_crosses(wide: WideConfig, fields: Fields) -> tuple[HashedCross, ...]:
+    if wide.hash_size is None:
+        return ()
+    by_name = {one.name: one for one in fields.sparse}
+    for name in (name for cross in wide.crosses for name in cross):
+        one = by_name.get(name)
+        if one is None or one.ragged or one.hotness > 1:
+            usable = [f.name for f in by_name.values() if not f.ragged and f.hotness == 1]
+            raise ConfigError(
+                f"model.wide.crosses: {name} is no column of one id per row; the data has "
+                f"{', '.join(usable)}, cross those"
+            )
+    return tuple(HashedCross(columns=cross, rows=wide.hash_size) for cross in wide.crosses)
+
+
+def _prepared_crosses(wide: WideConfig, fields: Fields) -> list[IdField]:
+    sparse = tuple(one.name for one in fields.sparse)
+    prepared = {one.name: one for one in fields.crosses}
+    if wide.hash_size is not None:
+        return []
+    _check_crosses(wide.crosses, sparse, tuple(prepared))
+    return [prepared["x".join(cross)] for cross in wide.crosses]
 
 
 def _check_crosses(
@@ -111,8 +168,9 @@ def _check_crosses(
         wanted = ",".join("x".join(each) for each in crosses)
         raise ConfigError(
             f"model.wide.crosses: {name} is not in the data, which has "
-            f"{', '.join(prepared) or 'none'}; prepare it again with --crosses {wanted}, or leave "
-            "the wide part out with model.wide.crosses: []"
+            f"{', '.join(prepared) or 'none'}; prepare it again with --crosses {wanted}, have the "
+            "loader hash crosses with model.wide.hash_size=1000000, or leave the wide part out "
+            "with model.wide.crosses: []"
         )
 
 
@@ -127,6 +185,7 @@ class WdlSpec:
     layers: tuple[tuple[int, int], ...]
     dropout: float
     splits_parameters: bool = True
+    hashed_crosses: tuple[HashedCross, ...] = ()
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:

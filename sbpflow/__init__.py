@@ -11,13 +11,22 @@ if TYPE_CHECKING:
     from sbpflow.boxing.executor import Boxing
     from sbpflow.boxing.plan import plan_boxing
     from sbpflow.config.load import load_config
+    from sbpflow.config.schema import Config, DataConfig
+    from sbpflow.config.table_rules import ParallelConfig
     from sbpflow.embedding.collection import EmbeddingCollection
     from sbpflow.embedding.ids.reader import Bags
     from sbpflow.embedding.plan.embedding_plan import plan_embeddings
     from sbpflow.embedding.plan.optimizer import SparseOptimizer
     from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
     from sbpflow.errors import ConfigError, DataError, SbpError, TrainingError
-    from sbpflow.run.model import Fields, ModelSpec, ParameterSpec
+    from sbpflow.run.job import start_job
+    from sbpflow.run.model import (
+        Fields,
+        ParameterSpec,
+        embedding_output,
+        make_parameters,
+        schemes_of,
+    )
     from sbpflow.run.torch_model import TorchModel
     from sbpflow.runtime.world import World
     from sbpflow.sbp.layout import Layout
@@ -26,89 +35,98 @@ if TYPE_CHECKING:
     from sbpflow.tensor import ops
     from sbpflow.tensor.dtensor import from_dtensor, to_dtensor
     from sbpflow.tensor.global_tensor import GlobalTensor, parameter
-    from sbpflow.tensor.gradient_sync import GradientSync
-    from sbpflow.training.trainer import Trainer
+    from sbpflow.tensor.gradient_sync import sync_gradients
 
 __version__ = "0.1.0"
 
+# Where each public name lives: values, ranks and conversions, tensors, embeddings, models and runs.
 _HOME = {
-    "Bags": "embedding.ids.reader",
-    "Boxing": "boxing.executor",
+    "Split": "sbp.sbp",
     "Broadcast": "sbp.sbp",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "EmbeddingCollection": "embedding.collection",
-    "FeatureConfig": "embedding.plan.tables",
-    "Fields": "run.model",
-    "GlobalTensor": "tensor.global_tensor",
-    "GradientSync": "tensor.gradient_sync",
-    "Layout": "sbp.layout",
-    "ModelSpec": "run.model",
-    "OutputConfig": "embedding.plan.tables",
-    "ParameterSpec": "run.model",
     "Partial": "sbp.sbp",
     "Placement": "sbp.placement",
-    "SbpError": "errors",
-    "SparseOptimizer": "embedding.plan.optimizer",
-    "Split": "sbp.sbp",
-    "TableConfig": "embedding.plan.tables",
-    "TableLayout": "embedding.plan.tables",
-    "TorchModel": "run.torch_model",
-    "Trainer": "training.trainer",
-    "TrainingError": "errors",
+    "Layout": "sbp.layout",
     "World": "runtime.world",
-    "from_dtensor": "tensor.dtensor",
-    "load_config": "config.load",
-    "ops": "tensor",
-    "parameter": "tensor.global_tensor",
+    "Boxing": "boxing.executor",
     "plan_boxing": "boxing.plan",
-    "plan_embeddings": "embedding.plan.embedding_plan",
+    "GlobalTensor": "tensor.global_tensor",
+    "parameter": "tensor.global_tensor",
+    "ops": "tensor",
+    "sync_gradients": "tensor.gradient_sync",
+    "from_dtensor": "tensor.dtensor",
     "to_dtensor": "tensor.dtensor",
+    "FeatureConfig": "embedding.plan.tables",
+    "TableConfig": "embedding.plan.tables",
+    "OutputConfig": "embedding.plan.tables",
+    "TableLayout": "embedding.plan.tables",
+    "SparseOptimizer": "embedding.plan.optimizer",
+    "plan_embeddings": "embedding.plan.embedding_plan",
+    "EmbeddingCollection": "embedding.collection",
+    "Bags": "embedding.ids.reader",
+    "Fields": "run.model",
+    "ParameterSpec": "run.model",
+    "embedding_output": "run.model",
+    "make_parameters": "run.model",
+    "schemes_of": "run.model",
+    "TorchModel": "run.torch_model",
+    "Config": "config.schema",
+    "DataConfig": "config.schema",
+    "ParallelConfig": "config.table_rules",
+    "load_config": "config.load",
+    "start_job": "run.job",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "SbpError": "errors",
+    "TrainingError": "errors",
 }
 
-__all__ = [  # noqa: RUF022 - grouped by what they are for
-    "Split",
+__all__ = [
+    "Bags",
+    "Boxing",
     "Broadcast",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DataError",
+    "EmbeddingCollection",
+    "FeatureConfig",
+    "Fields",
+    "GlobalTensor",
+    "Layout",
+    "OutputConfig",
+    "ParallelConfig",
+    "ParameterSpec",
     "Partial",
     "Placement",
-    "Layout",
-    "World",
-    "Boxing",
-    "plan_boxing",
-    "GlobalTensor",
-    "parameter",
-    "ops",
-    "GradientSync",
-    "from_dtensor",
-    "to_dtensor",
-    "FeatureConfig",
-    "TableConfig",
-    "OutputConfig",
-    "TableLayout",
-    "SparseOptimizer",
-    "plan_embeddings",
-    "EmbeddingCollection",
-    "Bags",
-    "Fields",
-    "ModelSpec",
-    "ParameterSpec",
-    "TorchModel",
-    "Trainer",
-    "load_config",
-    "ConfigError",
-    "DataError",
     "SbpError",
+    "SparseOptimizer",
+    "Split",
+    "TableConfig",
+    "TableLayout",
+    "TorchModel",
     "TrainingError",
+    "World",
+    "embedding_output",
+    "from_dtensor",
+    "load_config",
+    "make_parameters",
+    "ops",
+    "parameter",
+    "plan_boxing",
+    "plan_embeddings",
+    "schemes_of",
+    "start_job",
+    "sync_gradients",
+    "to_dtensor",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'sbpflow' has no attribute {name!r}")
-    value = import_module(f"sbpflow.{_HOME[name]}")
-    if name != "ops" or _HOME[name] != "tensor":
-        return getattr(value, name)
-    return import_module("sbpflow.tensor.ops")
+    if name == "ops":  # a module
+        return import_module("sbpflow.tensor.ops")
+    return getattr(import_module(f"sbpflow.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from data.format.manifest_check import SPLITS, check_content
 from data.format.parts import LENGTH_TYPES, PartType, Role, SideColumn, part_types
 from data.format.remake import how_to_remake
 from data.format.schema import Field
-from sbpflow.config.checks import HOW_TO_MAKE_DATA, data_folder_problem
+from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.errors import DataError
 
 FORMAT = "sbpflow-prepared"

@@ -6,14 +6,13 @@ label, I1..I13 integers, C1..C26 eight hex digits, tab separated, empty = missin
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
-
-import yaml
+from typing import Literal
 
 from sbpflow.errors import ConfigError
 
 Kind = Literal["hex", "string", "integer"]
+Beyond = Literal["error", "first", "last"]
+TimeKind = Literal["date", "integer"]
 
 MISSING_ID = 0
 RARE_ID = 1
@@ -25,8 +24,10 @@ SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
-_KINDS = ("hex", "string", "integer")
-_KEYS = ("label", "columns", "dense", "sparse", "separator")
+KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
+BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
+CHECK = "__check"
+"""Ends the name of a staged column with the further bits of string keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,40 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Many:
+    """A sparse column with several values in a cell: ``a|b|c``, or a list in Parquet."""
+
+    name: str
+    separator: str = "|"
+    """Between the values of a cell of text, and between their weights."""
+    most: int = 64
+    """Values of a row; the width where it is fixed."""
+    fixed: bool = False
+    """Always ``most`` ids, the missing id where a row has fewer; else a list of its length."""
+    beyond: Beyond = "error"
+    """What happens to a row with more: it is a bad line, or its first or last ``most`` stay."""
+    weights: str | None = None
+    """The column with one weight per value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """How a dense column is read, and what becomes of its values."""
+
+    name: str
+    whole: bool = False
+    """Whether only integers of 32 bits are values; else real numbers."""
+    transform: str | None = None
+    """A name of ``data.prepare.transforms``; the one of ``--dense`` where it is None."""
+    clip: tuple[float, float] | None = None
+    """Least and greatest value; those beyond are taken as these, and counted."""
+    buckets: int = 0
+    """An id field of so many quantiles instead of a dense column; 0: a dense column."""
+    indicator: bool = False
+    """A further dense column ``NAME_missing``, 1 where the value is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """The columns of a text or Parquet input, in file order, and which of them are used."""
 
@@ -58,6 +93,54 @@ class Schema:
     sparse: tuple[str, ...]
     kinds: tuple[Kind, ...]
     separator: str = "\t"
+    header: bool = False
+    """Whether every text file starts with a line of names; ``columns`` then needs no order."""
+    quote: str | None = None
+    """What cells of text with separators or line ends in them stand in; None: nothing does."""
+    many: tuple[Many, ...] = ()
+    numbers: tuple[Number, ...] = ()
+    """Dense columns that are not whole numbers under the transform of ``--dense``."""
+    labels: tuple[str, ...] = ()
+    """Further labels."""
+    weight: str | None = None
+    group: tuple[str, Kind] | None = None
+    time: tuple[str, TimeKind] | None = None
+    row_key: tuple[str, Kind] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """One value per cell, whole numbers, nothing beside the features: the fast way of text."""
+        beside = (self.labels, self.weight, self.group, self.time, self.row_key)
+        return not (self.header or self.quote or self.many or any(beside)) and all(
+            self.number(name).whole for name in self.dense
+        )
+
+    def number(self, name: str) -> Number:
+        """How dense column ``name`` is read."""
+        plain = Number(name=name, whole=True)
+        return next((number for number in self.numbers if number.name == name), plain)
+
+    def several(self, name: str) -> Many | None:
+        """How a sparse column holds several values; None where it holds one."""
+        return next((many for many in self.many if many.name == name), None)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Names of the columns that are no features and not the label."""
+        pairs = (self.group, self.time, self.row_key)
+        named = (self.weight, *(pair[0] for pair in pairs if pair))
+        return (*(name for name in named if name), *self.labels)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Every column that is read."""
+        weights = (many.weights for many in self.many if many.weights)
+        return (self.label, *self.dense, *self.sparse, *self.beside, *weights)
+
+    @property
+    def buckets(self) -> tuple[Number, ...]:
+        """The dense columns that become id fields."""
+        return tuple(self.number(name) for name in self.dense if self.number(name).buckets)
 
     def kind(self, name: str) -> Kind:
         """How the cells of sparse column ``name`` are written."""
@@ -65,16 +148,17 @@ class Schema:
 
     def check(self, key: str) -> None:
         """Raise ConfigError unless names are unique, listed in ``columns`` and usable."""
-        used = (self.label, *self.dense, *self.sparse)
+        used = self.used
         if repeated := sorted({name for name in used if used.count(name) > 1}):
             raise ConfigError(f"{key}: column {repeated[0]!r} is used twice; name each column once")
         if twice := [name for name in self.columns if self.columns.count(name) > 1]:
             raise ConfigError(f"{key}: columns names {twice[0]!r} twice; name each column once")
         if unknown := [name for name in used if name not in self.columns]:
             raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
-        if crossed := [name for name in self.sparse if "x" in name]:
+        fields = (*self.sparse, *(number.name for number in self.buckets))
+        if crossed := [name for name in fields if "x" in name]:
             raise ConfigError(f"{key}: {crossed[0]!r} has an 'x', which names crosses; rename it")
-        if odd := [name for name in self.sparse if not _FIELD_NAME.fullmatch(name)]:
+        if odd := [name for name in fields if not _FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: sparse column {odd[0]!r} must be letters, digits, '_', '-' and '.', a "
                 "letter or digit first: files and options are named after it"
@@ -84,13 +168,37 @@ class Schema:
                 f"{key}: {patterns[0]!r} is a pattern and no name to Polars, which reads the "
                 "columns; rename it, for example to 'd1'"
             )
-        if SPLIT_COLUMN in used:
-            raise ConfigError(f"{key}: {SPLIT_COLUMN!r} is a name of prepare's own; rename it")
-        if not self.sparse:
+        if own := [n for n in self.columns if n == SPLIT_COLUMN or n.endswith(CHECK)]:
+            raise ConfigError(f"{key}: {own[0]!r} is a name of prepare's own; rename it")
+        if not fields:
             raise ConfigError(f"{key}: sparse names no column; an embedding needs one")
+        self._check_text(key)
+
+    def _check_text(self, key: str) -> None:
         if self.separator not in SEPARATORS:
             known = " ".join(repr(separator) for separator in SEPARATORS)
             raise ConfigError(f"{key}: separator {self.separator!r} must be one of {known}")
+        if self.quote not in (None, '"', "'"):
+            raise ConfigError(
+                f"{key}: quote {self.quote!r} must be '\"' or \"'\"; none if left out"
+            )
+        for many in self.many:
+            own = f"{key}: sparse {many.name}"
+            if len(many.separator) != 1 or many.separator in "\n\r" or not many.separator.isascii():
+                raise ConfigError(f"{own}: separator {many.separator!r} must be one character: '|'")
+            if many.separator == self.separator and self.quote is None:
+                raise ConfigError(
+                    f"{own}: separator {many.separator!r} also separates columns; use another, "
+                    "or say which quote the cells stand in"
+                )
+        for number in self.numbers:
+            if number.indicator and number.buckets:
+                raise ConfigError(
+                    f"{key}: dense {number.name}: a missing value has an id of its own in buckets; "
+                    "leave out missing: indicator"
+                )
+            if number.indicator and f"{number.name}_missing" in self.used:
+                raise ConfigError(f"{key}: '{number.name}_missing' is another column; rename it")
 
 
 _DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -103,67 +211,3 @@ CRITEO = Schema(
     sparse=_SPARSE,
     kinds=("hex",) * len(_SPARSE),
 )
-
-
-def read_schema(path: Path) -> Schema:
-    """Read a YAML schema: ``label``, ``dense``, ``sparse`` ({name: kind} or names), ``columns``.
-
-    ``columns`` is the order in the file and defaults to label, dense, sparse; columns not used are
-    skipped. Kinds are hex (1TB and Kaggle), string and integer.
-    """
-    try:
-        raw: object = yaml.safe_load(path.read_text(encoding="ascii"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--schema {path}: cannot be read as YAML: {error}") from error
-    keys = ", ".join(_KEYS)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"--schema {path}: must be a mapping with the keys {keys}")
-    if unknown := sorted(map(str, set(raw) - set(_KEYS))):
-        raise ConfigError(f"--schema {path}: unknown key {unknown[0]!r}; the keys are {keys}")
-    return _schema_from(path, cast("dict[str, Any]", raw))
-
-
-def _schema_from(path: Path, raw: dict[str, Any]) -> Schema:
-    for key in ("dense", "columns"):
-        if not isinstance(raw.get(key, []), list):
-            raise ConfigError(f"--schema {path}: {key} is {raw[key]!r}; write a list of names")
-    sparse = raw.get("sparse", {})
-    if not isinstance(sparse, dict | list):
-        raise ConfigError(f"--schema {path}: sparse is {sparse!r}; write names or name: kind")
-    for key in ("dense", "columns", "sparse"):
-        if nested := [entry for entry in raw.get(key, ()) if not isinstance(entry, str | int)]:
-            raise ConfigError(f"--schema {path}: {key} has {nested[0]!r}, which is no name")
-    kinds = dict.fromkeys(sparse, "hex") if isinstance(sparse, list) else sparse
-    if bad := [f"{name}: {kind}" for name, kind in kinds.items() if kind not in _KINDS]:
-        raise ConfigError(f"--schema {path}: sparse {bad[0]} must be one of {', '.join(_KINDS)}")
-    dense = tuple(str(name) for name in raw.get("dense", ()))
-    label = str(raw.get("label", "label"))
-    schema = Schema(
-        columns=tuple(str(c) for c in raw.get("columns", (label, *dense, *kinds))),
-        label=label,
-        dense=dense,
-        sparse=tuple(str(name) for name in kinds),
-        kinds=tuple(kinds.values()),
-        separator=str(raw.get("separator", "\t")),
-    )
-    schema.check(f"--schema {path}")
-    return schema
-
-
-def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Read ``C1xC2,C3xC4`` (or ``none``) against the sparse columns there are."""
-    if text.strip() in ("", "none"):
-        return ()
-    pairs = [tuple(item.strip().split("x")) for item in text.split(",")]
-    for pair in pairs:
-        if len(pair) != 2 or pair[0] == pair[1]:
-            raise ConfigError(
-                f"--crosses: {'x'.join(pair)!r} must be two different columns, like C1xC2"
-            )
-        if absent := [name for name in pair if name not in sparse]:
-            raise ConfigError(
-                f"--crosses: {absent[0]!r} is not a sparse column; there are {', '.join(sparse)}"
-            )
-    if len({frozenset(pair) for pair in pairs}) < len(pairs):
-        raise ConfigError(f"--crosses: {text!r} names a cross twice; AxB and BxA are the same")
-    return tuple((pair[0], pair[1]) for pair in pairs)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
 from data.format.manifest import Ancestor, Manifest
 from data.format.manifest_check import VOCABULARY_FOLDER
-from data.format.npy import check_file, map_array, type_name, write_array
+from data.format.npy import check_file, read_array, type_name, write_array
 from data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
 
@@ -66,7 +66,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
-    """The vocabularies of the fields that have one, mapped; DataError for a set without any."""
+    """The vocabularies of the fields that have one; DataError for a set without any."""
     content = manifest.content.get("vocabulary")
     if content is None:
         raise DataError(
@@ -76,14 +76,15 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
     found: dict[str, Vocabulary] = {}
     for name, entry in content["fields"].items():
         arrays = {
-            key: map_array(manifest.path / part["file"], dtype, shape)
-            for key, part, dtype, shape in _arrays(entry)
+            key: read_array(manifest.path / part["file"], dtype, shape, 0, shape[0])
+            for key, part, dtype, shape in array_files(entry)
         }
         found[name] = Vocabulary(name, manifest.field(name).rows, **arrays)
     return found
 
 
-def _arrays(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
+def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
+    """The arrays of a manifest entry: their names, files, dtypes and shapes."""
     return [
         (key, entry[key], _TYPES.get(key, entry["key"]), (entry["values"],))
         for key in ("keys", "ids", "counts", "checks")
@@ -95,7 +96,7 @@ def verify_vocabularies(manifest: Manifest) -> None:
     """Compare every array with its checksum, and its ids with the table; DataError names one."""
     content = manifest.content.get("vocabulary") or {"fields": {}}
     for entry in content["fields"].values():
-        for _, part, dtype, shape in _arrays(entry):
+        for _, part, dtype, shape in array_files(entry):
             check_file(manifest.path / part["file"], dtype, shape, part["crc32"])
     for name, vocabulary in (open_vocabularies(manifest) if content["fields"] else {}).items():
         check_vocabulary(manifest, name, vocabulary)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,67 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.format.ids import Ids
+from data.format.ids import Ids, Keys
 from data.format.manifest import SPLITS, shard_entry
-from data.format.schema import MISSING_ID, SPLIT_COLUMN
+from data.format.parts import LENGTH_TYPES
+from data.format.schema import CHECK, MISSING_ID, RARE_ID, SPLIT_COLUMN, Number
 from data.format.shards import Words, write_shard
+from data.format.vocabulary import Vocabulary
 from data.prepare.options import PrepareOptions
-from data.prepare.stage import ENCODED_KEYS, Staged, encoded_record
-from data.prepare.transforms import TRANSFORMS
+from data.prepare.stage import ENCODED_KEYS, Staged, encoded_record, list_file, staged_files
+from data.prepare.transforms import bucket_ids, transform
 from data.prepare.workspace import read_record, write_record
 
 Record = dict[str, Any]
+Parts = dict[str, "NDArray[Any]"]
+
+
+class FieldIds:
+    """From staged keys of a field to its ids; strings must have the further bits of their key."""
+
+    def __init__(self, table: Ids, vocabulary: Vocabulary | None = None) -> None:
+        self._table = table
+        self._checks: NDArray[np.uint32] | None = None
+        if vocabulary is not None and vocabulary.checks is not None:
+            self._checks = np.zeros(vocabulary.num_rows, dtype=np.uint32)
+            self._checks[vocabulary.ids] = vocabulary.checks
+
+    def lookup(self, keys: pl.Series, checks: pl.Series | None) -> NDArray[np.int32]:
+        """Ids [n]; MISSING_ID for null keys."""
+        found: Keys = keys.fill_null(0).to_numpy()
+        ids = self._table.lookup(found)
+        if self._checks is not None and checks is not None:
+            other = self._checks[ids] != checks.fill_null(0).to_numpy()
+            np.copyto(ids, np.int32(RARE_ID), where=other)
+        if keys.null_count():
+            np.copyto(ids, np.int32(MISSING_ID), where=keys.is_null().to_numpy())
+        return ids
+
+
+@dataclass
+class Encoded:
+    """The rows of a piece as they are written, and what is counted on the way."""
+
+    words: Words
+    parts: Parts
+    clamped: dict[str, int] = field(default_factory=dict)
+    rare: dict[str, int] = field(default_factory=dict)
+    """Lookups of values that are rare, or that the train part does not have, by field."""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Least and greatest value of each dense column."""
 
 
 def encode_all(
     staged: Sequence[Staged],
-    tables: Mapping[str, Ids],
+    tables: Mapping[str, FieldIds],
+    fitted: Mapping[str, Any],
     options: PrepareOptions,
     work: Path,
     advance: Callable[[int], None],
 ) -> list[Record]:
-    """Write the shards of every piece under ``work/set``; one record of shards and clamps each.
+    """Write the shards of every piece under ``work/set``; one record of shards and counts each.
 
-    A piece is done when its record is there; its staged file is then removed.
+    A piece is done when its record is there; its staged files are then removed.
     """
     (work / "set").mkdir(exist_ok=True)
     starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
@@ -40,10 +80,19 @@ def encode_all(
         path = encoded_record(work, index)
         done = read_record(path, ENCODED_KEYS)
         if done is None:
-            rows = (starts[index], starts[-1])
-            done = _encode_piece(staged[index].path, index, rows, tables, options, work / "set")
+            encoded, split = _encode_piece(
+                staged[index].path, (starts[index], starts[-1]), tables, fitted, options
+            )
+            shards = write_splits(work / "set", index, encoded, split)
+            done = {
+                "shards": shards,
+                "clamped": encoded.clamped,
+                "rare": encoded.rare,
+                "ranges": encoded.ranges,
+            }
             write_record(path, done)
-        staged[index].path.unlink(missing_ok=True)
+        for file in staged_files(staged[index].path, options):
+            file.unlink(missing_ok=True)
         return done
 
     records: list[Record] = []
@@ -54,44 +103,212 @@ def encode_all(
     return records
 
 
-def _encode_piece(
-    path: Path,
-    index: int,
-    rows: tuple[int, int],
-    tables: Mapping[str, Ids],
-    options: PrepareOptions,
-    folder: Path,
-) -> Record:
-    frame = pl.read_ipc(path)
-    words, clamped = encode_frame(frame, tables, options)
-    split = _split_of(frame, *rows, options)
+def write_splits(folder: Path, index: int, encoded: Encoded, split: NDArray[np.uint8]) -> Record:
+    """Write the rows of each split as a shard of its own."""
     shards: Record = {}
     for number, name in enumerate(SPLITS):
         here = split == number
         if here.any():
-            part = words if here.all() else words[here]
-            shards[name] = shard_entry(write_shard(folder, f"{name}-{index:06d}.npy", part))
-    return {"shards": shards, "clamped": clamped}
+            words, parts = encoded.words, encoded.parts
+            if not here.all():
+                words, parts = words[here], chosen_parts(parts, here)
+            shards[name] = shard_entry(write_shard(folder, f"{name}-{index:06d}.npy", words, parts))
+    return shards
+
+
+def chosen_parts(parts: Parts, here: NDArray[np.bool_]) -> Parts:
+    """The parts of the chosen rows."""
+    chosen: Parts = {}
+    for name, array in parts.items():
+        if name == "starts":
+            chosen[name] = starts_of(parts["lengths"][here])
+        elif name in ("values", "value_weights"):
+            chosen[name] = array[np.repeat(here, np.diff(parts["starts"]))]
+        elif name == "row_key_ends":
+            chosen[name] = np.cumsum(np.diff(array, prepend=0)[here])
+        elif name == "row_key_bytes":
+            chosen[name] = array[np.repeat(here, np.diff(parts["row_key_ends"], prepend=0))]
+        else:
+            chosen[name] = array[here]
+    return chosen
+
+
+def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
+    """Where the values of each row begin, and the end of the last; ``lengths`` [rows, lists]."""
+    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+    return np.concatenate([np.zeros(1, dtype=np.int64), ends])
+
+
+def _encode_piece(
+    path: Path,
+    rows: tuple[int, int],
+    tables: Mapping[str, FieldIds],
+    fitted: Mapping[str, Any],
+    options: PrepareOptions,
+) -> tuple[Encoded, NDArray[np.uint8]]:
+    frame = pl.read_ipc(path)
+    lists = {many.name: pl.read_ipc(list_file(path, many.name)) for many in options.schema.many}
+    encoded = encode_frame(frame, lists, tables, fitted, options)
+    return encoded, _split_of(frame, *rows, options)
 
 
 def encode_frame(
-    frame: pl.DataFrame, tables: Mapping[str, Ids], options: PrepareOptions
-) -> tuple[Words, dict[str, int]]:
-    """Words [rows, 1 + dense + fields] of a staged piece, and clamped values by dense column."""
+    frame: pl.DataFrame,
+    lists: Mapping[str, pl.DataFrame],
+    tables: Mapping[str, FieldIds],
+    fitted: Mapping[str, Any],
+    options: PrepareOptions,
+) -> Encoded:
+    """The words and parts of a staged piece."""
+    schema = options.schema
+    encoded = Encoded(np.empty((0, 0), dtype=np.int32), {})
+    if schema.label in frame.columns:
+        columns = {schema.label: _bits(frame[schema.label].to_numpy())}
+    else:
+        columns = {schema.label: _bits(np.full(len(frame), np.nan))}
+    buckets: dict[str, NDArray[np.int32]] = {}
     # All columns at once: a call of Polars goes through its own threads, and back.
-    full, missing = frame.fill_null(0), frame.select(pl.all().is_null())
-    columns = {options.schema.label: _bits(frame[options.schema.label].to_numpy())}
-    clamped: dict[str, int] = {}
-    for name in options.schema.dense:
-        values = full[name].to_numpy().astype(np.float32)
-        floats, clamped[name] = TRANSFORMS[options.transform](values, missing[name].to_numpy())
-        columns[name] = floats.view(np.int32)
-    for name, table in tables.items():
-        ids = table.lookup(full[name].to_numpy())
-        if frame[name].null_count():
-            np.copyto(ids, np.int32(MISSING_ID), where=missing[name].to_numpy())
-        columns[name] = ids
-    return pl.DataFrame(columns).to_numpy(order="c"), clamped
+    dense = frame.select(schema.dense)
+    full, missing = dense.fill_null(0), dense.select(pl.all().is_null())
+    for number in options.numbers:
+        values = full[number.name].to_numpy().astype(np.float32)
+        mask = missing[number.name].to_numpy()
+        if number.buckets:
+            bounds = fitted[number.name]["bounds"]
+            buckets[number.name] = bucket_ids(values, mask, bounds)
+        else:
+            _dense_columns(number, values, mask, fitted, encoded, columns)
+    ragged: list[str] = []
+    for name in options.fields:
+        many = schema.several(name)
+        if name in buckets:
+            columns[name] = buckets[name]
+        elif many is None:
+            checks = frame[name + CHECK] if name + CHECK in frame.columns else None
+            columns[name] = _counted(name, tables[name].lookup(frame[name], checks), encoded)
+        elif many.fixed:
+            ids = _ids_of(name, lists, tables, encoded)
+            for place, column in enumerate(_matrix(lists[name], ids, len(frame), many.most).T):
+                columns[f"{name}[{place}]"] = column
+        else:
+            ragged.append(name)
+    encoded.words = pl.DataFrame(columns).to_numpy(order="c")
+    if ragged:
+        encoded.parts |= _list_parts(frame, ragged, lists, tables, options, encoded)
+    encoded.parts |= _beside(frame, fitted, options)
+    return encoded
+
+
+def _dense_columns(
+    number: Number,
+    values: NDArray[np.float32],
+    mask: NDArray[np.bool_],
+    fitted: Mapping[str, Any],
+    encoded: Encoded,
+    columns: dict[str, NDArray[np.int32]],
+) -> None:
+    """The column of a dense value, and the one that says where it is missing."""
+    name = number.name
+    made = transform(number, number.transform or "identity", values, mask, fitted.get(name, {}))
+    floats, encoded.clamped[name] = made
+    found = {name: floats}
+    if number.indicator:
+        found[f"{name}_missing"] = mask.astype(np.float32)
+    for column, array in found.items():
+        columns[column] = array.view(np.int32)
+        if len(array):
+            encoded.ranges[column] = (float(array.min()), float(array.max()))
+
+
+def _counted(name: str, ids: NDArray[np.int32], encoded: Encoded) -> NDArray[np.int32]:
+    encoded.rare[name] = int(np.count_nonzero(ids == RARE_ID))
+    return ids
+
+
+def _ids_of(
+    name: str,
+    lists: Mapping[str, pl.DataFrame],
+    tables: Mapping[str, FieldIds],
+    encoded: Encoded,
+) -> NDArray[np.int32]:
+    values = lists[name]
+    checks = values["check"] if "check" in values.columns else None
+    return _counted(name, tables[name].lookup(values["key"], checks), encoded)
+
+
+def _matrix(
+    values: pl.DataFrame, ids: NDArray[np.int32], num_rows: int, width: int
+) -> NDArray[np.int32]:
+    """Ids [rows, width]; MISSING_ID where a row has fewer values."""
+    rows = values["row"].to_numpy()
+    lengths = np.bincount(rows, minlength=num_rows)
+    place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
+    matrix = np.full((num_rows, width), MISSING_ID, dtype=np.int32)
+    matrix[rows, place] = ids
+    return matrix
+
+
+def _list_parts(
+    frame: pl.DataFrame,
+    names: Sequence[str],
+    lists: Mapping[str, pl.DataFrame],
+    tables: Mapping[str, FieldIds],
+    options: PrepareOptions,
+    encoded: Encoded,
+) -> Parts:
+    """Lengths, starts, values and weights of the ragged fields, row by row, field by field."""
+    lengths = np.stack([frame[name].to_numpy().astype(np.int64) for name in names], axis=1)
+    flat = lengths.reshape(-1)
+    begin = (np.cumsum(flat) - flat).reshape(lengths.shape)
+    total = int(flat.sum())
+    values = np.empty(total, dtype=np.int32)
+    weights = np.ones(total, dtype=np.float32)
+    for number, name in enumerate(names):
+        table, own = lists[name], lengths[:, number]
+        shift = begin[:, number] - (np.cumsum(own) - own)
+        place = np.arange(len(table)) + np.repeat(shift, own)
+        values[place] = _ids_of(name, lists, tables, encoded)
+        if "weight" in table.columns:
+            weights[place] = table["weight"].to_numpy()
+    parts: Parts = {
+        "lengths": lengths.astype(length_type(options)),
+        "starts": starts_of(lengths),
+        "values": values,
+    }
+    if any(many.weights for many in options.schema.many):
+        parts["value_weights"] = weights
+    return parts
+
+
+def length_type(options: PrepareOptions) -> str:
+    """The dtype of lengths: one byte where no row can have more than 255 values."""
+    most = max((many.most for many in options.schema.many if not many.fixed), default=0)
+    return LENGTH_TYPES[most > np.iinfo(np.uint8).max]
+
+
+def _beside(frame: pl.DataFrame, fitted: Mapping[str, Any], options: PrepareOptions) -> Parts:
+    """The columns that are no features."""
+    schema, parts = options.schema, dict[str, "NDArray[Any]"]()
+    if labels := [name for name in schema.labels if name in frame.columns]:
+        found = frame.select(pl.col(labels).fill_null(float("nan"))).to_numpy()
+        parts["labels"] = found.astype(np.float32)
+    if schema.weight:
+        mean = fitted[schema.weight]["mean"]
+        scaled = frame[schema.weight].to_numpy().astype(np.float64) / mean
+        parts["weight"] = scaled.astype(np.float32)
+    if schema.group:
+        parts["group"] = frame[schema.group[0]].to_numpy()
+    if schema.time:
+        parts["time"] = frame[schema.time[0]].to_numpy()
+    if schema.row_key:
+        keys = frame[schema.row_key[0]]
+        if schema.row_key[1] == "integer":
+            parts["row_key"] = keys.to_numpy()
+        else:
+            parts["row_key_ends"] = np.cumsum(keys.str.len_bytes().to_numpy().astype(np.int64))
+            text = "".join(keys.to_list()).encode()
+            parts["row_key_bytes"] = np.frombuffer(text, dtype=np.uint8)
+    return parts
 
 
 def _bits(values: "NDArray[Any]") -> NDArray[np.int32]:

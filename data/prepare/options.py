@@ -1,9 +1,9 @@
 """What ``prepare`` was asked to do, as one value; two equal values give byte-identical sets."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data.format.schema import CRITEO, NUM_RESERVED_IDS, Schema
+from data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
 from data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
 from data.prepare.split import SplitRule
 from data.prepare.transforms import TRANSFORMS
@@ -28,28 +28,64 @@ class PrepareOptions:
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
+    like: Path | None = None
+    """A set whose ids, transforms and constants the new one shares; it gives all of the above."""
+    grow: bool = False
+    """Whether values that the set ``like`` has not get ids behind its own."""
+    spare: float = 0.0
+    """Free ids for later growth, as a fraction of the values kept."""
+    is_encode: bool = False
+    """Whether all rows are test rows, which need no label."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields: sparse columns, then crosses."""
-        return (*self.schema.sparse, *("x".join(pair) for pair in self.crosses))
+        """Names of the fields: sparse columns, bucketed dense columns, then crosses."""
+        buckets = (number.name for number in self.schema.buckets)
+        return (*self.schema.sparse, *buckets, *("x".join(pair) for pair in self.crosses))
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """Every dense column of the input with the transform that it gets."""
+        numbers = (self.schema.number(name) for name in self.schema.dense)
+        return tuple(
+            replace(n, transform=None if n.buckets else n.transform or self.transform)
+            for n in numbers
+        )
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The fields that have a vocabulary: neither hashed nor buckets."""
+        others = {name for name, _ in self.hash_sizes} | {n.name for n in self.schema.buckets}
+        return tuple(name for name in self.fields if name not in others)
+
+    def kind(self, field_name: str) -> Kind | None:
+        """What the keys of a field are made of; None for a cross."""
+        names = self.schema.sparse
+        return self.schema.kind(field_name) if field_name in names else None
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot work, before anything is read."""
         if self.transform not in TRANSFORMS:
             known = ", ".join(TRANSFORMS)
             raise ConfigError(f"--dense: {self.transform!r} is not known; choose from {known}")
-        names = (self.schema.label, *self.schema.dense, *self.fields)
+        dense = (number.name for number in self.numbers if not number.buckets)
+        names = (self.schema.label, *dense, *self.fields)
         if twice := [name for name in self.fields if names.count(name) > 1]:
             raise ConfigError(
                 f"--crosses: {twice[0]!r} is the name of another column, too; rename that column"
             )
         for name, size in self.hash_sizes:
-            if name not in self.fields:
+            if name not in self.fields or name in self.schema.dense:
                 raise ConfigError(f"--hash-size: {name!r} is no field; there are {self.fields}")
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
+        if several := [n for pair in self.crosses for n in pair if self.schema.several(n)]:
+            raise ConfigError(
+                f"--crosses: {several[0]!r} has several values in a cell; cross columns of one"
+            )
+        self.split.check_column(self.schema.time)
         check_ranges(
+            ("--spare", self.spare, 0, 10),
             ("--min-count", self.min_count, 1, 2**31),
             ("--seed", self.seed, 0, MAX_SEED),
             ("--max-bad-fraction", self.max_bad_fraction, 0, 1),

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,15 +17,17 @@ import numpy as np
 import polars as pl
 from tqdm import tqdm
 
-from data.format.ids import HashedIds, Ids
-from data.format.manifest import MANIFEST, SPLITS, Manifest, load_manifest, write_manifest
+from data.format.ids import Counts, HashedIds
+from data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, write_manifest
 from data.format.verify import verify_set
-from data.prepare.encode import Record, encode_all
+from data.format.vocabulary import vocabulary_content
+from data.prepare.content import manifest_content
+from data.prepare.count import Kept, build_vocabularies, field_entry, fit_columns
+from data.prepare.encode import FieldIds, encode_all
 from data.prepare.options import PrepareOptions
 from data.prepare.source import Input, find_inputs
-from data.prepare.stage import Staged, bad_counts, describe_bad, stage_inputs
-from data.prepare.vocabulary import Vocabulary, build_vocabularies
-from data.prepare.workspace import MARK, DamagedWork, discard, open_work, work_folder
+from data.prepare.stage import describe_bad, stage_inputs
+from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
 from data.stats import compute_stats, stats_json
 from sbpflow import __version__
 from sbpflow.errors import ConfigError, DataError
@@ -39,9 +41,15 @@ _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 def prepare(options: PrepareOptions) -> Manifest:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest."""
     options.check()
+    like = None if options.like is None else load_manifest(options.like)
     inputs = find_inputs(options.inputs)
     options.split.check_files([source.path.name for source in inputs])
-    plan = _plan(options, inputs)
+    with only_run(options.output):
+        return _prepare(options, inputs, like)
+
+
+def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
+    plan = _plan(options, inputs, like)
     if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
     _check_output(options)
@@ -49,18 +57,20 @@ def prepare(options: PrepareOptions) -> Manifest:
     if goes_on:
         _LOG.info("going on with the unfinished run in %s", work)
     try:
-        _build(options, inputs, work)
+        _build(options, inputs, work, like)
     except DamagedWork as error:
         if not goes_on:
             raise
         _LOG.warning("starting anew: %s", error)
         discard(work)
         work, _ = open_work(options.output, plan)
-        _build(options, inputs, work)
+        _build(options, inputs, work, like)
     return _publish(work, options)
 
 
-def _build(options: PrepareOptions, inputs: Sequence[Input], work: Path) -> None:
+def _build(
+    options: PrepareOptions, inputs: Sequence[Input], work: Path, like: Manifest | None
+) -> None:
     """Make the finished set as ``work/set``, from whatever parts of it are there."""
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
@@ -68,13 +78,16 @@ def _build(options: PrepareOptions, inputs: Sequence[Input], work: Path) -> None
             inputs, options, work, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
         bar.set_description("count")
-        vocabularies = build_vocabularies(staged, _counted(options), options, work / "vocabulary")
+        kept = {v.name: v for v in build_vocabularies(staged, options, work, like)}
+        fitted = fit_columns(staged, options, work, like)
+        _check_weights(fitted, options)
         bar.update(int(_SHARE["count"] * num_bytes))
         bar.set_description("encode")
         per_row = _SHARE["encode"] * num_bytes / sum(piece.num_rows for piece in staged)
         records = encode_all(
             staged,
-            _tables(vocabularies, options),
+            _tables(kept, options),
+            fitted,
             options,
             work,
             lambda rows: _advance(bar, per_row * rows),
@@ -82,25 +95,58 @@ def _build(options: PrepareOptions, inputs: Sequence[Input], work: Path) -> None
         bar.update(num_bytes - bar.n)
     if bad := describe_bad(staged):
         _LOG.warning("bad lines were left out:%s", bad)
-    content = _content(options, inputs, staged, vocabularies, records)
-    _finish(work / "set", content, vocabularies, options)
+    fields = [field_entry(name, options, kept, fitted) for name in options.fields]
+    _report_growth(fields)
+    content = manifest_content(options, inputs, staged, records, fields, fitted, like)
+    entries = {name: vocabulary.entry for name, vocabulary in kept.items()}
+    parents = _ancestors(like)
+    content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
+    if like is not None and content["vocabulary"]["digest"] == like.vocabulary_digest:
+        content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
+    lookups = {} if like is not None else {v.name: v.lookups() for v in kept.values()}
+    _finish(work / "set", content, lookups, options)
+
+
+def _ancestors(like: Manifest | None) -> list[Ancestor]:
+    """The vocabularies whose ids a set made like ``like`` shares, the nearest first."""
+    if like is None or like.vocabulary_digest is None:
+        return []
+    rows = {field.name: field.rows for field in like.fields}
+    return [Ancestor(like.vocabulary_digest, rows), *like.ancestors]
+
+
+def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
+    weight = options.schema.weight
+    if weight is not None and not fitted[weight]["mean"] > 0:
+        raise DataError(
+            f"--schema: the weights {weight!r} of the train part are all 0; they are scaled to "
+            "mean 1, leave the column out"
+        )
+
+
+def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
+    for entry in fields:
+        if grown := entry.get("grown"):
+            _LOG.info(
+                "%s: %d new values, %d in spare ids, %d behind the old rows; with these the "
+                "fullest eighth of the table has %.2f times the mean lookups",
+                entry["name"], grown["values"], grown["spare"], grown["behind"],
+                grown["load_percent"] / 100,
+            )  # fmt: skip
 
 
 def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
     bar.update(int(num_bytes))
 
 
-def _counted(options: PrepareOptions) -> list[str]:
-    hashed = dict(options.hash_sizes)
-    return [name for name in options.fields if name not in hashed]
-
-
-def _tables(vocabularies: Sequence[Vocabulary], options: PrepareOptions) -> dict[str, Ids]:
-    """What turns keys into ids, by field in the order of the manifest."""
-    tables: dict[str, Ids] = {v.name: v.table() for v in vocabularies}
+def _tables(kept: Mapping[str, Kept], options: PrepareOptions) -> dict[str, FieldIds]:
+    """What turns keys into ids, by field."""
+    tables = {
+        name: FieldIds(found.vocabulary.table(), found.vocabulary) for name, found in kept.items()
+    }
     for name, num_rows in options.hash_sizes:
-        tables[name] = HashedIds(num_rows, options.seed, name)
-    return {name: tables[name] for name in options.fields}
+        tables[name] = FieldIds(HashedIds(num_rows, options.seed, name))
+    return tables
 
 
 def _check_output(options: PrepareOptions) -> None:
@@ -113,12 +159,13 @@ def _check_output(options: PrepareOptions) -> None:
         raise ConfigError(f"--output {output}: a set is there already; --overwrite replaces it")
 
 
-def _plan(options: PrepareOptions, inputs: Sequence[Input]) -> str:
+def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:
     """A digest of all that decides the result."""
     sources = [(str(s.path.resolve()), s.num_bytes, s.path.stat().st_mtime_ns) for s in inputs]
     asked = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
-    plan = json.dumps([asked, sources, versions], default=str)
+    parent = None if like is None else like.fingerprint
+    plan = json.dumps([asked, sources, versions, parent], default=str)
     return hashlib.sha256(plan.encode()).hexdigest()
 
 
@@ -127,52 +174,13 @@ def _has_plan(work: Path, plan: str) -> bool:
     return saved.is_file() and saved.read_text(encoding="ascii") == plan
 
 
-_NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers")
-
-
-def _content(
-    options: PrepareOptions,
-    inputs: Sequence[Input],
-    staged: Sequence[Staged],
-    vocabularies: Sequence[Vocabulary],
-    records: Sequence[Record],
-) -> dict[str, Any]:
-    """Everything of the manifest but the statistics."""
-    by_name = {vocabulary.name: vocabulary for vocabulary in vocabularies}
-    hashed = dict(options.hash_sizes)
-    fields = [
-        {"name": name, "rows": hashed[name], "hashed": True}
-        if name in hashed
-        else {"name": name, "rows": by_name[name].num_rows, **by_name[name].dropped()}
-        for name in options.fields
-    ]
-    return {
-        "source": "prepare",
-        "inputs": [{"name": s.path.name, "bytes": s.num_bytes} for s in inputs],
-        "schema": asdict(options.schema),
-        "dense": [
-            {
-                "name": name,
-                "transform": options.transform,
-                "clamped": sum(record["clamped"][name] for record in records),
-            }
-            for name in options.schema.dense
-        ],
-        "fields": fields,
-        "splits": {k: [r["shards"][k] for r in records if k in r["shards"]] for k in SPLITS},
-        "split": asdict(options.split),
-        "min_count": options.min_count,
-        "seed": options.seed,
-        "lines": sum(piece.num_lines for piece in staged),
-        "bad_lines": bad_counts(staged),
-        "versions": {"sbpflow": __version__, "polars": pl.__version__, "numpy": np.__version__},
-    }
+_NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like")
 
 
 def _finish(
     folder: Path,
     content: dict[str, Any],
-    vocabularies: Sequence[Vocabulary],
+    lookups: Mapping[str, Counts],
     options: PrepareOptions,
 ) -> None:
     """Write the manifest, add the statistics of the finished shards, and verify every checksum."""
@@ -182,8 +190,9 @@ def _finish(
         verify_set(manifest, options.workers)
     except DataError as error:
         raise DamagedWork(str(error)) from error
-    known = {vocabulary.name: vocabulary.lookups() for vocabulary in vocabularies}
-    write_manifest(folder, {**content, "stats": stats_json(compute_stats(manifest, known))})
+    if not options.is_encode:
+        stats = stats_json(compute_stats(manifest, lookups))
+        write_manifest(folder, {**content, "stats": stats})
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:

@@ -127,26 +127,26 @@ def _line_start(file: IO[bytes], path: Path, offset: int) -> int:
     file.seek(offset - 1)
     line = file.readline(MAX_LINE_BYTES)
     if len(line) == MAX_LINE_BYTES:
-        raise _no_line_end(path)
+        raise no_line_end(path)
     return offset - 1 + len(line)
 
 
-def _no_line_end(path: Path) -> DataError:
+def no_line_end(path: Path) -> DataError:
+    """What is wrong with a text whose line does not end."""
     return DataError(
         f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; this is not a text table"
     )
 
 
-def gzip_pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
-    """The pieces of a gzip file in order, each with the compressed bytes it took."""
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[bytes]]:
+    """The text of a file, unpacked where its name says that it is packed."""
+    if path.suffix.lower() != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
     with _gzip_errors(path), path.open("rb") as raw, _unpacked(raw) as file:
-        taken = 0
-        while head := file.read(size):
-            tail = b"" if head.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
-            if len(tail) == MAX_LINE_BYTES:
-                raise _no_line_end(path)
-            yield head + tail, raw.tell() - taken
-            taken = raw.tell()
+        yield file
 
 
 def _unpacked(raw: IO[bytes]) -> gzip.GzipFile:

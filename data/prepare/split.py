@@ -1,7 +1,8 @@
-"""Which rows are train, val and test: by time (row order), by ratio (seeded), or by file name."""
+"""Which rows are train, val and test: by row order, by date, by ratio (seeded), or by file name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatch
 from typing import Literal
 
@@ -11,16 +12,48 @@ from numpy.typing import NDArray
 from data.format.manifest import SPLITS
 from sbpflow.errors import ConfigError
 
-_EXAMPLES = "time:0.8,0.1,0.1 or ratio:0.8,0.1,0.1 or file:val=day_22*,test=day_23*"
+_EXAMPLES = (
+    "time:0.8,0.1,0.1 or time:ts<2024-05-01,ts<2024-05-08 or ratio:0.8,0.1,0.1 or "
+    "file:val=day_22*,test=day_23*"
+)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """``time`` and ``ratio`` have fractions of train, val, test; ``file`` has name patterns."""
+    """``time`` and ``ratio`` have fractions of train, val, test; ``file`` has name patterns.
 
-    kind: Literal["time", "ratio", "file"]
+    ``date`` has a column and the times before which rows are train, and val; ``test`` takes all.
+    """
+
+    kind: Literal["time", "date", "ratio", "file", "test"]
     fractions: tuple[float, float, float] = (0.0, 0.0, 0.0)
     patterns: tuple[tuple[str, str], ...] = ()
+    column: str = ""
+    times: tuple[str, str] = ("", "")
+    """As they were written: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer."""
+
+    def check_column(self, time: tuple[str, str] | None) -> None:
+        """Raise ConfigError unless the column is the schema's timestamp, the times of its kind."""
+        if self.kind != "date":
+            return
+        if time is None or time[0] != self.column:
+            have = f"there is {time[0]!r}" if time else "there is none"
+            raise ConfigError(
+                f"--split: {self.column!r} is not the timestamp of the schema ({have}); name it "
+                f"there, `time: {self.column}`"
+            )
+        train, val = self._moments(time[1])
+        if train > val:
+            raise ConfigError(f"--split: {self.times[0]} lies behind {self.times[1]}; swap them")
+
+    def of_times(self, times: NDArray[np.int64], kind: str) -> NDArray[np.uint8]:
+        """0 train, 1 val, 2 test for rows of the given times."""
+        return np.searchsorted(self._moments(kind), times, side="right").astype(np.uint8)
+
+    def _moments(self, kind: str) -> tuple[int, int]:
+        train, val = (_moment(text, kind) for text in self.times)
+        return train, val
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
         """Rows at which val and test start when ``num_rows`` rows are split in order."""
@@ -56,6 +89,8 @@ class SplitRule:
             return np.searchsorted(np.cumsum(self.fractions)[:2], draws, side="right").astype(
                 np.uint8
             )
+        if self.kind == "test":
+            return np.full(num_rows, SPLITS.index("test"), dtype=np.uint8)
         place = self._pattern_of(file_name)
         return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
 
@@ -70,6 +105,8 @@ def parse_split(text: str) -> SplitRule:
     kind, _, rest = text.partition(":")
     if kind == "file":
         return SplitRule("file", patterns=_patterns(text, rest))
+    if kind == "time" and "<" in rest:
+        return _by_date(text, rest)
     if kind not in ("time", "ratio"):
         raise ConfigError(f"--split: {text!r} is not known; write {_EXAMPLES}")
     try:
@@ -79,6 +116,38 @@ def parse_split(text: str) -> SplitRule:
     if not (train > 0 and val >= 0 and test >= 0 and abs(train + val + test - 1) < 1e-6):
         raise ConfigError(f"--split: the fractions of {text!r} must add up to 1, train above 0")
     return SplitRule("time" if kind == "time" else "ratio", (train, val, test))
+
+
+def _by_date(text: str, rest: str) -> SplitRule:
+    """``ts<A,ts<B``, or the name once; with one time, the rows from it on are test."""
+    pairs = [item.strip().rpartition("<") for item in rest.split(",")]
+    names = {name.strip() for name, _, _ in pairs if name}
+    times = tuple(time.strip() for _, _, time in pairs)
+    if len(names) != 1 or not pairs[0][0] or not 1 <= len(times) <= 2 or not all(times):
+        raise ConfigError(f"--split: {text!r} must name one column and one or two times; write "
+                          f"{_EXAMPLES}")  # fmt: skip
+    (name,) = names
+    for time in times:
+        if not time.lstrip("-").isdecimal():
+            _moment(time, "date")
+    return SplitRule("date", column=name, times=(times[0], times[-1]))
+
+
+def _moment(text: str, kind: str) -> int:
+    """A time as the timestamps are stored: an integer, or microseconds since 1970 (UTC)."""
+    if kind == "integer":
+        if not text.lstrip("-").isdecimal():
+            raise ConfigError(f"--split: {text!r} must be an integer, as the timestamps are")
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--split: {text!r} must be a date like 2024-05-01 or 2024-05-01T12:00:00"
+        ) from error
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
 def _patterns(text: str, rest: str) -> tuple[tuple[str, str], ...]:

@@ -14,20 +14,24 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
 from data.prepare.options import PrepareOptions
 from data.prepare.parquet import PIECE_ROWS, count_rows, parquet_piece
-from data.prepare.parse import BadLines, Piece, parse_piece
-from data.prepare.source import Input, gzip_pieces, read_piece
+from data.prepare.parse import parse_piece
+from data.prepare.piece import BadLines, Piece
+from data.prepare.pieces import columns_of, pieces_in_order
+from data.prepare.source import Input, read_piece
+from data.prepare.table import parse_table
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
-ENCODED_KEYS = ("shards", "clamped")
-_STAGED_KEYS = ("rows", "train", "lines", "crc32", "counts", "examples")
+ENCODED_KEYS = ("shards", "clamped", "rare", "ranges")
+_STAGED_KEYS = ("rows", "train", "lines", "names", "crc32", "counts", "examples", "cut")
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
@@ -44,7 +48,11 @@ class Staged:
     num_train: int
     """Rows for train by ratio or by file; all of them where the split is by time."""
     num_lines: int
+    num_names: int
+    """Lines before them that hold the names of the columns."""
     bad: BadLines
+    cut: Mapping[str, int]
+    """Values left out beyond the most of a row, by column."""
 
 
 def stage_inputs(
@@ -61,7 +69,7 @@ def stage_inputs(
         staged.append(future.result())
         advance(num_bytes)
         if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
-            check_bad(staged, max(_EARLY_BAD, options.max_bad_fraction))
+            check_bad(staged, options.max_bad_fraction, early=_EARLY_BAD)
 
     with ThreadPoolExecutor(options.workers) as pool:
         for job in _jobs(inputs, options, work):
@@ -72,7 +80,8 @@ def stage_inputs(
             finish()
     check_bad(staged, options.max_bad_fraction)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
-    options.split.check_train(sum(piece.num_rows for piece in staged), num_train)
+    if not options.is_encode:
+        options.split.check_train(sum(piece.num_rows for piece in staged), num_train)
     return tuple(staged)
 
 
@@ -88,72 +97,141 @@ class _Job:
     target: Path
     encoded: Path
     source: Input
+    columns: tuple[str, ...]
     index: int
     num_bytes: int
     text: bytes | None = None
 
 
 def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Iterator[_Job]:
-    size = options.piece_bytes
+    size, schema = options.piece_bytes, options.schema
     numbers = count()
+    all_columns = [columns_of(source, schema, options.is_encode) for source in inputs]
+    _check_labels(inputs, all_columns, schema)
+    for source, columns in zip(inputs, all_columns, strict=True):
 
-    def job(source: Input, index: int, num_bytes: int, text: bytes | None = None) -> _Job:
-        target = work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
-        return _Job(target, encoded_record(work, next(numbers)), source, index, num_bytes, text)
+        def job(
+            index: int,
+            num_bytes: int,
+            text: bytes | None = None,
+            *,
+            source: Input = source,
+            columns: tuple[str, ...] = columns,
+        ) -> _Job:
+            target = work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
+            encoded = encoded_record(work, next(numbers))
+            return _Job(target, encoded, source, columns, index, num_bytes, text)
 
-    for source in inputs:
-        if source.is_gzip:
-            for index, (text, num_bytes) in enumerate(gzip_pieces(source.path, size)):
-                yield job(source, index, num_bytes, text)
+        if source.is_gzip or (schema.quote is not None and not source.is_parquet):
+            pieces = pieces_in_order(source.path, size, schema.quote)
+            for index, (text, num_bytes) in enumerate(pieces):
+                yield job(index, num_bytes, text)
             continue
         num_pieces = -(-source.num_bytes // size)
         if source.is_parquet:
-            num_pieces = -(-count_rows(source.path, options.schema) // PIECE_ROWS)
+            num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
         for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(num_pieces, 1))):
-            yield job(source, index, num_bytes)
+            yield job(index, num_bytes)
+
+
+def _check_labels(
+    inputs: Sequence[Input], all_columns: Sequence[tuple[str, ...]], schema: Schema
+) -> None:
+    """DataError if some files have a label and others have not."""
+    for name in (schema.label, *schema.labels):
+        has = [name in columns for columns in all_columns]
+        if any(has) and not all(has):
+            raise DataError(
+                f"{inputs[has.index(False)].path}: no column {name!r}, which "
+                f"{inputs[has.index(True)].path} has; encode files with and without labels apart"
+            )
 
 
 def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
     path = job.target.with_suffix(".json")
     record = read_record(path, _STAGED_KEYS)
-    if record is None or not _is_whole(job, record):
+    if record is None or not _is_whole(job, record, options):
         piece = _read(job, options)
-        key = (options.seed, job.source.order, job.index)
-        split = options.split.of_piece(job.source.path.name, key, len(piece.frame))
-        frame = piece.frame.with_columns(
-            *(cross_key(piece.frame, pair, options.schema) for pair in options.crosses),
-            pl.Series(SPLIT_COLUMN, split),
-        )
+        frame, split = _with_split(job, piece, options)
         frame.write_ipc(job.target, compression="uncompressed")
+        for name, values in piece.lists.items():
+            values = values.with_columns(pl.Series(SPLIT_COLUMN, split[values["row"].to_numpy()]))
+            values.write_ipc(list_file(job.target, name), compression="uncompressed")
         record = {
             "rows": len(frame),
             "train": int((split == 0).sum()),
             "lines": piece.num_lines,
-            "crc32": file_crc32(job.target),
+            "names": _num_names(job, options.schema),
+            "crc32": _crc32(job.target, options),
             "counts": piece.bad.counts,
             "examples": piece.bad.examples,
+            "cut": piece.cut,
         }
         write_record(path, record)
     bad = BadLines(record["counts"], [tuple(example) for example in record["examples"]])
     return Staged(
-        job.target, job.source.path, record["rows"], record["train"], record["lines"], bad
+        job.target,
+        job.source.path,
+        record["rows"],
+        record["train"],
+        record["lines"],
+        record["names"],
+        bad,
+        record["cut"],
     )
 
 
+def _with_split(
+    job: _Job, piece: Piece, options: PrepareOptions
+) -> tuple[pl.DataFrame, NDArray[np.uint8]]:
+    """The rows with their crosses and splits."""
+    frame, rule, schema = piece.frame, options.split, options.schema
+    if rule.kind == "date" and schema.time is not None:
+        split = rule.of_times(frame[schema.time[0]].to_numpy(), schema.time[1])
+    else:
+        key = (options.seed, job.source.order, job.index)
+        split = rule.of_piece(job.source.path.name, key, len(frame))
+    crosses = (cross_key(frame, pair, schema) for pair in options.crosses)
+    return frame.with_columns(*crosses, pl.Series(SPLIT_COLUMN, split)), split
+
+
+def list_file(target: Path, name: str) -> Path:
+    """Where the values of a column with several in a cell are staged, beside its rows."""
+    return target.with_suffix(f".{name}.list")
+
+
+def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
+    """Every staged file of a piece but its record."""
+    names = (many.name for many in options.schema.many)
+    return [target, *(list_file(target, name) for name in names)]
+
+
+def _crc32(target: Path, options: PrepareOptions) -> list[int]:
+    return [file_crc32(path) for path in staged_files(target, options)]
+
+
 def _read(job: _Job, options: PrepareOptions) -> Piece:
+    schema = options.schema
     if job.source.is_parquet:
-        return parquet_piece(job.source.path, job.index, options.schema)
+        return parquet_piece(job.source.path, job.index, schema)
     text = job.text
     if text is None:
         text = read_piece(job.source.path, job.index, options.piece_bytes)
-    return parse_piece(text, options.schema)
+    if schema.is_plain and job.columns == schema.columns:
+        return parse_piece(text, schema)
+    return parse_table(text, job.columns, schema, skip=_num_names(job, schema))
 
 
-def _is_whole(job: _Job, record: Mapping[str, Any]) -> bool:
+def _num_names(job: _Job, schema: Schema) -> int:
+    return int(schema.header and job.index == 0 and not job.source.is_parquet)
+
+
+def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:
     """Whether the staged file is what an earlier run wrote, or not needed any more."""
     if read_record(job.encoded, ENCODED_KEYS) is not None:
         return True
-    return job.target.is_file() and file_crc32(job.target) == record["crc32"]
+    files = staged_files(job.target, options)
+    return all(map(Path.is_file, files)) and _crc32(job.target, options) == record["crc32"]
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
@@ -168,15 +246,19 @@ def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.
     return pl.select(pl.when(~missing).then(pl.Series(keys))).to_series().alias("x".join(pair))
 
 
-def check_bad(staged: Sequence[Staged], limit: float) -> None:
-    """Raise DataError, with counts and the first bad lines, when more than ``limit`` are bad."""
-    num_lines = sum(piece.num_lines for piece in staged)
+def check_bad(staged: Sequence[Staged], limit: float, early: float = 0.0) -> None:
+    """Raise DataError, with counts and the first bad lines, when more than ``limit`` are bad.
+
+    ``early``: not before so many of the lines read so far are.
+    """
+    num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     num_bad = sum(piece.bad.total for piece in staged)
     if num_lines - num_bad == 0:
         raise DataError(f"--input: no usable row in {num_lines} lines{describe_bad(staged)}")
-    if num_bad > limit * num_lines:
+    if num_bad > max(limit, early) * num_lines:
+        so_far = "of the first " if early else "of "
         raise DataError(
-            f"--input: {num_bad} of {num_lines} lines are bad, more than --max-bad-fraction "
+            f"--input: {num_bad} {so_far}{num_lines} lines are bad, more than --max-bad-fraction "
             f"{limit:g}{describe_bad(staged)}"
         )
 
@@ -195,7 +277,7 @@ def describe_bad(staged: Sequence[Staged], shown: int = 5) -> str:
     text = "".join(f"\n  {count} x {reason}" for reason, count in bad_counts(staged).items())
     line_of_file: dict[Path, int] = {}
     for piece in staged:
-        first = line_of_file.get(piece.file, 1)
+        first = line_of_file.get(piece.file, 1) + piece.num_names
         line_of_file[piece.file] = first + piece.num_lines
         for number, reason, line in piece.bad.examples[:shown]:
             text += f"\n  {piece.file}:{first + number}: {reason}: {line!r}"

@@ -1,13 +1,16 @@
 """What a dense value becomes: one named function per convention, missing included.
 
-Each takes the integers of a column as float32 (exact below 2^24) and a mask of the missing ones,
-and returns float32 with the number of values it had to clamp, so that nothing is clamped silently.
+Each takes the values of a column as float32 (integers are exact below 2^24) and a mask of the
+missing ones, and returns float32 with the number of values it had to clamp, so that nothing is
+clamped silently.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Number
 
 Values = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -57,9 +60,43 @@ def identity(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 
-TRANSFORMS: dict[str, Transform] = {
+def standardise(
+    values: Values, missing: Mask, mean: float, std: float
+) -> tuple[NDArray[np.float32], int]:
+    """(x - mean) / std over the train part, missing -> 0, which is the mean."""
+    out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
+    limit = float(np.finfo(np.float32).max)
+    clamped = int(np.count_nonzero(np.abs(out) > limit))
+    return np.clip(out, -limit, limit).astype(np.float32), clamped
+
+
+def transform(
+    number: Number, name: str, values: Values, missing: Mask, fitted: Mapping[str, float]
+) -> tuple[NDArray[np.float32], int]:
+    """The values of a column, clipped and transformed, and how many were clamped."""
+    clamped = 0
+    if number.clip is not None:
+        low, high = (np.float32(end) for end in number.clip)
+        clamped = int(np.count_nonzero(((values < low) | (values > high)) & ~missing))
+        values = np.clip(values, low, high)
+    if name == "standardise":
+        out, more = standardise(values, missing, fitted["mean"], fitted["std"])
+    else:
+        out, more = FUNCTIONS[name](values, missing)
+    return out, clamped + more
+
+
+def bucket_ids(values: Values, missing: Mask, bounds: Sequence[float]) -> NDArray[np.int32]:
+    """The id of the quantile that each value falls in: 2 and up, MISSING_ID where missing."""
+    edges = np.array(bounds, dtype=np.float32)
+    ids = np.searchsorted(edges, values, side="right").astype(np.int32)
+    return np.where(missing, np.int32(MISSING_ID), ids + np.int32(NUM_RESERVED_IDS))
+
+
+FUNCTIONS: dict[str, Transform] = {
     "log3": log3,
     "log1": log1,
     "squared_log": squared_log,
     "identity": identity,
 }
+TRANSFORMS = (*FUNCTIONS, "standardise")

@@ -4,17 +4,24 @@ A part is done when its record is there: a JSON file, written last and in one st
 that carries our mark is ever emptied; anything else of that name is a user's.
 """
 
+import fcntl
 import json
+import logging
 import os
+import platform
 import shutil
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from sbpflow.errors import ConfigError, DataError
 
+_LOG = logging.getLogger(__name__)
 MARK = "plan"
+_NEW_MARK = "plan.partial"
+_MOST_CHARACTERS = 200
 
 
 class DamagedWork(DataError):
@@ -57,12 +64,62 @@ def work_folder(output: Path) -> Path:
     return output.with_name(output.name + ".work")
 
 
+@contextmanager
+def only_run(output: Path) -> Iterator[None]:
+    """Hold ``OUTPUT.work.lock`` (flock) while an output is made; ConfigError if another run does.
+
+    The file goes at the end, so a lock counts only while the file of that name is the one locked.
+    """
+    path = work_folder(output).with_name(output.name + ".work.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked(path, output)
+    except OSError as error:
+        reason = (error.strerror or "cannot be used").lower()
+        raise ConfigError(
+            f"--output: {path} cannot be made ({reason}); for example --output out/criteo"
+        ) from error
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, output: Path) -> IO[str]:
+    while True:
+        file = path.open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(_MOST_CHARACTERS).strip()
+            file.close()
+            raise ConfigError(
+                f"--output: {output} is being made by another run"
+                f"{f' ({holder})' if holder else ''}; wait for its end, or choose another output"
+            ) from error
+        except OSError as error:  # a file system without locks
+            _LOG.warning("%s cannot be locked (%s); start no second run there", path, error)
+        mine = os.fstat(file.fileno())
+        if path.exists() and os.path.samestat(mine, path.stat()):
+            break
+        file.close()  # its holder has just removed it
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
+
+
 def open_work(output: Path, plan: str) -> tuple[Path, bool]:
     """The work folder, and whether it already holds results of the same ``plan``.
 
     Raises ConfigError if something that is not ours has its name, or it cannot be made.
     """
     work = work_folder(output)
+    if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:
+        (work / _NEW_MARK).unlink(missing_ok=True)
+        work.rmdir()  # a run was killed before it had made, or after it had removed, all the rest
     if work.exists():
         if not (work / MARK).is_file():
             raise ConfigError(
@@ -74,8 +131,8 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
         discard(work)
     try:
         work.mkdir(parents=True)
-        (work / "plan.partial").write_text(plan, encoding="ascii")
-        os.replace(work / "plan.partial", work / MARK)
+        (work / _NEW_MARK).write_text(plan, encoding="ascii")
+        os.replace(work / _NEW_MARK, work / MARK)
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(

@@ -1,10 +1,11 @@
 """All that a batch has of a split, in one block of int32, so that one transfer moves it.
 
-Sections lie end to end: columns of 64 bits, words, lengths of lists, further labels, weights of
-rows, ids in lists, their weights. Their sizes follow from the rows and the size of the block.
+Sections lie end to end: columns of 64 bits, words (or, with crosses that are computed here, floats
+and ids apart), lengths of lists, further labels, weights of rows, ids in lists, their weights.
+Their sizes follow from the rows and the size of the block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,10 @@ from data.format.lists import SplitLists, SplitPart
 from data.format.manifest import Manifest
 from data.format.shards import SplitRows
 from data.read.batch import Ids
+from data.read.crosses import CrossColumns
 from data.read.order import Runs
 from sbpflow.embedding.ids.reader import BatchIds, IdBounds, Lists
+from sbpflow.run.model import HashedCross
 
 Words = NDArray[np.int32]
 
@@ -44,8 +47,9 @@ class Parts(NamedTuple):
 class BlockReader:
     """Reads rows of a split into blocks, and says what lies where in them."""
 
-    def __init__(self, manifest: Manifest, split: str) -> None:
+    def __init__(self, manifest: Manifest, split: str, crosses: Sequence[HashedCross] = ()) -> None:
         self._words = SplitRows(manifest, split)
+        self._crosses = CrossColumns(manifest, crosses)
         self.num_rows = self._words.num_rows
         types = manifest.part_types
 
@@ -63,11 +67,13 @@ class BlockReader:
         self._row_words = (
             2 * len(self._wide)
             + self._words.num_words
+            + len(self._crosses)
             + self._num_lists
             + self._num_labels
             + (self._weight is not None)
         )
-        self._bounds = id_bounds(manifest)
+        self._num_columns = self._words.num_words - self._num_floats + len(self._crosses)
+        self._bounds = id_bounds(manifest, self._crosses.rows)
         self._only_words = self._row_words == self._words.num_words
 
     def view(self, words: SplitRows, runs: Runs) -> Block | None:
@@ -88,7 +94,12 @@ class BlockReader:
         sections = _Sections(take(size))
         for part in self._wide.values():
             part.gather(*runs, sections.next(num_rows, 2).view(np.int64)[:, 0])
-        self._words.gather(*runs, sections.next(num_rows, self._words.num_words))
+        if len(self._crosses):
+            floats = sections.next(num_rows, self._num_floats)
+            ids = sections.next(num_rows, self._num_columns)
+            self._read_with_crosses(runs, take, floats, ids)
+        else:
+            self._words.gather(*runs, sections.next(num_rows, self._words.num_words))
         lengths = sections.next(num_rows, self._num_lists)
         if self._labels is not None:
             self._labels.gather(*runs, sections.next(num_rows, self._num_labels).view(np.float32))
@@ -102,18 +113,34 @@ class BlockReader:
             lengths[:] = narrow
         return Block(sections.words, num_rows)
 
+    def _read_with_crosses(
+        self, runs: Runs, take: Callable[[int], Words], floats: Words, ids: Words
+    ) -> None:
+        num_words = self._words.num_words
+        words = take(len(floats) * num_words).reshape(-1, num_words)
+        self._words.gather(*runs, words)
+        floats[:] = words[:, : self._num_floats]
+        given = num_words - self._num_floats
+        ids[:, :given] = words[:, self._num_floats :]
+        self._crosses.fill(ids[:, :given], ids[:, given:])
+
     def split(self, words: Tensor, num_rows: int) -> Parts:
         """The columns of a block [n] as views of it."""
         sections = _Sections(words)
         columns = {name: sections.next(num_rows, 2).view(torch.int64)[:, 0] for name in self._wide}
-        rows = sections.next(num_rows, self._words.num_words)
+        if len(self._crosses):
+            floats = sections.next(num_rows, self._num_floats)
+            ids = sections.next(num_rows, self._num_columns)
+        else:
+            rows = sections.next(num_rows, self._words.num_words)
+            floats, ids = rows[:, : self._num_floats], rows[:, self._num_floats :]
         lengths = sections.next(num_rows, self._num_lists)
         if self._num_labels:
             columns["labels"] = sections.next(num_rows, self._num_labels).view(torch.float32)
         weights = None
         if self._weight is not None:
             weights = sections.next(num_rows).view(torch.float32)
-        floats, ids = rows[:, : self._num_floats].view(torch.float32), rows[:, self._num_floats :]
+        floats = floats.view(torch.float32)
         return Parts(
             floats[:, 0],
             floats[:, 1:],
@@ -137,10 +164,10 @@ class BlockReader:
                 part.close()
 
 
-def id_bounds(manifest: Manifest) -> IdBounds:
+def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
     """What the set vouches for: ``prepare`` wrote no other ids, and checksums guard them."""
     return IdBounds(
-        columns=tuple(field.rows for field in manifest.fixed for _ in range(field.hot)),
+        columns=tuple(f.rows for f in manifest.fixed for _ in range(f.hot)) + crosses,
         lists=tuple(field.rows for field in manifest.lists),
         lengths=tuple(field.hot for field in manifest.lists),
     )

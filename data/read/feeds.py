@@ -4,8 +4,8 @@ Blocks are read in threads of the loader, a few ahead of the consumer, and DALI 
 of its own; a feed yields them as tensors on the device. Both feeds yield the same bits.
 """
 
-import sys
-import threading
+import ctypes
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,34 +33,42 @@ _MOST_BUFFERS = _AHEAD + (_RUNS_AHEAD + 1) * _BLOCKS_PER_RUN + 2
 
 
 class Buffers:
-    """Arrays for batches, used again once nobody else refers to them.
+    """Arrays for batches, used again once nobody refers to them any more.
 
-    Fresh memory costs as much in page faults as the copy into it. A tensor made from an array
-    refers to it as long as any view of the tensor lives, so the reference count says when it is
-    free.
+    Fresh memory costs as much in page faults as the copy into it. Each array handed out lies on a
+    lease, an object of its own that every view of it, numpy's or torch's, keeps alive; when the
+    last view goes, the lease goes and gives the memory back.
     """
 
     def __init__(self) -> None:
-        self._made: list[Words] = []
-        self._lock = threading.Lock()
+        # Its append and popleft are atomic: a lease may end in any thread, at any moment.
+        self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
         """An array [num_words] that no one else uses."""
-        with self._lock:
-            for index in range(len(self._made)):
-                buffer = self._made[index]
-                if buffer.shape[0] >= num_words and sys.getrefcount(buffer) == _ONLY_OURS:
-                    return buffer[:num_words]
-            # Lists make batches of unequal size: with some room, most fit into what is there.
-            buffer = np.empty(num_words + num_words // _ROOM, dtype=np.int32)
-            if len(self._made) < _MOST_BUFFERS:
-                self._made.append(buffer)
-            return buffer[:num_words]
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.popleft()
+            except IndexError:  # taken by another reader
+                break
+            if memory.shape[0] >= num_words:
+                return self._lease(memory)[:num_words]
+            self._free.append(memory)
+        # Lists make batches of unequal sizes: with some room, most fit into what is there.
+        return self._lease(np.empty(num_words + num_words // _ROOM, dtype=np.int32))[:num_words]
+
+    def _lease(self, memory: Words) -> Words:
+        lease = (ctypes.c_int32 * memory.shape[0]).from_buffer(memory)
+        weakref.finalize(lease, _give_back, self._free, memory).atexit = False
+        return np.frombuffer(lease, dtype=np.int32)
 
 
-_ROOM = 16
-_ONLY_OURS = 3
-"""References to a free buffer inside ``take``: the list, the local name, the argument."""
+_ROOM = 16  # a part of so many is added
+
+
+def _give_back(free: deque[Words], memory: Words) -> None:
+    if len(free) < _MOST_BUFFERS:
+        free.append(memory)
 
 
 class Threads:

@@ -6,7 +6,7 @@ exactly the rows of the epoch that were not yet delivered.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +22,7 @@ from data.read.blocks import Block, BlockReader, Parts
 from data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.run.model import HashedCross
 from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
@@ -269,11 +270,13 @@ def open_loader(
     seed: int = 7,
     device: torch.device | None = None,
     tail: Tail = "keep",
+    crosses: Sequence[HashedCross] = (),
 ) -> RowLoader:
     """Open one split for one rank.
 
     ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
-    rank may get none), ``drop`` leaves it out and counts it. The order is the same for both
+    rank may get none), ``drop`` leaves it out and counts it. ``crosses`` are computed from the
+    set's columns and come after them in ``Batch.ids``. The order is the same for both
     back-ends. Raises ConfigError for an argument out of range, DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
@@ -297,7 +300,7 @@ def open_loader(
             f"device: {device!r} is {type(device).__name__}, not torch.device; for example "
             'device=torch.device("cpu")'
         )
-    rows = BlockReader(manifest, split)
+    rows = BlockReader(manifest, split, crosses)
     loader = RowLoader(
         manifest,
         rows,

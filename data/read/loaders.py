@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from data.read.feeds import Backend
 from data.read.loader import RowLoader, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
+from sbpflow.run.model import HashedCross
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +36,17 @@ def open_loaders(
     *,
     seed: int,
     device: torch.device,
+    crosses: Sequence[HashedCross] = (),
 ) -> dict[str, RowLoader]:
     """By split; only ``train`` is shuffled or may drop its tail.
 
-    Raises ConfigError if the train part has no batch.
+    Raises ConfigError if the train part has no batch, or rows without labels.
     """
+    if not manifest.labelled:
+        raise ConfigError(
+            f"data.path: the rows of {manifest.path} were encoded without labels, to be scored; "
+            "train on a set that `python -m data prepare` made"
+        )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
@@ -59,6 +67,7 @@ def open_loaders(
             seed=seed,
             device=device,
             tail=config.tail if split == "train" else "keep",
+            crosses=crosses,
         )
         for split, num_rows in manifest.splits.items()
         if num_rows

@@ -19,7 +19,7 @@ from data.format.ids import assign_ids
 from data.format.manifest import SPLITS, Manifest, load_manifest, shard_entry, write_manifest
 from data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
 from data.format.shards import Words, write_shard
-from data.prepare.transforms import TRANSFORMS
+from data.prepare.transforms import FUNCTIONS
 from data.prepare.workspace import MARK, discard, open_work
 from data.stats import compute_stats, stats_json
 from data.synth.bayes import BayesTally
@@ -207,7 +207,7 @@ def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
     values = rows.integers[name].astype(np.float32)
     missing = rows.missing.get(name)
     mask = np.zeros(len(values), dtype=np.bool_) if missing is None else missing
-    return TRANSFORMS["log3"](values, mask)[0].view(np.int32)
+    return FUNCTIONS["log3"](values, mask)[0].view(np.int32)
 
 
 def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:

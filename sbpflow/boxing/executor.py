@@ -1,11 +1,12 @@
 """Runs planned conversions on plain local tensors.
 
-Follows the steps of ``boxing_plan`` and decides nothing. Collectives of c10d are called here and in
+Follows the steps of ``plan`` and decides nothing. Collectives of c10d are called here and in
 the embedding exchange, nowhere else. No autograd: results have no history, and ``global_tensor``
 pairs each conversion with its adjoint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbpflow.boxing.buffers import Loan, Staging
+from sbpflow.boxing.plan import Asked, Conversion, plan_boxing
 from sbpflow.boxing.program import Program, Stays, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.comm_log import CommRecord
 from sbpflow.runtime.world import World, all_gather_single, broken, reduce_scatter_single, refused
+from sbpflow.sbp.layout import Layout
 
 MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
 
@@ -59,6 +62,38 @@ class Boxing:
         # Keyed by identity: hashing a step costs more than running its Python part. The program
         # holds the step, so an identity stays taken.
         self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
+        self._followed: dict[Asked, tuple[BoxingStep, ...]] = {}
+        self._planned_only = False
+
+    def follow(self, conversions: Iterable[Conversion]) -> None:
+        """From now on take the steps of these conversions from here: those of a run's plan."""
+        self._followed |= {conversion.asked: conversion.steps for conversion in conversions}
+
+    @contextmanager
+    def planned_only(self, wanted: bool = True) -> Generator[None]:
+        """Inside, if ``wanted``, a conversion that ``follow`` was not told of raises SbpError."""
+        before, self._planned_only = self._planned_only, wanted
+        try:
+            yield
+        finally:
+            self._planned_only = before
+
+    def steps_of(
+        self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[BoxingStep, ...]:
+        """The steps of a conversion: those of the plan that is followed, or else planned now."""
+        found = self._followed.get((id, src, dst, shape, dtype))
+        if found is not None:
+            return found
+        backend = self.world.backend_of(dst)
+        steps = plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
+        if self._planned_only and steps:
+            raise SbpError(
+                f"{id}: converts {src} to {dst} of {list(shape)}, which the plan of this run does "
+                "not have; a model's forward makes the same conversions at every step, whatever "
+                "its values"
+            )
+        return steps
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
         """Compile ``steps`` and make their process groups now rather than on first use."""

@@ -1,11 +1,12 @@
 """Plans conversions: a printable list of steps, each with at most one collective and its bytes.
 
 Pure: no rank runs, no tensor is touched, so ``explain`` and the planner call it for any world. The
-executor is ``boxing``; it follows the list and adds nothing. The search over several steps, needed
-for n-D layouts and for partial sums that change placement, is ``boxing_search``.
+executor follows the list and adds nothing. The search over several steps, needed for n-D layouts
+and for partial sums that change placement, is in ``search``.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,27 @@ from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step, 
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 
-__all__ = ["BoxingStep", "Collective", "format_steps", "plan_boxing"]
+__all__ = ["BoxingStep", "Collective", "Conversion", "format_steps", "plan_boxing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A conversion that was asked for, and the steps it takes; ``id`` names who asks."""
+
+    id: str
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    steps: tuple[BoxingStep, ...]
+
+    @property
+    def asked(self) -> "Asked":
+        """What it is looked up by."""
+        return (self.id, self.src, self.dst, self.shape, self.dtype)
+
+
+Asked = tuple[str, Layout, Layout, tuple[int, ...], torch.dtype]
 
 
 def plan_boxing(

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import (
     Schemes,
@@ -12,11 +13,6 @@ from sbpflow.config.table_rules import (
 )
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError
-
-HOW_TO_MAKE_DATA = (
-    "make a set with `python -m data prepare --input train.tsv --output DIR` "
-    "or `python -m data synth --rows 300000 --output DIR`"
-)
 
 
 def check(
@@ -61,11 +57,3 @@ def data_path(config: Config) -> Path:
     if problem := data_folder_problem(path):
         raise ConfigError(problem)
     return path
-
-
-def data_folder_problem(folder: Path) -> str | None:
-    """Why a prepared set cannot be read from ``folder``, and what to do; None if it is a folder."""
-    if folder.is_dir():
-        return None
-    what = "is not a folder" if folder.exists() else "does not exist"
-    return f"data.path: {folder} {what}; {HOW_TO_MAKE_DATA}"

@@ -18,7 +18,7 @@ from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
 from sbpflow.run.dense_steps import dense_steps
-from sbpflow.run.model import Fields, ModelSpec
+from sbpflow.run.model import Fields, ModelSpec, hashed_crosses_of
 from sbpflow.run.plan import DenseParameter, RunPlan
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
@@ -78,7 +78,10 @@ def plan_run(
     embeddings = plan_embeddings(
         _with_optimizers(spec.outputs, config.optimizer.tables),
         layouts,
-        features=[field.feature() for field in fields.ids],
+        features=[
+            *(field.feature() for field in fields.ids),
+            *(cross.field().feature() for cross in hashed_crosses_of(spec)),
+        ],
         optimizer=sparse_optimizer(config.optimizer.sparse),
         dtype=dtype,
         world=world,
@@ -88,7 +91,7 @@ def plan_run(
         out_of_range=config.data.out_of_range,
     )
     dense = _dense_parameters(config, spec, device_type, world_size)
-    forward, backward = dense_steps(
+    sent = dense_steps(
         spec,
         fields,
         {parameter.name: parameter.layout for parameter in dense},
@@ -102,8 +105,9 @@ def plan_run(
         layouts=layouts,
         kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
-        dense_forward=forward,
-        dense_backward=backward,
+        dense_forward=sent.forward,
+        dense_backward=sent.backward,
+        dense_conversions=sent.conversions,
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
         schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
         batch_size=config.data.batch_size,

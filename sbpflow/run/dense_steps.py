@@ -5,10 +5,12 @@ backward over tensors without storage (torch's meta device), with no other rank 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.plan import Conversion
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.sbp.layout import Layout
@@ -16,6 +18,15 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSteps:
+    """``forward`` and ``backward`` steps that send something, in order, and all conversions."""
+
+    forward: tuple[BoxingStep, ...]
+    backward: tuple[BoxingStep, ...]
+    conversions: tuple[Conversion, ...]
 
 
 def dense_steps(
@@ -27,8 +38,8 @@ def dense_steps(
     dtype: torch.dtype,
     backend: str,
     batch_size: int,
-) -> tuple[tuple[BoxingStep, ...], tuple[BoxingStep, ...]]:
-    """(forward, backward) steps of the dense part for a global batch, as rank 0 plans them."""
+) -> DenseSteps:
+    """What the dense part sends for a global batch of ``batch_size`` rows, as rank 0 plans it."""
     boxing = DryBoxing(world.size)
     boxing.world.backend = backend
     part = spec.build(layouts, boxing, seed=0, dtype=dtype)
@@ -40,9 +51,13 @@ def dense_steps(
         return GlobalTensor.from_local(local, home, (batch_size, width), boxing)
 
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
-    logits = part.forward(vectors, rows(len(fields.dense)), training=False, seed=0)
+    logits = part.forward(vectors, rows(len(fields.dense)), training=True, seed=0)
     loss = ops.reduce_mean(part.row_losses(logits, rows(1)), id="loss")
     num_forward = len(boxing.trace)
     loss.backward()
     forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]
-    return tuple(s for s in forward if s.groups), tuple(s for s in backward if s.groups)
+    return DenseSteps(
+        forward=tuple(step for step in forward if step.groups),
+        backward=tuple(step for step in backward if step.groups),
+        conversions=tuple(boxing.conversions.values()),
+    )

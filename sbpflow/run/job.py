@@ -6,7 +6,8 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.run.model import ModelSpec
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
@@ -26,7 +27,8 @@ class Job:
 
 
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
-    """Allocate and fill this rank's part of everything."""
+    """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
+    boxing.follow(plan.dense_conversions)
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
     embeddings = EmbeddingCollection(plan.embeddings, boxing, seed=seed, kernel=plan.kernels)
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
@@ -42,5 +44,13 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         rate_factor=rate_factor(config.optimizer.schedule),
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
+        planned_rows=plan.batch_size,
     )
     return Job(trainer, model, embeddings, plan, boxing)
+
+
+def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
+    """Plan a run over these columns and build it: for programs that bring their own batches."""
+    world = boxing.world
+    spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
+    return build_job(config, spec, plan, boxing)

@@ -66,6 +66,23 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HashedCross:
+    """A column of ids that the loader computes: those of other columns hashed together."""
+
+    columns: tuple[str, ...]
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """Of the column; another than that of a cross which the set was prepared with."""
+        return f"hashed.{'x'.join(self.columns)}"
+
+    def field(self) -> IdField:
+        """The column as embeddings know it."""
+        return IdField(name=self.name, rows=self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
     """A dense parameter: its full shape and its initial values, U(-bound, bound) or ``value``."""
 
@@ -114,6 +131,14 @@ class ModelSpec(Protocol):
     ) -> DensePart:
         """The dense part on this rank, its parameters in ``layouts``."""
         ...
+
+
+def hashed_crosses_of(spec: ModelSpec) -> tuple[HashedCross, ...]:
+    """Columns that a model wants beside those of the set: its spec may have ``hashed_crosses``.
+
+    A batch has them after the other columns of its matrix of ids, in this order.
+    """
+    return getattr(spec, "hashed_crosses", ())
 
 
 class ModelConfig(Protocol):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sbpflow.boxing.plan import Conversion
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
@@ -40,7 +41,11 @@ class DenseParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Everything static about a run: what ``explain`` prints and the trainer executes."""
+    """Everything static about a run: what ``explain`` prints and the trainer executes.
+
+    ``dense_conversions`` are all that the dense part asks for in a batch of ``batch_size`` rows;
+    ``dense_forward`` and ``dense_backward`` are their steps that send something, in order.
+    """
 
     embeddings: EmbeddingPlan
     layouts: Mapping[str, TableLayout]
@@ -48,6 +53,7 @@ class RunPlan:
     dense: tuple[DenseParameter, ...]
     dense_forward: tuple[BoxingStep, ...]
     dense_backward: tuple[BoxingStep, ...]
+    dense_conversions: tuple[Conversion, ...]
     dense_gradients: GradientPlan
     schedule: StepSchedule
     batch_size: int

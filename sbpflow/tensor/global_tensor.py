@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import check_dtype
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
@@ -248,7 +247,7 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 def _plan(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, boxing: Boxing
 ) -> Steps:
-    return plan_boxing(src, dst, shape, dtype, id=id, backend=boxing.world.backend_of(dst))
+    return boxing.steps_of(id, src, dst, shape, dtype)
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:

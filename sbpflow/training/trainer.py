@@ -117,7 +117,8 @@ class Trainer:
 
     ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
     gives the factor of all learning rates at a step. ``gradients`` is how dense gradients and the
-    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it.
+    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it; in batches of
+    ``planned_rows`` the dense part may make no conversion that ``boxing`` was not told of.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Trainer:
         rate_factor: RateFactor = constant,
         schedule: StepSchedule = OVERLAPPED,
         gradients: GradientPlan | None = None,
+        planned_rows: int | None = None,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -151,6 +153,7 @@ class Trainer:
         self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
         self._loss: Tensor | None = None  # [1], of all ranks
         self._gradients_under_way: PendingSync | None = None
+        self._planned_rows = planned_rows
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         self._coming: _BatchInFlight | None = None
         self._failure = ""
@@ -238,9 +241,10 @@ class Trainer:
 
     def _forward(self, one: _BatchInFlight) -> None:
         batch, seed = one.batch, self._mask_seed(one.number)
-        logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        losses = self._model.row_losses(logits, labels)
+        with self._boxing.planned_only(batch.num_rows == self._planned_rows):
+            logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
+            losses = self._model.row_losses(logits, labels)
         weights: Tensor | None = getattr(batch, "weights", None)
         if weights is not None:
             losses = ops.mul(losses, self._home(weights.unsqueeze(1), batch.num_rows))

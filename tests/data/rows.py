@@ -73,7 +73,8 @@ def ids(manifest, split):
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """Every file of a set."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*"))}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def counts_of(rows: list[list[str]], name: str) -> Counter:

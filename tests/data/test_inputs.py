@@ -107,12 +107,12 @@ def test_a_label_is_0_or_1_to_the_letter_whatever_stands_beside_it(label):
     assert len(alone.frame) == 19
 
 
-SMALL_SCHEMA = "dense: [I1]\nsparse: {C1: string, C2: integer}\n"
+SMALL_SCHEMA = "dense: {I1: {kind: integer}}\nsparse: {C1: string, C2: integer}\n"
 
 
 def small_parquet(tmp_path, label, dense, first, second):
     """A piece of Parquet rows with the given columns."""
-    from data.format.schema import read_schema
+    from data.prepare.schema_file import read_schema
 
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
     frame = pl.DataFrame({"label": label, "I1": dense, "C1": first, "C2": second})
@@ -148,7 +148,7 @@ def test_parquet_floats_that_are_whole_and_categoricals_are_read(tmp_path):
     assert floats.frame["I1"].to_list() == [5, None]
     broken = small_parquet(tmp_path, [0, 1], [5.5, 1.0], ["x", "y"], [7.0, 7.5])
     assert broken.bad.counts == {
-        "category does not fit its kind": 1,
+        "category is not an integer": 1,
         "dense value is not a 32-bit integer": 1,
     }
 

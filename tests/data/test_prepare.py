@@ -221,7 +221,7 @@ def test_bad_parquet_cells_are_counted(tmp_path):
         {"label": [0, 1, 2, 1, None], "I1": [1.0, float("nan"), 3.0, 0.5, 1.0], "C1": ["a"] * 5}
     )
     frame.write_parquet(tmp_path / "r.parquet")
-    (tmp_path / "schema.yaml").write_text("dense: [I1]\nsparse: {C1: string}\n")
+    (tmp_path / "schema.yaml").write_text("dense: {I1: {kind: integer}}\nsparse: {C1: string}\n")
     arguments = ["prepare", "--input", str(tmp_path / "r.parquet"), "--output", str(tmp_path / "s")]
     arguments += ["--schema", str(tmp_path / "schema.yaml"), "--max-bad-fraction", "1"]
     assert main([*arguments, "--split", "time:1,0,0"]) == 0

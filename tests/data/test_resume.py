@@ -38,8 +38,8 @@ def stopped_at(monkeypatch, step, output, source):
     def stop(*_):
         raise Stopped
 
-    def half(staged, tables, options, work, advance):
-        encode_all(staged, tables, options, work, advance)
+    def half(staged, tables, fitted, options, work, advance):
+        encode_all(staged, tables, fitted, options, work, advance)
         for record in sorted((work / "encoded").iterdir())[1::2]:
             record.unlink()  # as if these had not been reached; their staged files are gone
         raise Stopped
@@ -158,8 +158,8 @@ def test_a_fault_that_is_not_of_an_earlier_run_is_no_reason_to_start_anew(
 ):
     from data.format.shards import write_shard
 
-    def faulty(folder, name, words):
-        shard = write_shard(folder, name, words)
+    def faulty(folder, name, words, parts):
+        shard = write_shard(folder, name, words, parts)
         (folder / name).write_bytes((folder / name).read_bytes()[:-1])
         return shard
 

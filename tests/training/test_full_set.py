@@ -108,8 +108,8 @@ def _weighted(world: World, scheme: str, repeat: bool):
 @pytest.mark.parametrize(("scheme", "size"), [("dp", 1), ("1", 2), ("3", 4)])
 def test_a_weight_is_worth_as_many_rows(ranks, scheme, size):
     """Weights 0, 1 and 2 of 30 rows are 30 rows, of which a third is there twice."""
-    weighted = ranks(size, _weighted, scheme, repeat=False)
-    repeated = ranks(size, _weighted, scheme, repeat=True)
+    weighted = ranks(size, _weighted, scheme, False)
+    repeated = ranks(size, _weighted, scheme, True)
     for (losses, tables), (want, want_tables) in zip(weighted, repeated, strict=True):
         assert losses == pytest.approx(want, rel=1e-13)
         for key, table in tables.items():
@@ -134,5 +134,5 @@ def _batches_at_once(world: World, together: bool):
 
 
 def test_accumulated_weighted_batches_are_one_batch(ranks):
-    for losses in ranks(2, _batches_at_once, together=False):
-        assert losses == pytest.approx(ranks(1, _batches_at_once, together=True)[0], rel=1e-12)
+    for losses in ranks(2, _batches_at_once, False):
+        assert losses == pytest.approx(ranks(1, _batches_at_once, True)[0], rel=1e-12)

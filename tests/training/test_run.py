@@ -161,6 +161,7 @@ class Recorder:
         self.num_steps = steps
         self.schedule = SERIAL
         self.world = self
+        self.device = torch.device("cpu")
         self.size = 1
         self.calls: list[tuple[Any, ...]] = []
         self.batches: list[tuple[Any, ...]] = []

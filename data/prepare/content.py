@@ -1,0 +1,132 @@
+"""What the manifest of a prepared set says, and the options that a set made like it shares."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from data.format.manifest import SPLITS, Manifest
+from data.prepare.encode import Record, length_type
+from data.prepare.options import PrepareOptions
+from data.prepare.pieces import columns_of
+from data.prepare.schema_file import schema_from
+from data.prepare.source import Input
+from data.prepare.stage import Staged, bad_counts
+from sbpflow import __version__
+from sbpflow.errors import ConfigError
+
+
+def manifest_content(
+    options: PrepareOptions,
+    inputs: Sequence[Input],
+    staged: Sequence[Staged],
+    records: Sequence[Record],
+    fields: Sequence[dict[str, Any]],
+    fitted: Mapping[str, Any],
+    like: Manifest | None,
+) -> dict[str, Any]:
+    """Everything of the manifest but the vocabularies and the statistics."""
+    schema = options.schema
+    columns = columns_of(inputs[0], schema, options.is_encode)
+    content = {
+        "source": "encode" if options.is_encode else "prepare",
+        "inputs": [{"name": s.path.name, "bytes": s.num_bytes} for s in inputs],
+        "schema": asdict(schema),
+        "options": {
+            "transform": options.transform,
+            "crosses": [list(pair) for pair in options.crosses],
+            "hash_sizes": dict(options.hash_sizes),
+            "spare": options.spare,
+        },
+        "dense": _dense(options, records),
+        "fields": [_with_rare(entry, records, staged) for entry in fields],
+        "fitted": dict(fitted),
+        "splits": {k: [r["shards"][k] for r in records if k in r["shards"]] for k in SPLITS},
+        "split": asdict(options.split),
+        "min_count": options.min_count,
+        "seed": options.seed,
+        "lines": sum(piece.num_lines for piece in staged),
+        "bad_lines": bad_counts(staged),
+        "versions": {"sbpflow": __version__, "polars": pl.__version__, "numpy": np.__version__},
+    }
+    if side := _side(options, columns):
+        content["side"] = side
+    if any(not many.fixed for many in schema.many):
+        content["length_type"] = length_type(options)
+    if schema.label not in columns:
+        content["labelled"] = False
+    if like is not None:
+        content["like"] = like.fingerprint
+    return content
+
+
+def _dense(options: PrepareOptions, records: Sequence[Record]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for number in options.numbers:
+        if number.buckets:
+            continue
+        clamped = sum(record["clamped"].get(number.name, 0) for record in records)
+        entry = {"name": number.name, "transform": number.transform, "clamped": clamped}
+        entries.append({**entry, **_range(number.name, records)})
+        if number.indicator:
+            name = f"{number.name}_missing"
+            entries.append({"name": name, "transform": "missing", **_range(name, records)})
+    return entries
+
+
+def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
+    ranges = [record["ranges"][name] for record in records if name in record["ranges"]]
+    if not ranges:
+        return {}
+    return {"range": [min(low for low, _ in ranges), max(high for _, high in ranges)]}
+
+
+def _with_rare(
+    entry: dict[str, Any], records: Sequence[Record], staged: Sequence[Staged]
+) -> dict[str, Any]:
+    """With the lookups that got the rare id, over all splits, and the values cut off."""
+    if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
+        entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
+    cut = sum(piece.cut.get(entry["name"], 0) for piece in staged)
+    return {**entry, "cut": cut} if cut else entry
+
+
+def _side(options: PrepareOptions, columns: Sequence[str]) -> list[dict[str, str]]:
+    schema = options.schema
+    found: list[tuple[str, str, str]] = [
+        (name, "label", "float32") for name in schema.labels if name in columns
+    ]
+    if schema.weight:
+        found.append((schema.weight, "weight", "float32"))
+    if schema.group:
+        found.append((schema.group[0], "group", "uint64"))
+    if schema.time:
+        found.append((schema.time[0], "time", "int64"))
+    if schema.row_key:
+        kind = "int64" if schema.row_key[1] == "integer" else "string"
+        found.append((schema.row_key[0], "row_key", kind))
+    return [{"name": name, "role": role, "type": kind} for name, role, kind in found]
+
+
+def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
+    """``options`` with everything that decides ids and values as it was for ``manifest``."""
+    content = manifest.content
+    if content.get("vocabulary") is None or "schema" not in content:
+        raise ConfigError(
+            f"--like {manifest.path}: has no vocabularies and no schema (it was generated); use a "
+            "set made by `python -m data prepare`"
+        )
+    asked = content["options"]
+    return replace(
+        options,
+        like=Path(manifest.path),
+        schema=schema_from(content["schema"]),
+        crosses=tuple((left, right) for left, right in asked["crosses"]),
+        hash_sizes=tuple(asked["hash_sizes"].items()),
+        transform=asked["transform"],
+        min_count=content["min_count"],
+        seed=content["seed"],
+    )

@@ -1,0 +1,82 @@
+"""From cells to keys: the number itself of hex digits and integers, 64-bit blake2b of a string."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from data.format.schema import CHECK, Kind
+
+PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
+KEY_BYTES, CHECK_BYTES = 8, 4
+
+
+def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
+    """The key of a text cell: uint32 of hex, the bits of an integer; a string stays a string."""
+    if kind == "hex":
+        return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)
+    if kind == "integer":
+        return cell.str.to_integer(dtype=pl.Int64, strict=False).reinterpret(signed=False)
+    return cell
+
+
+def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
+    """Replace columns of strings by their keys; ``NAME__check`` has 32 more bits of the digest."""
+    columns: list[pl.Series] = []
+    for name in names:
+        keys, checks = string_keys(frame[name])
+        columns += [keys.alias(name), checks.alias(name + CHECK)]
+    return frame.with_columns(columns)
+
+
+def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """Key (uint64) and check (uint32) of each string, the same in every version of every library.
+
+    The first 64 and the next 32 bits of a 96-bit blake2b; null where the string is.
+    """
+    distinct = cells.drop_nulls().unique()
+    size = KEY_BYTES + CHECK_BYTES
+    digests = [hashlib.blake2b(value.encode(), digest_size=size).digest() for value in distinct]
+    raw = np.frombuffer(b"".join(digests), dtype=[("key", "<u8"), ("check", "<u4")])
+    places = pl.Series(np.arange(len(distinct), dtype=np.uint32))
+    if len(distinct) == 0:
+        empty = pl.repeat(None, len(cells), dtype=pl.UInt64, eager=True)
+        return empty, empty.cast(pl.UInt32)
+    place = cells.replace_strict(distinct, places, default=None, return_dtype=pl.UInt32)
+    found = place.fill_null(0).to_numpy()
+    is_null = place.is_null()
+    keys = pl.Series(raw["key"][found]).set(is_null, None)
+    checks = pl.Series(raw["check"][found]).set(is_null, None)
+    return keys, checks
+
+
+def key_of(cells: pl.Series, kind: Kind) -> pl.Series:
+    """Keys of cells of any type: null where a cell does not fit ``kind``; strings stay strings."""
+    return cells.to_frame().select(_key(cells, kind)).to_series().alias(cells.name)
+
+
+def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
+    if cells.dtype == pl.String:
+        key = key_expression(pl.col(cells.name), kind)
+        if kind not in PATTERNS:
+            return key
+        return pl.when(pl.col(cells.name).str.contains(f"^({PATTERNS[kind]})$")).then(key)
+    if cells.dtype in (pl.Boolean, pl.Null):
+        types: dict[Kind, type[pl.DataType]] = {"hex": pl.UInt32, "integer": pl.UInt64}
+        return pl.repeat(None, pl.len(), dtype=types.get(kind, pl.String)).alias(cells.name)
+    if cells.dtype.is_float():  # 7.0 is the category 7, 7.5 is none
+        whole = pl.col(cells.name) == pl.col(cells.name).floor()
+        number = pl.col(cells.name).cast(pl.Int64, strict=False)
+        if kind == "hex":
+            number = number.cast(pl.UInt32, strict=False)
+        elif kind == "integer":
+            number = number.reinterpret(signed=False)
+        else:
+            number = number.cast(pl.String)
+        return pl.when(whole).then(number).alias(cells.name)
+    if kind == "hex":
+        return pl.col(cells.name).cast(pl.UInt32, strict=False)
+    if kind == "integer":
+        return pl.col(cells.name).cast(pl.Int64, strict=False).reinterpret(signed=False)
+    return pl.col(cells.name).cast(pl.String)

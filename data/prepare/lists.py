@@ -1,0 +1,93 @@
+"""Cells with several values: ``a|b|c`` in text, lists in Parquet, and weights beside them.
+
+An empty cell, an empty list and a list of nothing but one empty element are all no values at all
+(text can write only the first); any other empty element is a missing value.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from data.format.schema import Kind, Many
+from data.prepare.keys import key_of, string_keys
+
+
+class Several(NamedTuple):
+    """One column with several values: the values, and the rows (flags) with a fault."""
+
+    values: pl.DataFrame
+    """``row`` uint32, ``key``, ``check`` of strings, ``weight`` where there is one"""
+    misfits: pl.Series
+    too_long: pl.Series
+    unpaired: pl.Series
+    bad_weights: pl.Series
+    num_cut: int
+
+
+def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
+    """The values of column ``many.name``, row by row, cut to the most that a row may have."""
+    cells = _flat(frame[many.name], many.separator)
+    rows, total = cells["row"].to_numpy(), len(frame)
+    keys = key_of(cells["value"], kind)
+    lost = cells["value"].is_not_null() & keys.is_null()
+    columns = {"row": cells["row"], "key": keys}
+    if kind == "string":
+        columns["key"], columns["check"] = string_keys(keys)
+    lengths = np.bincount(rows, minlength=total)
+    none = _rows_of(rows[:0], total)
+    unpaired, bad_weights = none, none
+    if many.weights is not None:
+        weights = _flat(frame[many.weights], many.separator)
+        others = np.bincount(weights["row"].to_numpy(), minlength=total)
+        differ = lengths != others
+        unpaired = pl.Series(differ)
+        values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
+        bad = ~values.is_finite().fill_null(False)
+        bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
+        if differ.any():  # those rows go; what stays must pair up
+            keep = pl.Series(~differ[rows])
+            columns = {name: column.filter(keep) for name, column in columns.items()}
+            values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))
+            lost, rows = lost.filter(keep), rows[~differ[rows]]
+            lengths = np.bincount(rows, minlength=total)
+        columns["weight"] = values
+    long = lengths > many.most
+    table = pl.DataFrame(columns)
+    num_cut = 0
+    if long.any() and many.beyond != "error":
+        place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
+        if many.beyond == "last":
+            place = lengths[rows] - 1 - place
+        stays = place < many.most
+        num_cut = int((~stays).sum())
+        table = table.filter(pl.Series(stays))
+    misfits = _rows_of(rows[lost.to_numpy()], total)
+    return Several(table, misfits, pl.Series(long), unpaired, bad_weights, num_cut)
+
+
+def _rows_of(rows: "np.ndarray[tuple[int], np.dtype[np.uint32]]", total: int) -> pl.Series:
+    flags = np.zeros(total, dtype=np.bool_)
+    flags[rows] = True
+    return pl.Series(flags)
+
+
+def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
+    """``row`` and ``value`` of every element of every cell; empty ones are null."""
+    if cells.dtype == pl.String:
+        cells = cells.str.split(separator)
+    elif isinstance(cells.dtype, pl.Array):
+        cells = cells.arr.to_list()
+    rows = pl.Series("row", np.arange(len(cells), dtype=np.uint32))
+    frame = pl.DataFrame({"row": rows, "value": cells}).filter(pl.col("value").is_not_null())
+    if isinstance(cells.dtype, pl.List):
+        frame = frame.filter(pl.col("value").list.len() > 0)
+        lone = frame["value"].list.len() == 1
+        frame = frame.with_columns(lone=lone).explode("value")
+    else:
+        frame = frame.with_columns(lone=pl.lit(True))
+    if frame["value"].dtype == pl.String:
+        frame = frame.with_columns(pl.col("value").replace("", None))
+    elif frame["value"].dtype.is_float():
+        frame = frame.with_columns(pl.col("value").fill_nan(None))
+    return frame.filter(~(pl.col("lone") & pl.col("value").is_null())).drop("lone")

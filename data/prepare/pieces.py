@@ -1,0 +1,90 @@
+"""Which columns a text file has, and its pieces where they must be read in order.
+
+Piece k of a plain file is found by its place (``data.prepare.source``); gzip, and text with quotes,
+whose line ends may be parts of cells, is read from the start on.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from data.format.schema import Schema
+from data.prepare.parquet import parquet_columns
+from data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
+from data.prepare.table import count_byte, split_cells
+from sbpflow.errors import DataError
+
+_MOST_QUOTED_BYTES = 1 << 16
+"""A quoted cell ends within so many bytes of a piece's end, or its quote has no partner."""
+
+
+def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[str, ...]:
+    """The columns of a file, in its order; DataError if one that is read is not among them.
+
+    Rows to be scored may lack the labels: then a text without names has so many columns fewer.
+    """
+    if source.is_parquet:
+        columns = parquet_columns(source.path)
+    elif schema.header:
+        columns = tuple(split_cells(_first_line(source.path), schema))
+    else:
+        columns = schema.columns
+        if may_lack_labels:
+            labels = {schema.label, *schema.labels}
+            without = tuple(name for name in columns if name not in labels)
+            if len(split_cells(_first_line(source.path), schema)) == len(without):
+                columns = without
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise DataError(f"{source.path}: its first line names {twice[0]!r} twice; rename one")
+    labels = (schema.label, *schema.labels) if may_lack_labels else ()
+    wanted = [name for name in schema.used if name not in labels]
+    if absent := [name for name in wanted if name not in columns]:
+        raise DataError(
+            f"{source.path}: no column {absent[0]!r}; it has {', '.join(columns[:8])}, ...; "
+            "name its columns in a --schema file"
+        )
+    return columns
+
+
+def _first_line(path: Path) -> str:
+    with open_text(path) as file:
+        line = file.readline(MAX_LINE_BYTES)
+    try:
+        return line.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: its first line is no UTF-8 text ({error.reason})") from error
+
+
+def pieces_in_order(path: Path, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
+    """Pieces of whole records in order, each with the bytes of the file that it took."""
+    with open_text(path) as file:
+        taken = 0
+        while head := file.read(size):
+            text = head if head.endswith(b"\n") else head + _line(file, path)
+            if quote is not None and count_byte(text, quote) % 2:
+                text += _to_quote(file, path, quote)
+            position = _position(file)
+            yield text, position - taken
+            taken = position
+
+
+def _to_quote(file: IO[bytes], path: Path, quote: str) -> bytes:
+    """The lines up to the one that closes a quote; none that is too far away."""
+    more, is_open = b"", True
+    while is_open and len(more) < _MOST_QUOTED_BYTES and (line := _line(file, path)):
+        more += line
+        is_open ^= line.count(quote.encode()) % 2 == 1
+    return more
+
+
+def _line(file: IO[bytes], path: Path) -> bytes:
+    line = file.readline(MAX_LINE_BYTES)
+    if len(line) == MAX_LINE_BYTES:
+        raise no_line_end(path)
+    return line
+
+
+def _position(file: IO[bytes]) -> int:
+    """Bytes of the file read so far: packed ones where it is packed."""
+    packed = getattr(file, "fileobj", None)
+    return file.tell() if packed is None else packed.tell()

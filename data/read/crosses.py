@@ -1,0 +1,67 @@
+"""Crosses of columns computed while rows are read: ids of other columns, hashed together.
+
+The hash is of ids, not of raw values, so it needs nothing but the rows; values that share an id
+(rare ones, by the vocabulary) share it in the cross. Equal ids give equal hashes on every machine.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.format.manifest import Manifest
+from data.format.schema import NUM_RESERVED_IDS
+from sbpflow.errors import ConfigError
+from sbpflow.run.model import HashedCross
+
+_MISSING = 0
+# Of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
+    """[n] ids below ``rows`` of a cross of columns [n]: 2 + hash modulo (rows - 2).
+
+    0, missing, where any part is. The order of the parts matters.
+    """
+    state = np.zeros(len(parts[0]), dtype=np.uint64)
+    for ids in parts:
+        state = (state + _GAMMA) ^ ids.astype(np.uint64)
+        state = (state ^ (state >> _SHIFTS[0])) * _MIX_1
+        state = (state ^ (state >> _SHIFTS[1])) * _MIX_2
+        state ^= state >> _SHIFTS[2]
+    state %= np.uint64(rows - NUM_RESERVED_IDS)
+    ids = state.astype(np.int32) + np.int32(NUM_RESERVED_IDS)
+    for part in parts:
+        ids[part == _MISSING] = _MISSING
+    return ids
+
+
+class CrossColumns:
+    """Computes the columns of some crosses from a matrix of ids."""
+
+    def __init__(self, manifest: Manifest, crosses: Sequence[HashedCross]) -> None:
+        places: dict[str, int] = {}
+        column = 0
+        for field in manifest.fixed:
+            if field.hot == 1:
+                places[field.name] = column
+            column += field.hot
+        for cross in crosses:
+            if absent := [name for name in cross.columns if name not in places]:
+                raise ConfigError(
+                    f"cross {cross.name}: {absent[0]} is no column of one id per row; "
+                    f"{manifest.path} has {', '.join(places)}"
+                )
+        self._crosses = [([places[name] for name in c.columns], c.rows) for c in crosses]
+        self.rows = tuple(cross.rows for cross in crosses)
+
+    def __len__(self) -> int:
+        return len(self._crosses)
+
+    def fill(self, ids: NDArray[np.int32], out: NDArray[np.int32]) -> None:
+        """Compute ``out`` [n, crosses] from ``ids`` [n, columns]."""
+        for index, (columns, rows) in enumerate(self._crosses):
+            out[:, index] = hashed_ids([ids[:, column] for column in columns], rows)

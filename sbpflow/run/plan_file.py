@@ -1,0 +1,116 @@
+"""A plan of a run as JSON and back, equal to the value it came from; only classes listed are made.
+
+A dataclass is an object with its class name under "is", a dtype {"dtype": name}, a mapping
+{"map": [[key, value], ...]}, a tuple a list.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from sbpflow.boxing.plan import Conversion
+from sbpflow.boxing.step import BoxingStep
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan
+from sbpflow.embedding.plan.grouping import IdColumns
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.stack import Stack, Use
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.errors import DataError
+from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
+from sbpflow.tensor.gradient_sync import GradientBucket, GradientPlan
+from sbpflow.training.step_schedule import Move, StepSchedule
+
+PLAN_FILE = "plan.json"
+FORMAT = 1
+_CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        BoxingStep,
+        Broadcast,
+        Conversion,
+        DenseParameter,
+        EmbeddingPlan,
+        ExchangeStep,
+        FeatureConfig,
+        GradientBucket,
+        GradientPlan,
+        GroupPlan,
+        IdColumns,
+        KernelChoice,
+        Layout,
+        Move,
+        OutputConfig,
+        Partial,
+        Placement,
+        RunPlan,
+        SparseOptimizer,
+        Split,
+        Stack,
+        StepSchedule,
+        TableConfig,
+        TableLayout,
+        Use,
+    )
+}
+
+
+def plan_to_json(plan: RunPlan) -> str:
+    """The whole plan; ``plan_from_json`` of it gives an equal one."""
+    return json.dumps({"format": FORMAT, "plan": _encode(plan)})
+
+
+def plan_from_json(text: str) -> RunPlan:
+    """The plan of ``plan_to_json``; DataError for anything else. Nothing is imported or run."""
+    try:
+        content = json.loads(text)
+        found = content["format"]
+        plan = _decode(content["plan"]) if found == FORMAT else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"plan: is not what a run wrote into {PLAN_FILE} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(plan, RunPlan):
+        raise DataError(f"plan: format {found!r}; this version reads {FORMAT}")
+    return plan
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        name = type(value).__name__
+        if _CLASSES.get(name) is not type(value):
+            raise TypeError(f"a plan holds a {name}, which its file has no form for")
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"is": name, **fields}
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {"map": [[_encode(key), _encode(item)] for key, item in items]}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in cast("Sequence[object]", value)]
+    return value
+
+
+def _decode(value: object) -> Any:  # noqa: ANN401 - any part of a plan
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in cast("list[object]", value))
+    if not isinstance(value, dict):
+        return value
+    content = cast("dict[str, Any]", value)
+    if "dtype" in content and "is" not in content:
+        dtype = getattr(torch, content["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"no dtype {content['dtype']!r}")
+        return dtype
+    if "map" in content and "is" not in content:
+        return {_decode(key): _decode(item) for key, item in content["map"]}
+    kind = _CLASSES[content["is"]]
+    return kind(**{key: _decode(item) for key, item in content.items() if key != "is"})

@@ -1,0 +1,101 @@
+"""Memory of batches: used again when the last view of it has gone, and not before."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from data import load_manifest, open_loader
+from data.format.manifest import write_manifest
+from data.read.feeds import Buffers
+from data.read.loaders import open_loaders
+from sbpflow.config.schema import DataConfig
+from sbpflow.errors import ConfigError
+from tests.data.conftest import make_set
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_memory_is_used_again_once_no_view_of_it_is_left():
+    buffers = Buffers()
+    array = buffers.take(1000)
+    first = address(array)
+    view = torch.from_numpy(array)[10:20].view(2, 5)
+    del array
+    other = buffers.take(900)
+    assert address(other) != first
+    del view
+    again = buffers.take(900)
+    assert address(again) == first
+    part = np.asarray(again)[3:7].reshape(2, 2)
+    del again
+    assert address(buffers.take(10)) != first
+    del part, other
+    assert first in {address(buffers.take(900)) for _ in range(3)}
+
+
+def test_memory_too_small_is_left_for_others():
+    buffers = Buffers()
+    small = buffers.take(10)
+    first = address(small)
+    del small
+    assert address(buffers.take(1000)) != first
+    assert address(buffers.take(10)) in {first}
+
+
+def test_a_view_may_go_in_any_thread_and_while_another_takes():
+    buffers, errors = Buffers(), []
+
+    def work(number):
+        try:
+            for _ in range(2000):
+                array = buffers.take(100 + number)
+                array[:] = number
+                view = torch.from_numpy(array)[5:]
+                del array
+                assert bool((view == number).all())
+        except BaseException as error:  # noqa: BLE001  handed to the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("backend", ["memmap", "dali"])
+def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monkeypatch):
+    made = []
+    real = np.empty
+
+    def counted(shape, *args, **kwargs):
+        if isinstance(shape, int) and shape > 3000:
+            made.append(shape)
+        return real(shape, *args, **kwargs)
+
+    loader = open_loader(row_set(9000), batch_size=500, backend=backend)
+    monkeypatch.setattr("data.read.feeds.np.empty", counted)
+    batches = loader.epoch(0)
+    num_batches = 0
+    for _ in batches:
+        gc.collect()
+        num_batches += 1
+    assert num_batches == 18
+    assert 1 <= len(made) < 18
+
+
+def test_rows_without_labels_are_not_trained_on(tmp_path):
+    manifest = make_set(tmp_path / "set", 100)
+    content = {k: v for k, v in manifest.content.items() if k != "fingerprint"}
+    write_manifest(manifest.path, {**content, "labelled": False})
+    with pytest.raises(ConfigError, match="without labels, to be scored"):
+        open_loaders(
+            load_manifest(manifest.path), DataConfig(batch_size=8), 0, 1, seed=1,
+            device=torch.device("cpu"),
+        )  # fmt: skip

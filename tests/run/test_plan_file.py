@@ -1,0 +1,51 @@
+"""A plan written and read again is the same plan, and nothing else is read."""
+
+import json
+
+import pytest
+
+from sbpflow.config.table_rules import TableRule
+from sbpflow.errors import DataError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.plan_file import plan_from_json, plan_to_json
+from tests.training.wdl_case import FIELDS, make_config
+
+MIXED = {
+    "deep.C1": TableRule(sbp="S(0)", ranks=(0, 2), sizes=(30, 7)),
+    "deep.C2": TableRule(sbp="B", ranks=(1,)),
+    "deep.C3": TableRule(sbp="(S(0), S(1))", ranks=((0, 1), (2, 3))),
+    "deep.C4": TableRule(sbp="B", exchange_dtype="bfloat16"),
+}
+
+
+def plan_of(scheme, **more):
+    config = make_config(scheme, "rowwise_adagrad", dtype="float32", **more)
+    return plan_run(config, FIELDS, world_size=4, device_type="cpu")[1]
+
+
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+def test_a_plan_survives_its_file(scheme):
+    plan = plan_of(scheme, dim=8, dense_layouts={"mlp.0.weight": "S(1)"})
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_a_mixed_plan_survives_its_file():
+    plan = plan_of("2", tables=MIXED, dim=8)
+    again = plan_from_json(plan_to_json(plan))
+    assert again == plan
+    assert again.steps() == plan.steps()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2, "plan": {}}', '{"format": 1, "plan": {"is": "Path"}}']
+)
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(DataError, match="plan: "):
+        plan_from_json(text)
+
+
+def test_a_changed_plan_is_another():
+    plan = plan_of("1", dim=8)
+    content = json.loads(plan_to_json(plan))
+    content["plan"]["batch_size"] += 1
+    assert plan_from_json(json.dumps(content)) != plan

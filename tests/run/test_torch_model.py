@@ -1,0 +1,261 @@
+"""A torch module as dense part: N ranks equal a plain torch program, and mistakes are named."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, SparseSgd
+from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.embedding.collection import INITIAL_BOUND
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import Job, start_job
+from sbpflow.run.model import Fields, embedding_output
+from sbpflow.run.torch_model import TorchModel
+from sbpflow.runtime.streams import fill_uniform, stream_key
+from sbpflow.runtime.world import World
+from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.training.health import check_replicas
+
+ROOT = Path(__file__).resolve().parents[2]
+FIELDS = Fields.of(["I1", "I2"], {"C1": 37, "C2": 11, "C3": 53})
+DIM, BATCH, STEPS, LR, SEED = 4, 24, 12, 0.1, 7
+WIDTH = 3 * DIM + 2
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 9)
+        self.norm = nn.LayerNorm(9)
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(9, 1)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        x = torch.cat([vectors["deep"], dense], 1)
+        return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """``kind`` picks the module; ``dropout`` is the plain one's."""
+
+    name: str = "own"
+    kind: str = "plain"
+    dropout: float = 0.0
+
+    def spec(self, fields: Fields) -> TorchModel:
+        output = embedding_output("deep", fields.sparse, dim=DIM)
+        kinds = {
+            "plain": lambda: Net(self.dropout),
+            # aot_eager traces and runs without a compiler, as the default backend would.
+            "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
+            **WRONG,
+        }
+        loss = {"row_loss": mean_loss} if self.kind == "mean loss" else {}
+        return TorchModel(outputs=(output,), make=kinds[self.kind], **loss)
+
+
+class Odd(Net):
+    """A net that does one thing wrong in its forward."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong = wrong
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        logits = super().forward(vectors, dense)
+        if self.wrong == "buffer":
+            self.count += 1
+        return logits.mean(0) if self.wrong == "shape" else logits
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits - labels).square().mean()
+
+
+WRONG = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)),
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(3)),
+    "buffer": lambda: Odd("buffer"),
+    "shape": lambda: Odd("shape"),
+    "mean loss": Net,
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    labels: Tensor
+    dense: Tensor
+    ids: Tensor
+    num_rows: int
+
+    def part(self, rank: int, size: int) -> "Rows":
+        sizes = balanced_sizes(self.num_rows, size)
+        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        return Rows(self.labels[mine], self.dense[mine], self.ids[mine], self.num_rows)
+
+
+def batches() -> list[Rows]:
+    """Some short ones, one with fewer rows than four ranks."""
+    rng = torch.Generator().manual_seed(3)
+    made = []
+    for step in range(STEPS):
+        n = {STEPS - 1: 2, 4: BATCH - 7}.get(step, BATCH)
+        sizes = torch.tensor([field.rows for field in FIELDS.ids])
+        ids = (torch.rand(n, 3, generator=rng) ** 3 * sizes).int()
+        labels = (torch.rand(n, generator=rng) < 0.4).float()
+        made.append(Rows(labels, torch.randn(n, 2, generator=rng), ids, n))
+    return made
+
+
+def config(scheme: str, model: Model, dense: dict[str, str] | None = None) -> Config:
+    return Config(
+        model=model,
+        data=DataConfig(batch_size=BATCH),
+        parallel=ParallelConfig(
+            scheme=scheme, dtype="float64", kernel="torch", device="cpu", dense=dense or {}
+        ),
+        optimizer=OptimizerConfig(sparse=SparseSgd(lr=LR), dense=DenseSgd(lr=LR)),
+    )
+
+
+def train(world: World, scheme: str, model: Model) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and the module's parameters at the end."""
+    world.checked = False
+    job = start_job(config(scheme, model), FIELDS, Boxing(world))
+    before = torch.random.get_rng_state()
+    losses = run(job, world)
+    assert torch.equal(before, torch.random.get_rng_state()), "the caller's numbers go on as before"
+    check_replicas(job.model.parameters, job.embeddings, job.boxing)
+    return losses, {name: one.part.detach() for name, one in job.model.parameters.items()}
+
+
+def run(job: Job, world: World) -> list[float]:
+    parts = [batch.part(world.rank, world.size) for batch in batches()]
+    return [
+        float(job.trainer.step(batch, ahead))
+        for batch, ahead in zip(parts, [*parts[1:], None], strict=True)
+    ]
+
+
+def expected() -> tuple[list[float], dict[str, Tensor]]:
+    """The same in plain torch: one process, dense tables, one optimizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(stream_key(SEED, "module"))
+        net = Net().double()
+    tables = []
+    for field in FIELDS.sparse:
+        table = torch.empty(field.rows, DIM, dtype=torch.float64)
+        name = f"deep.{field.name}"
+        fill_uniform(table, seed=SEED, name=name, bound=INITIAL_BOUND, num_columns=DIM)
+        tables.append(table.requires_grad_())
+    optimizer = torch.optim.SGD([*net.parameters(), *tables], lr=LR)
+    losses = []
+    for batch in batches():
+        vectors = [table[batch.ids[:, n].long()] for n, table in enumerate(tables)]
+        logits = net({"deep": torch.cat(vectors, 1)}, batch.dense.double()).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, dict(net.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+@pytest.mark.parametrize(("scheme", "size"), [("dp", 2), ("1", 3), ("2", 1), ("3", 4)])
+def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
+    losses, parameters = expected()
+    for found, weights in ranks(size, train, scheme, Model(kind=kind)):
+        # float64: sums over rows are in another order, each to 1e-16.
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert weights.keys() == parameters.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, parameters[name].detach(), rtol=0, atol=1e-12)
+
+
+def test_dropout_is_drawn_by_step_and_part_alone(ranks):
+    one, again = (ranks(2, train, "3", Model(dropout=0.5))[0][0] for _ in range(2))
+    assert one == again
+    assert one != ranks(2, train, "3", Model())[0][0]
+
+
+def refusal(world: World, kind: str) -> str:
+    with pytest.raises(SbpError) as caught:
+        run(start_job(config("3", Model(kind=kind)), FIELDS, Boxing(world)), world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("batch norm", "module 1: BatchNorm1d keeps the buffer 1.running_mean"),
+        ("lazy", "parameter 0.weight: has no shape yet"),
+        ("buffer", "Odd: forward changed the buffer count in training"),
+        ("shape", r"Odd.forward: returned \[1\] for 24 rows; return their logits"),
+        ("mean loss", r"row_loss: returned \[\] for 24 rows; return the loss of each row"),
+    ],
+)
+def test_what_would_train_wrong_is_refused(ranks, kind, said):
+    (message,) = ranks(1, refusal, kind)
+    assert re.search(said, message), message
+
+
+def test_its_parameters_are_not_split():
+    given = config("3", Model(), dense={"first.*": "S(0)"})
+    with pytest.raises(ConfigError, match=r"parallel\.dense\.first\.\*: the parameters of own are"):
+        plan_run(given, FIELDS, world_size=2, device_type="cpu")
+
+
+def run_example(num_ranks: int, *more: str) -> str:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={num_ranks}", *(more or ["examples/own_module.py"])]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_gives_one_curve_on_any_number_of_ranks():
+    outputs = [run_example(num_ranks) for num_ranks in (1, 2, 4)]
+    losses = [float(line.split()[-1]) for line in outputs[0].splitlines()]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):
+    from models.registry import MODELS
+    from sbpflow.config.load import dump_config, load_config
+
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {name: 'examples.own_module:OwnModel', dim: 12}\n")
+    loaded = load_config(path, ["model.dim=16"], models=MODELS)
+    assert loaded.model.dim == 16
+    assert loaded.model.name == "examples.own_module:OwnModel"
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(loaded))
+    assert load_config(copy, models=MODELS) == loaded
+    for name, said in {
+        "examples.own_module:OwnModle": "has no 'OwnModle'; did you mean OwnModel",
+        "examples.no_such:Model": "there is no module examples.no_such; put its folder on",
+        "examples.own_module:Net": "is no model's configuration",
+        ":Model": "is not package.module:Class",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            load_config(path, [f"model.name={name}"], models=MODELS)
+    with pytest.raises(ConfigError, match=r"model\.dimm: unknown key; did you mean model\.dim"):
+        load_config(path, ["model.dimm=3"], models=MODELS)
+    assert dataclasses.is_dataclass(loaded.model)
