@@ -30,6 +30,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.run.explain import format_plan, plan_digest
     from sbpflow.run.job import build_job
     from sbpflow.run.model import hashed_crosses_of
+    from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
     from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
     from sbpflow.training.health import (
         LossWatch,
@@ -79,6 +80,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         sections={"plan": format_plan(plan, shards=False)},
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
     ) as report:
+        report.keep(PLAN_FILE, plan_to_json(plan))
         result = fit(
             job.trainer,
             loaders,

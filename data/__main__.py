@@ -1,9 +1,12 @@
 """Command line of the data plane: prepare, encode, synth, stats, verify."""
 
 import argparse
+import errno
 import json
 import logging
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +14,13 @@ from typing import TYPE_CHECKING
 from data.format.manifest import Manifest, load_manifest
 from data.format.schema import CRITEO
 from data.format.verify import verify_set
+from data.prepare.remote import input_path
 from data.prepare.schema_file import parse_crosses, read_schema
 from data.prepare.split import SplitRule, parse_split
 from sbpflow.errors import ConfigError, DataError
+
+_ROOM = {".gz": 4.5, ".parquet": 4.5}
+"""Bytes on disk at the peak per byte of input; 1.4 for text."""
 
 if TYPE_CHECKING:
     from data.prepare.options import PrepareOptions
@@ -139,10 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--input",
         nargs="+",
-        type=Path,
+        type=input_path,
         required=True,
         metavar="PATH",
-        help="text (.tsv, .txt, .csv, plain or .gz), Parquet, or folders of them, in time order",
+        help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet, Arrow, or folders "
+        "of them, in time order; also URLs that fsspec reads, such as s3://",
     )
     add("--output", type=Path, required=True, metavar="DIR", help="the set; made in DIR.work first")
     add(
@@ -165,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     encode = commands.add_parser("encode", help="new rows with the ids of a set, as its test part")
     add = encode.add_argument
     add("--like", type=Path, required=True, metavar="SET", help="the set whose ids they get")
-    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="as of prepare; "
+    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="as of prepare; "
         "labels may be left out")  # fmt: skip
     add("--output", type=Path, required=True, metavar="DIR")
     _add_common(encode)
@@ -180,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
     add("--skew", help="power of the masses: 1.2 for all columns, or C3=1.2,C1=0.5")
     add("--drift", type=float, default=0.0, help="share of each tail replaced per million rows")
-    add("--hot", help="ids per row: mlperf, or C1=3,C20=12")
+    add("--hot", help="ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
     add("--split", default="time:0.8,0.1,0.1")
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
@@ -209,6 +217,29 @@ def _summary(manifest: Manifest) -> str:
     return text
 
 
+def _errno(error: OSError) -> int:
+    """The number of a system's error; Polars has it in the text alone. 0 where there is none."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno or (int(found[1]) if found else 0)
+
+
+def _room(args: argparse.Namespace, number: int) -> str:
+    """What a command that found no room needs, and what is free."""
+    output: Path | None = getattr(args, "output", None)
+    if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ""
+    folder = next((path for path in (output, *output.parents) if path.is_dir()), Path())
+    free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
+    if not (inputs := getattr(args, "input", None)):
+        return f"; {free}"
+    files = [f for path in inputs for f in ([path] if path.is_file() else path.glob("*"))]
+    size = sum(f.stat().st_size * _ROOM.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
+    return (
+        f"; about {size / 1e9:.1f} GB are needed at the peak, what is done included, and {free}; "
+        "make room or choose another output, the same command goes on from here"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; a user's mistake is one message and exit status 2."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -221,8 +252,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         # A full disk is an error of a write and has no file name.
         where = getattr(args, "output", None) if error.filename is None else error.filename
-        reason = (error.strerror or str(error) or "cannot be used").lower()
-        print(f"error: {where or args.command}: {reason}", file=sys.stderr)
+        number = _errno(error)
+        reason = os.strerror(number) if number else str(error) or "cannot be used"
+        room = _room(args, number)
+        print(f"error: {where or args.command}: {reason.lower()}{room}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         ends = {

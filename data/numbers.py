@@ -7,7 +7,7 @@ from sbpflow.errors import ConfigError
 
 MAX_SEED = 2**63 - 1
 MAX_WORKERS = 256
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
 
 
 def check_ranges(*checks: tuple[str, float, float, float]) -> None:
@@ -18,8 +18,8 @@ def check_ranges(*checks: tuple[str, float, float, float]) -> None:
 
 
 def by_column(
-    key: str, text: str, number: Callable[[str], Number], example: str, every: Sequence[str] = ()
-) -> tuple[tuple[str, Number], ...]:
+    key: str, text: str, number: Callable[[str], Value], example: str, every: Sequence[str] = ()
+) -> tuple[tuple[str, Value], ...]:
     """Read ``C1=3,C20=12``, or one number for the columns ``every``.
 
     ConfigError for other forms and for a column named twice.

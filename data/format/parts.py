@@ -6,9 +6,14 @@ of its own, there only where the set has such columns. Row i of a part belongs t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 Role = Literal["weight", "group", "time", "row_key", "label"]
+Parts = dict[str, "NDArray[Any]"]
+"""Arrays by the names of parts."""
 SideType = Literal["float32", "int64", "uint64", "string"]
 ROLES: Mapping[Role, tuple[SideType, ...]] = {
     "weight": ("float32",),
@@ -78,3 +83,26 @@ def part_types(
 
 
 _NUMPY: Mapping[SideType, str] = {"float32": "<f4", "int64": "<i8", "uint64": "<u8"}
+
+
+def chosen_parts(parts: Parts, here: NDArray[np.bool_]) -> Parts:
+    """The parts of the chosen rows."""
+    chosen: Parts = {}
+    for name, array in parts.items():
+        if name == "starts":
+            chosen[name] = starts_of(parts["lengths"][here])
+        elif name in ("values", "value_weights"):
+            chosen[name] = array[np.repeat(here, np.diff(parts["starts"]))]
+        elif name == "row_key_ends":
+            chosen[name] = np.cumsum(np.diff(array, prepend=0)[here])
+        elif name == "row_key_bytes":
+            chosen[name] = array[np.repeat(here, np.diff(parts["row_key_ends"], prepend=0))]
+        else:
+            chosen[name] = array[here]
+    return chosen
+
+
+def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
+    """Where the values of each row begin, and the end of the last; ``lengths`` [rows, lists]."""
+    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+    return np.concatenate([np.zeros(1, dtype=np.int64), ends])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from data.format.ids import Ids, Keys
 from data.format.manifest import SPLITS, shard_entry
-from data.format.parts import LENGTH_TYPES
+from data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from data.format.schema import CHECK, MISSING_ID, RARE_ID, SPLIT_COLUMN, Number
 from data.format.shards import Words, write_shard
 from data.format.vocabulary import Vocabulary
@@ -23,7 +23,6 @@ from data.prepare.transforms import bucket_ids, transform
 from data.prepare.workspace import read_record, write_record
 
 Record = dict[str, Any]
-Parts = dict[str, "NDArray[Any]"]
 
 
 class FieldIds:
@@ -114,29 +113,6 @@ def write_splits(folder: Path, index: int, encoded: Encoded, split: NDArray[np.u
                 words, parts = words[here], chosen_parts(parts, here)
             shards[name] = shard_entry(write_shard(folder, f"{name}-{index:06d}.npy", words, parts))
     return shards
-
-
-def chosen_parts(parts: Parts, here: NDArray[np.bool_]) -> Parts:
-    """The parts of the chosen rows."""
-    chosen: Parts = {}
-    for name, array in parts.items():
-        if name == "starts":
-            chosen[name] = starts_of(parts["lengths"][here])
-        elif name in ("values", "value_weights"):
-            chosen[name] = array[np.repeat(here, np.diff(parts["starts"]))]
-        elif name == "row_key_ends":
-            chosen[name] = np.cumsum(np.diff(array, prepend=0)[here])
-        elif name == "row_key_bytes":
-            chosen[name] = array[np.repeat(here, np.diff(parts["row_key_ends"], prepend=0))]
-        else:
-            chosen[name] = array[here]
-    return chosen
-
-
-def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
-    """Where the values of each row begin, and the end of the last; ``lengths`` [rows, lists]."""
-    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-    return np.concatenate([np.zeros(1, dtype=np.int64), ends])
 
 
 def _encode_piece(

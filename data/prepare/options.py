@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
 from data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
+from data.prepare.remote import InputPath
 from data.prepare.split import SplitRule
 from data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
@@ -14,7 +15,7 @@ from sbpflow.errors import ConfigError
 class PrepareOptions:
     """The options of ``python -m data prepare``; see its help for the meaning of each."""
 
-    inputs: tuple[Path, ...]
+    inputs: tuple[InputPath, ...]
     output: Path
     split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     crosses: tuple[tuple[str, str], ...] = (("C1", "C2"), ("C3", "C4"))

@@ -1,17 +1,17 @@
 """Which columns a text file has, and its pieces where they must be read in order.
 
-Piece k of a plain file is found by its place (``data.prepare.source``); gzip, and text with quotes,
-whose line ends may be parts of cells, is read from the start on.
+Piece k of a plain file is found by its place (``data.prepare.source``); packed text, and text with
+quotes, whose line ends may be parts of cells, is read from the start on.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 from data.format.schema import Schema
-from data.prepare.parquet import parquet_columns
+from data.prepare.remote import InputPath
 from data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
 from data.prepare.table import count_byte, split_cells
+from data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
 _MOST_QUOTED_BYTES = 1 << 16
@@ -23,8 +23,8 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 
     Rows to be scored may lack the labels: then a text without names has so many columns fewer.
     """
-    if source.is_parquet:
-        columns = parquet_columns(source.path)
+    if source.is_table:
+        columns = table_columns(source.path)
     elif schema.header:
         columns = tuple(split_cells(_first_line(source.path), schema))
     else:
@@ -46,29 +46,29 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     return columns
 
 
-def _first_line(path: Path) -> str:
-    with open_text(path) as file:
-        line = file.readline(MAX_LINE_BYTES)
+def _first_line(path: InputPath) -> str:
+    with open_text(path) as text:
+        line = text.file.readline(MAX_LINE_BYTES)
     try:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: its first line is no UTF-8 text ({error.reason})") from error
 
 
-def pieces_in_order(path: Path, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
+def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
     """Pieces of whole records in order, each with the bytes of the file that it took."""
-    with open_text(path) as file:
+    with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):
             text = head if head.endswith(b"\n") else head + _line(file, path)
             if quote is not None and count_byte(text, quote) % 2:
                 text += _to_quote(file, path, quote)
-            position = _position(file)
+            position = raw.tell()
             yield text, position - taken
             taken = position
 
 
-def _to_quote(file: IO[bytes], path: Path, quote: str) -> bytes:
+def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
     """The lines up to the one that closes a quote; none that is too far away."""
     more, is_open = b"", True
     while is_open and len(more) < _MOST_QUOTED_BYTES and (line := _line(file, path)):
@@ -77,14 +77,8 @@ def _to_quote(file: IO[bytes], path: Path, quote: str) -> bytes:
     return more
 
 
-def _line(file: IO[bytes], path: Path) -> bytes:
+def _line(file: IO[bytes], path: InputPath) -> bytes:
     line = file.readline(MAX_LINE_BYTES)
     if len(line) == MAX_LINE_BYTES:
         raise no_line_end(path)
     return line
-
-
-def _position(file: IO[bytes]) -> int:
-    """Bytes of the file read so far: packed ones where it is packed."""
-    packed = getattr(file, "fileobj", None)
-    return file.tell() if packed is None else packed.tell()

@@ -25,6 +25,7 @@ from data.prepare.content import manifest_content
 from data.prepare.count import Kept, build_vocabularies, field_entry, fit_columns
 from data.prepare.encode import FieldIds, encode_all
 from data.prepare.options import PrepareOptions
+from data.prepare.remote import fetch_tables, version
 from data.prepare.source import Input, find_inputs
 from data.prepare.stage import describe_bad, stage_inputs
 from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
@@ -72,6 +73,7 @@ def _build(
     options: PrepareOptions, inputs: Sequence[Input], work: Path, like: Manifest | None
 ) -> None:
     """Make the finished set as ``work/set``, from whatever parts of it are there."""
+    inputs = fetch_tables(inputs, work)
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
@@ -161,7 +163,7 @@ def _check_output(options: PrepareOptions) -> None:
 
 def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:
     """A digest of all that decides the result."""
-    sources = [(str(s.path.resolve()), s.num_bytes, s.path.stat().st_mtime_ns) for s in inputs]
+    sources = [(*version(source.path), source.num_bytes) for source in inputs]
     asked = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
     parent = None if like is None else like.fingerprint

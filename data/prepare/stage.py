@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
 from data.prepare.options import PrepareOptions
-from data.prepare.parquet import PIECE_ROWS, count_rows, parquet_piece
 from data.prepare.parse import parse_piece
 from data.prepare.piece import BadLines, Piece
 from data.prepare.pieces import columns_of, pieces_in_order
 from data.prepare.source import Input, read_piece
 from data.prepare.table import parse_table
+from data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.sbp.sbp import balanced_sizes
@@ -122,13 +122,13 @@ def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Itera
             encoded = encoded_record(work, next(numbers))
             return _Job(target, encoded, source, columns, index, num_bytes, text)
 
-        if source.is_gzip or (schema.quote is not None and not source.is_parquet):
+        if source.is_packed or (schema.quote is not None and not source.is_table):
             pieces = pieces_in_order(source.path, size, schema.quote)
             for index, (text, num_bytes) in enumerate(pieces):
                 yield job(index, num_bytes, text)
             continue
         num_pieces = -(-source.num_bytes // size)
-        if source.is_parquet:
+        if source.is_table:
             num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
         for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(num_pieces, 1))):
             yield job(index, num_bytes)
@@ -212,8 +212,8 @@ def _crc32(target: Path, options: PrepareOptions) -> list[int]:
 
 def _read(job: _Job, options: PrepareOptions) -> Piece:
     schema = options.schema
-    if job.source.is_parquet:
-        return parquet_piece(job.source.path, job.index, schema)
+    if job.source.is_table:
+        return table_piece(job.source.path, job.index, schema)
     text = job.text
     if text is None:
         text = read_piece(job.source.path, job.index, options.piece_bytes)
@@ -223,7 +223,7 @@ def _read(job: _Job, options: PrepareOptions) -> Piece:
 
 
 def _num_names(job: _Job, schema: Schema) -> int:
-    return int(schema.header and job.index == 0 and not job.source.is_parquet)
+    return int(schema.header and job.index == 0 and not job.source.is_table)
 
 
 def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data.format.ids import assign_ids
 from data.format.manifest import SPLITS, Manifest, load_manifest, shard_entry, write_manifest
+from data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
 from data.format.shards import Words, write_shard
 from data.prepare.transforms import FUNCTIONS
@@ -25,7 +26,7 @@ from data.stats import compute_stats, stats_json
 from data.synth.bayes import BayesTally
 from data.synth.columns import BLOCK_ROWS, Columns, Rows
 from data.synth.generator import Generator, block_ranges
-from data.synth.options import CROSSES, SynthOptions
+from data.synth.options import CROSSES, Hot, SynthOptions
 from data.synth.signal import pair_rank
 from data.synth.tails import Floats, Ranks
 from data.synth.text import write_tsv
@@ -58,8 +59,25 @@ class IdMaps:
         """Rows of the table of a field."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
+    def hot_of(self, name: str) -> Hot:
+        """Least and most ids of a row; a missing value has none in a list."""
+        return self.hot.get(name, (1, 1))
+
+    @property
+    def ragged(self) -> tuple[str, ...]:
+        """The fields whose rows have different numbers of ids."""
+        return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
+
+    def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
+        """Ids that each row of a block has in a ragged field, a function of the row's number."""
+        least, most = self.hot_of(name)
+        numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
+        salt = np.uint64((1 + self.names.index(name)) * 0x9E3779B97F4A7C15 % 2**64)
+        drawn = least + _mixed(numbers ^ salt, most - least + 1)
+        return np.where(rows.ranks[name] < 0, 0, drawn)
+
     def ids(self, rows: Rows, name: str) -> list[NDArray[np.int32]]:
-        """Ids of a field (``C1`` or ``C1xC2``), one array per hot position.
+        """Ids of a field (``C1`` or ``C1xC2``), one array per hot position; of lists, the most.
 
         Further positions are a fixed function of the first, spread evenly over the table, as in the
         MLPerf DLRMv2 data.
@@ -67,7 +85,7 @@ class IdMaps:
         places, table = self._places(rows, name), self._ids[name]
         present = places >= 0
         out: list[NDArray[np.int32]] = []
-        for position in range(self.hot.get(name, 1)):
+        for position in range(self.hot_of(name)[1]):
             here = places if position == 0 else _spread(places, position, len(table))
             out.append(np.where(present, table[here], np.int32(MISSING_ID)))
         return out
@@ -146,9 +164,15 @@ def _content(
         "source": "synth",
         "dense": [{"name": name, "transform": "log3", "clamped": 0} for name in CRITEO.dense],
         "fields": [
-            {"name": name, "rows": maps.num_rows(name), "hot": maps.hot.get(name, 1)}
+            {
+                "name": name,
+                "rows": maps.num_rows(name),
+                "hot": maps.hot_of(name)[1],
+                "ragged": name in maps.ragged,
+            }
             for name in maps.names
         ],
+        "length_type": _length_type(maps),
         "splits": {k: [shards[k] for shards, _ in done if k in shards] for k in SPLITS},
         "options": {k: v for k, v in asdict(options).items() if k not in ("output", "workers")},
         "bayes": _bayes([tallies for _, tallies in done]),
@@ -173,7 +197,7 @@ def _write_range(
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
     """Write the shards of rows [start, stop) and tally their Bayes figures, by split."""
     generator, maps, folder, bounds = shared
-    words, probability = make_words(generator, maps, *rows)
+    words, parts, probability = make_rows(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")
     shards: dict[str, Any] = {}
     tallies: dict[str, BayesTally] = {}
@@ -181,26 +205,61 @@ def _write_range(
         here = split == number
         if here.any():
             file = f"{name}-{rows[0] // BLOCK_ROWS:06d}.npy"
-            part = words if here.all() else words[here]
-            shards[name] = shard_entry(write_shard(folder, file, part))
+            chosen = chosen_parts(parts, here)
+            shards[name] = shard_entry(write_shard(folder, file, words[here], chosen))
             tallies[name] = BayesTally()
             tallies[name].add(probability[here])
     return shards, tallies
 
 
-def make_words(generator: Generator, maps: IdMaps, start: int, stop: int) -> tuple[Words, Floats]:
-    """Words [rows, 1 + dense + ids] of rows [start, stop), and their click probabilities."""
+def make_rows(
+    generator: Generator, maps: IdMaps, start: int, stop: int
+) -> tuple[Words, Parts, Floats]:
+    """Words [rows, 1 + dense + fixed ids] of rows [start, stop), lists, click probabilities."""
     pieces: list[Words] = []
     chances: list[Floats] = []
+    lengths: list[NDArray[np.int64]] = []
+    values: list[NDArray[np.int32]] = []
     for block, first, last in block_ranges(start, stop):
         rows, probability, labels = generator.block(block)
         columns = [labels.astype(np.float32).view(np.int32)]
         columns += [_dense_bits(rows, name) for name in CRITEO.dense]
         for name in maps.names:
-            columns += maps.ids(rows, name)
+            if name not in maps.ragged:
+                columns += maps.ids(rows, name)
+        if maps.ragged:
+            found = _lists(maps, rows, block, first, last)
+            lengths.append(found[0])
+            values.append(found[1])
         pieces.append(_transposed(columns, first, last))
         chances.append(probability[first:last])
-    return np.concatenate(pieces), np.concatenate(chances)
+    parts: Parts = {}
+    if lengths:
+        all_lengths = np.concatenate(lengths)
+        parts["lengths"] = all_lengths.astype(_length_type(maps))
+        parts["starts"] = starts_of(all_lengths)
+        parts["values"] = np.concatenate(values)
+    return np.concatenate(pieces), parts, np.concatenate(chances)
+
+
+def _lists(
+    maps: IdMaps, rows: Rows, block: int, first: int, last: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Lengths [rows, lists] of rows [first, last) of a block, and their ids, row by row."""
+    names = maps.ragged
+    lengths = np.stack([maps.lengths(rows, name, block)[first:last] for name in names], axis=1)
+    flat = lengths.reshape(-1)
+    begin = (np.cumsum(flat) - flat).reshape(lengths.shape)
+    values = np.empty(int(flat.sum()), dtype=np.int32)
+    for number, name in enumerate(names):
+        for position, ids in enumerate(maps.ids(rows, name)):
+            has = lengths[:, number] > position
+            values[begin[has, number] + position] = ids[first:last][has]
+    return lengths, values
+
+
+def _length_type(maps: IdMaps) -> str:
+    return LENGTH_TYPES[max(maps.hot_of(name)[1] for name in maps.names) > np.iinfo(np.uint8).max]
 
 
 def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.format.schema import CRITEO
-from data.numbers import MAX_SEED, MAX_WORKERS, Number, by_column, check_ranges
+from data.numbers import MAX_SEED, MAX_WORKERS, Value, by_column, check_ranges
 from data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
@@ -17,6 +17,9 @@ CROSSES = (("C1", "C2"), ("C3", "C4"))
 MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 # fmt: on
 """Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)."""
+
+Hot = tuple[int, int]
+"""Least and most ids of a row: columns of the words where they are equal, else lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class SynthOptions:
     """Values and pairs less frequent than this carry no signal."""
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
-    hot: tuple[tuple[str, int], ...] = ()
+    hot: tuple[tuple[str, Hot], ...] = ()
     split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     seed: int = 7
     workers: int = os.cpu_count() or 1
@@ -42,7 +45,7 @@ class SynthOptions:
         """Raise ConfigError for values that cannot work."""
         if self.split.kind != "time":
             raise ConfigError("--split: generated rows are split by time, like time:0.8,0.1,0.1")
-        if self.format == "tsv" and any(hot > 1 for _, hot in self.hot):
+        if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
         check_ranges(
             ("--rows", self.rows, 1, 10**11),
@@ -52,17 +55,26 @@ class SynthOptions:
             ("--drift", self.drift, 0, 1000),
             ("--workers", self.workers, 1, MAX_WORKERS),
             ("--vocab-scale", self.vocab_scale, 1e-6, 1),
-            *(("--hot " + name, hot, 1, 1000) for name, hot in self.hot),
+            *(("--hot " + name, least, 0, most) for name, (least, most) in self.hot),
+            *(("--hot " + name, most, 1, 1000) for name, (_, most) in self.hot),
             *(("--skew " + name, skew, 0, 10) for name, skew in self.skew),
         )
         self.split.check_train(self.rows)
 
 
-def parse_hot(text: str) -> tuple[tuple[str, int], ...]:
-    """Read ``mlperf`` or ``C1=3,C20=12``."""
+def parse_hot(text: str) -> tuple[tuple[str, Hot], ...]:
+    """Read ``mlperf`` (fixed numbers), ``mlperf-ragged`` (1 to 2n - 1 ids) or ``C1=3,C20=0-12``."""
+    sizes = zip(CRITEO.sparse, MLPERF_HOT, strict=True)
     if text == "mlperf":
-        return tuple(zip(CRITEO.sparse, MLPERF_HOT, strict=True))
-    return _by_column("--hot", text, int, "mlperf or like C1=3,C20=12")
+        return tuple((name, (hot, hot)) for name, hot in sizes)
+    if text == "mlperf-ragged":
+        return tuple((name, (1, 2 * hot - 1)) for name, hot in sizes)
+    return _by_column("--hot", text, _hot, "mlperf, mlperf-ragged or like C1=3,C20=0-12")
+
+
+def _hot(text: str) -> Hot:
+    least, dash, most = text.partition("-")
+    return int(least), int(most if dash else least)
 
 
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
@@ -72,8 +84,8 @@ def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def _by_column(
-    key: str, text: str, number: Callable[[str], Number], example: str, every: Sequence[str] = ()
-) -> tuple[tuple[str, Number], ...]:
+    key: str, text: str, number: Callable[[str], Value], example: str, every: Sequence[str] = ()
+) -> tuple[tuple[str, Value], ...]:
     values = by_column(key, text, number, example, every)
     if unknown := [name for name, _ in values if name not in CRITEO.sparse]:
         raise ConfigError(f"{key}: {unknown[0]!r} is no column; there are C1..C26")

@@ -33,7 +33,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 class Pending:
     """A conversion under way. ``wait`` once; until then leave the input part as it is.
 
-    In a world that waits at once it is there already.
+    Where the world's ``wait_at_once`` is set, the transfer has finished here.
     """
 
     def __init__(self, finish: Finish, world: World) -> None:
@@ -319,7 +319,9 @@ def _run_all_gather(program: Program, part: Tensor, group: dist.ProcessGroup, lo
     packed = program.pack(part, loan)
     gathered = _receive_buffer(program, part, loan)
     sent, into = _as_sent(program, packed), _as_sent(program, gathered)
-    if sent.ndim == 0 or sent.shape[1:] != into.shape[1:]:  # gloo gathers along the first dim only
+    # gloo gathers along the first dim only; and parts without elements, such as [6, 0] and [7, 0],
+    # have no shape in common.
+    if sent.ndim == 0 or sent.shape[1:] != into.shape[1:] or not into.numel():
         sent, into = sent.view(-1), into.view(-1)
     return gathered, all_gather_single(into, sent, group=group, async_op=True)
 

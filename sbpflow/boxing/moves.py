@@ -11,10 +11,11 @@ chosen in ``boxing_plan``. One rule covers all pairs of layouts, placements and 
 A rank that already has what it needs sends it to itself, which costs nothing.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from operator import itemgetter
 
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -77,10 +78,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 @lru_cache(maxsize=4096)
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, ...]:
     """All moves of ``src -> dst``, at most one per pair of ranks, in order of (dst, src) cells."""
-    sources = _cells(src, shape, _Role.SOURCE)
+    sources = _Sources(_cells(src, shape, _Role.SOURCE))
     moves: list[Move] = []
     for target in _cells(dst, shape, _Role.TARGET):
-        for source in sources:
+        for source in sources.near(target.box):
             box = intersect(source.box, target.box)
             if box is None:
                 continue
@@ -93,9 +94,57 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, 
     return tuple(moves)
 
 
-def is_local(moves: Iterable[Move]) -> bool:
-    """Whether no move leaves its rank."""
-    return all(move.src == move.dst for move in moves)
+def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
+    """Elements that each rank's moves take to other ranks; ranks that send nothing may be absent.
+
+    What ``find_moves`` adds up to. Along one axis no move need be listed, of which there are as
+    many as pairs of ranks: all that a rank holds is sent once, to whom it belongs then, or to every
+    rank where the destination is B, and what its own part takes of it is not sent.
+    """
+    if src.placement != dst.placement or src.placement.ndim != 1:
+        sent: dict[int, int] = {}
+        for move in find_moves(src, dst, shape):
+            if move.src != move.dst:
+                sent[move.src] = sent.get(move.src, 0) + move.numel
+        return sent
+    for layout in (src, dst):
+        layout.part_slices(shape, layout.placement.ranks[0])  # SbpError if it does not fit
+    (before,), (after,) = src.nd_sbp, dst.nd_sbp
+    if isinstance(before, Broadcast) or isinstance(after, Partial):
+        return {}  # each rank has what it needs: all of it, or its part among neutral elements
+    ranks = src.placement.ranks
+    copies = len(ranks) if isinstance(after, Broadcast) else 1
+    sent = {}
+    for rank in ranks:
+        here, there = src.part_slices(shape, rank) or (), dst.part_slices(shape, rank) or ()
+        own = intersect(here, there)
+        sent[rank] = copies * numel(here) - (numel(own) if own is not None else 0)
+    return sent
+
+
+class _Sources:
+    """Source cells, found by where they lie along one dim: boxes of a layout are equal there or
+    apart, so those that meet a target are neighbours in the order of their starts.
+    """
+
+    def __init__(self, cells: list[_Cell]) -> None:
+        full = [(cell, n) for n, cell in enumerate(cells) if numel(cell.box)]
+        num_dims = len(cells[0].box) if cells else 0
+        starts = [{cell.box[dim].start for cell, _ in full} for dim in range(num_dims)]
+        dim = self._dim = max(range(num_dims), key=lambda dim: len(starts[dim]), default=-1)
+        self._cells = full
+        if dim >= 0:
+            self._cells = sorted(full, key=lambda one: (one[0].box[dim].start, one[1]))
+            self._starts = [cell.box[dim].start for cell, _ in self._cells]
+            self._stops = [cell.box[dim].stop for cell, _ in self._cells]
+
+    def near(self, box: Box) -> list[_Cell]:
+        """The cells that may meet ``box``, in the order they were given in."""
+        if self._dim < 0:
+            return [cell for cell, _ in self._cells]
+        first = bisect_right(self._stops, box[self._dim].start)
+        last = bisect_left(self._starts, box[self._dim].stop)
+        return [cell for cell, _ in sorted(self._cells[first:last], key=itemgetter(1))]
 
 
 class _Role(Enum):

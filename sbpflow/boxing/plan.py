@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from sbpflow.boxing.moves import find_moves, is_local
+from sbpflow.boxing.moves import elements_sent
 from sbpflow.boxing.search import cheapest_route
 from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step, one_step_legal
 from sbpflow.errors import SbpError
@@ -85,7 +85,7 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
     same = src.placement == dst.placement
     if same and src.placement.ndim == 1:
         return True
-    return is_local(find_moves(src, dst, shape))
+    return not any(elements_sent(src, dst, shape).values())
 
 
 def format_steps(steps: Sequence[BoxingStep]) -> str:

@@ -10,7 +10,6 @@ from itertools import product
 
 import torch
 
-from sbpflow.boxing.moves import find_moves
 from sbpflow.boxing.step import make_step, one_step_legal
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
@@ -93,7 +92,8 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether every rank's part is defined: explicit sizes of nested splits must add up."""
     try:
-        find_moves(layout, layout, shape)
+        for rank in layout.placement.ranks:
+            layout.part_slices(shape, rank)
     except SbpError:
         return False
     return True

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from sbpflow.boxing.moves import Move, find_moves, is_local, numel
+from sbpflow.boxing.moves import Move, elements_sent, find_moves, numel
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
@@ -85,10 +85,8 @@ class BoxingStep:
     def _elements_sent(self, group: tuple[int, ...]) -> tuple[int, ...]:
         size = len(group)
         if self.collective == "all_to_all":
-            return tuple(
-                sum(move.numel for move in self.moves if move.src == rank != move.dst)
-                for rank in group
-            )
+            sent = elements_sent(self.src, self.dst, self.shape)
+            return tuple(sent.get(rank, 0) for rank in group)
         if self.collective == "all_gather":
             return ((size - 1) * padded_part(self.src, self.shape, group),) * size
         # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
@@ -125,13 +123,12 @@ def make_step(
     id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> BoxingStep:
     """One step, with its collective chosen for ``backend``."""
-    moves = find_moves(src, dst, shape)
     collective: Collective = "none"
     groups: Groups = ()
-    if not is_local(moves):
+    if any(elements_sent(src, dst, shape).values()):
         if dtype.itemsize > 8:
             raise SbpError(f"neither gloo nor NCCL moves {dtype}; convert it, or send its parts")
-        groups, changes = _talking_groups(src, dst, moves)
+        groups, changes = _talking_groups(src, dst, shape)
         collective = _choose_collective(src, dst, shape, dtype, backend, groups, changes)
     return BoxingStep(
         id=id,
@@ -145,7 +142,7 @@ def make_step(
 
 
 def _talking_groups(
-    src: Layout, dst: Layout, moves: tuple[Move, ...]
+    src: Layout, dst: Layout, shape: tuple[int, ...]
 ) -> tuple[Groups, set[tuple[Sbp, Sbp]]]:
     """The groups, and how each axis inside them changes; no changes listed across placements.
 
@@ -159,7 +156,9 @@ def _talking_groups(
     while True:
         groups = src.placement.plane_groups(axes)
         home = {rank: n for n, group in enumerate(groups) for rank in group}
-        if all(home[move.src] == home[move.dst] for move in moves):
+        if len(groups) == 1 or all(
+            home[move.src] == home[move.dst] for move in find_moves(src, dst, shape)
+        ):
             ordered = tuple(tuple(sorted(group)) for group in groups)
             return ordered, {pairs[axis] for axis in axes}
         axes = set(range(src.placement.ndim))

@@ -30,7 +30,7 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3"]
-Kernel = Literal["auto", "fbgemm", "torch"]
+Kernel = Literal["auto", "fbgemm", "torch", "numba"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -136,7 +136,7 @@ class ParallelConfig:
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
     )
-    dense: Annotated[Mapping[str, str], Example({"mlp.0.*": "S(0)"})] = field(
+    dense: Annotated[Mapping[str, str], Example({"*.weight": "S(0)"})] = field(
         default_factory=dict[str, str]
     )
     kernel: Kernel = "auto"

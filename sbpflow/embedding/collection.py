@@ -28,11 +28,12 @@ from sbpflow.embedding.storage.choose import (
     KernelRequest,
     choose_kernels,
     make_storage,
+    warm_up_kernels,
 )
+from sbpflow.embedding.storage.initial import fill_shard
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.errors import DataError, SbpError
-from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.sbp import balanced_sizes
 
 INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
@@ -80,6 +81,7 @@ class EmbeddingCollection:
         self._world = world
         self._seed = seed
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
+        warm_up_kernels(plan, self.kernels)
         received = Received(
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
@@ -92,7 +94,8 @@ class EmbeddingCollection:
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
-        self._fill(seed)
+        for stored in self.stored():
+            fill_shard(stored, seed=seed, bound=INITIAL_BOUND)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
@@ -272,19 +275,6 @@ class EmbeddingCollection:
             sum_over_columns=sum_over_columns,
             noise=noise,
         )
-
-    def _fill(self, seed: int) -> None:
-        for stored in self.stored():
-            shard = stored.shard
-            fill_uniform(
-                stored.weights,
-                seed=seed,
-                name=shard.table.name,
-                bound=INITIAL_BOUND,
-                num_columns=shard.table.dim,
-                first_row=shard.row_start,
-                first_column=shard.col_start,
-            )
 
 
 class _Assembly:

@@ -5,7 +5,9 @@ the same facts as a dictionary for programs.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
@@ -16,6 +18,8 @@ from sbpflow.sbp.sbp import format_nd_sbp
 from sbpflow.training.step_schedule import (
     Move,
 )
+
+MANY = 8  # ranks; of more, text shows ranges
 
 
 def describe(plan: RunPlan) -> dict[str, Any]:
@@ -32,7 +36,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "tables": tables,
         "steps": steps,
         "schedule": [_describe_move(*move) for move in plan.schedule.beside(plan.transfers())],
-        "ranks": [_describe_rank(plan, tables, rank) for rank in plan.embeddings.world.ranks],
+        "ranks": _describe_ranks(plan, tables),
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
 
@@ -109,19 +113,26 @@ def _describe_move(move: Move, under_way: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _describe_rank(plan: RunPlan, tables: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    held = [shard for table in tables for shard in table["shards"] if shard["rank"] == rank]
+def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Memory of each rank."""
     itemsize = plan.embeddings.dtype.itemsize
-    dense = sum(p.num_elements(rank) for p in plan.dense)
-    dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-    return {
-        "rank": rank,
-        "table_bytes": sum(shard["table_bytes"] for shard in held),
-        "table_state_bytes": sum(shard["state_bytes"] for shard in held),
-        "dense_bytes": dense * itemsize,
-        "dense_gradient_bytes": dense * itemsize,
-        "dense_state_bytes": dense_state * itemsize,
-    }
+    ranks: dict[int, dict[str, Any]] = {}
+    for rank in plan.embeddings.world.ranks:
+        dense = sum(p.num_elements(rank) for p in plan.dense)
+        dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
+        ranks[rank] = {
+            "rank": rank,
+            "table_bytes": 0,
+            "table_state_bytes": 0,
+            "dense_bytes": dense * itemsize,
+            "dense_gradient_bytes": dense * itemsize,
+            "dense_state_bytes": dense_state * itemsize,
+        }
+    for table in tables:
+        for shard in table["shards"]:
+            ranks[shard["rank"]]["table_bytes"] += shard["table_bytes"]
+            ranks[shard["rank"]]["table_state_bytes"] += shard["state_bytes"]
+    return list(ranks.values())
 
 
 def plan_digest(plan: RunPlan) -> str:
@@ -173,14 +184,38 @@ def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[s
             )
         )
         if shards:
-            rows += [("", _extent(shard), "", "", "", "", "") for shard in table["shards"]]
+            rows += [("", line, "", "", "", "", "") for line in _extents(table["shards"])]
     return _columns(rows)
 
 
-def _extent(shard: Mapping[str, Any]) -> str:
+def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per shard; of many ranks, one for all neighbours that hold as much."""
+    runs: list[list[Mapping[str, Any]]] = []
+    for shard in shards:
+        last = runs[-1][-1] if runs else None
+        if last is None or len(shards) <= MANY or _amount(shard) != _amount(last):
+            runs.append([])
+        runs[-1].append(shard)
+    return [_extent(run) for run in runs]
+
+
+def _amount(shard: Mapping[str, Any]) -> tuple[int, int, int]:
     (r0, r1), (c0, c1) = shard["rows"], shard["columns"]
-    size = _size(shard["table_bytes"] + shard["state_bytes"])
-    return f"  rank {shard['rank']}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {size}"
+    return r1 - r0, c1 - c0, shard["table_bytes"] + shard["state_bytes"]
+
+
+def _extent(run: Sequence[Mapping[str, Any]]) -> str:
+    """Of shards of equal size; several lie one after the other, or one is on several ranks."""
+    (r0, _), (c0, _) = run[0]["rows"], run[0]["columns"]
+    (_, r1), (_, c1) = run[-1]["rows"], run[-1]["columns"]
+    num_rows, num_columns, size = _amount(run[0])
+    ranks = f"rank {run[0]['rank']}"
+    each = ""
+    if len(run) > 1:
+        listed = ", ".join(str(shard["rank"]) for shard in run)
+        ranks = f"ranks {short_lists(f'[{listed}]')[1:-1]}"
+        each = f" each, of {num_rows:,} x {num_columns}"
+    return f"  {ranks}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {_size(size)}{each}"
 
 
 def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -212,14 +247,53 @@ def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("rank", "tables", "their state", "dense", "gradients", "their state", "sum")
     ]
-    for rank in ranks:
-        sizes = [rank[name] for name in names]
-        rows.append((str(rank["rank"]), *(_size(size) for size in (*sizes, sum(sizes)))))
+    for sizes, alike in groupby(ranks, key=lambda rank: [rank[name] for name in names]):
+        numbers = [rank["rank"] for rank in alike]
+        listed = [numbers] if len(numbers) > MANY else [[number] for number in numbers]
+        for few in listed:
+            named = short_lists(str(few))[1:-1]
+            rows.append((named, *(_size(size) for size in (*sizes, sum(sizes)))))
     return _columns(rows)
+
+
+def short_lists(text: str) -> str:
+    """The text with lists of more than eight numbers as ranges and repeats: [0..255], [64 x 4].
+
+    A plan of many ranks would otherwise list each of them in each line.
+    """
+
+    def shorten(found: "re.Match[str]") -> str:
+        numbers = [int(number) for number in found[1].split(", ")]
+        return f"[{', '.join(_runs(numbers))}]" if len(numbers) > MANY else found[0]
+
+    return re.sub(r"\[(\d+(?:, \d+)*)\]", shorten, text)
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """Three or more that rise by one as ``a..b``, three or more that are equal as ``n x a``."""
+    shown: list[str] = []
+    start = 0
+    while start < len(numbers):
+        rise, same = start + 1, start + 1
+        while rise < len(numbers) and numbers[rise] == numbers[rise - 1] + 1:
+            rise += 1
+        while same < len(numbers) and numbers[same] == numbers[start]:
+            same += 1
+        stop = max(rise, same)
+        if stop - start < 3:
+            stop = start + 1
+            shown.append(str(numbers[start]))
+        elif rise >= same:
+            shown.append(f"{numbers[start]}..{numbers[rise - 1]}")
+        else:
+            shown.append(f"{same - start} x {numbers[start]}")
+        start = stop
+    return shown
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Left-aligned columns; a row that is only an extent (second cell) runs on."""
+    rows = [tuple(short_lists(cell) for cell in row) for row in rows]
     wide = [row for row in rows if row[0]]
     widths = [max(len(row[i]) for row in wide) for i in range(len(rows[0]))]
     lines: list[str] = []

@@ -26,9 +26,9 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.tensor.gradient_sync import GradientBucket, GradientPlan
+from sbpflow.training.run_folder import PLAN_FILE
 from sbpflow.training.step_schedule import Move, StepSchedule
 
-PLAN_FILE = "plan.json"
 FORMAT = 1
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind

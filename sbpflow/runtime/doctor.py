@@ -85,6 +85,21 @@ def _fbgemm() -> Finding:
     return Finding("fbgemm", "ok", f"{installed.fbgemm_dist} {installed.fbgemm}, fits torch")
 
 
+def _numba() -> Finding:
+    """Compiles one function, so that its compiler must work here."""
+    version = dist_version("numba")
+    if version is None:
+        wanted = "pip install 'sbpflow[numba]' brings faster ones"
+        return Finding("numba", "absent", f"tables on CPUs run on the other kernels; {wanted}")
+    import numba
+
+    def one_more(number: int) -> int:
+        return number + 1
+
+    found = int(numba.njit(one_more)(1))
+    return Finding("numba", "ok" if found == 2 else "broken", f"{version}, 1 + 1 is {found}")
+
+
 def _dali() -> Finding:
     version = dist_version("nvidia-dali-cuda130")
     if version is None:
@@ -143,6 +158,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _torch,
     _fbgemm,
+    _numba,
     _dali,
     _gloo,
     _cuda,

@@ -4,7 +4,8 @@ The only source of truth for shapes and slices of parts; nothing downstream deci
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from sbpflow.errors import SbpError
 from sbpflow.sbp.placement import Placement
@@ -76,9 +77,10 @@ class Layout:
             if isinstance(sbp, Split):
                 if sbp.dim >= len(shape):
                     raise SbpError(f"{sbp} needs a tensor of more than {sbp.dim} dims, not {shape}")
-                sizes = split_sizes(sbp, lengths[sbp.dim], self.placement.shape[axis])
-                starts[sbp.dim] += sum(sizes[: coord[axis]])
-                lengths[sbp.dim] = sizes[coord[axis]]
+                bounds = split_bounds(sbp, lengths[sbp.dim], self.placement.shape[axis])
+                first, last = bounds[coord[axis]], bounds[coord[axis] + 1]
+                starts[sbp.dim] += first
+                lengths[sbp.dim] = last - first
         return tuple(slice(s, s + n) for s, n in zip(starts, lengths, strict=True))
 
     def part_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
@@ -136,6 +138,14 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
     if sum(sbp.sizes) != size:
         raise SbpError(f"{sbp} has sizes summing to {sum(sbp.sizes)}; the dim has {size}")
     return sbp.sizes
+
+
+@lru_cache(maxsize=1024)
+def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
+    """Where the pieces of ``split_sizes`` begin, and the end of the last; kept, for every rank of
+    many asks for its own.
+    """
+    return (0, *accumulate(split_sizes(sbp, size, parts)))
 
 
 def line_layout(device_type: str, num_ranks: int, sbp: Sbp) -> Layout:

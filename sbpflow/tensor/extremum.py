@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.moves import find_moves, is_local, shift
+from sbpflow.boxing.moves import elements_sent, find_moves, shift
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
@@ -43,7 +43,7 @@ def convert_extremum(part: Tensor, boxing: Boxing, way: ExtremumWay) -> Tensor:
     src, dst = way.src, way.dst
     if not dst.has_extremum:
         return _OutOf.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
-    if src.has_extremum or not is_local(find_moves(src, dst, way.shape)):
+    if src.has_extremum or any(elements_sent(src, dst, way.shape).values()):
         raise SbpError(
             f"{src} -> {dst} has no gradient: only S and B on the same placement turn into "
             f"{dst} differentiably; go through B, or detach() first"

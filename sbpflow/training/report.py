@@ -19,7 +19,7 @@ from sbpflow.config.schema import Config
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
-from sbpflow.training.run_folder import set_aside
+from sbpflow.training.run_folder import PLAN_FILE, set_aside
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -67,7 +67,7 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = None if append else set_aside(folder, [METRICS_FILE, BOARD_FOLDER])
+        earlier = None if append else set_aside(folder, [METRICS_FILE, BOARD_FOLDER, PLAN_FILE])
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
@@ -129,7 +129,7 @@ class Report:
         (layouts, kernels, memory per rank) to lines of text; ``best`` is the (AUC, logloss) that
         generated data allows.
         """
-        self._folder, self._best = config.run.dir, best
+        self._folder, self._rank, self._best = config.run.dir, rank, best
         logger.info("%s", start_summary(config, devices, sections))
         self._metrics = MetricsWriter(self._folder, rank=rank)
         self._progress = Progress(num_steps, visible=rank == 0, bar=config.train.progress)
@@ -145,6 +145,11 @@ class Report:
     ) -> None:
         self._progress.close()
         self._metrics.close()
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a file into the folder of the run; rank 0 alone does."""
+        if self._rank == 0:
+            (self._folder / name).write_text(text, encoding="ascii")
 
     def advance(self, step: int, loss: float) -> None:
         """A step is over."""

@@ -69,6 +69,9 @@ def _another(folder: Path) -> str:
     return f"run.dir={shlex.quote(str(free))}"
 
 
+PLAN_FILE = "plan.json"  # the plan that a run followed; run/plan_file.py reads and writes it
+
+
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     """Move what an earlier run left under ``names`` to ``previous-N``; None if there is nothing.
 

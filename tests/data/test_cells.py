@@ -4,9 +4,9 @@ import polars as pl
 import pytest
 
 from data.format.schema import CRITEO, Schema
-from data.prepare.parquet import parquet_piece
 from data.prepare.parse import parse_piece
 from data.prepare.source import find_inputs
+from data.prepare.tables import table_piece
 from tests.data.rows import run_prepare, text_rows, write_rows
 
 ROWS = text_rows(20)
@@ -75,7 +75,7 @@ def test_text_cells_mean_the_same_in_parquet_as_in_text(tmp_path, kind):
         for dense, category in ((cell, known), ("3", cell)):
             frame = pl.DataFrame({"label": ["1"], "d": [dense], "s": [category]})
             frame.write_parquet(tmp_path / "r.parquet")
-            binary = parquet_piece(tmp_path / "r.parquet", 0, schema)
+            binary = table_piece(tmp_path / "r.parquet", 0, schema)
             if "\n" in cell:
                 assert (binary.bad.total == 0) == (kind == "string" and category == cell)
                 continue
@@ -88,7 +88,7 @@ def test_a_parquet_table_without_dense_columns_is_read(tmp_path):
     schema = Schema(columns=("y", "c"), label="y", dense=(), sparse=("c",), kinds=("string",))
     frame = pl.DataFrame({"y": [0, 1, 2], "c": ["a", None, "b"]})
     frame.write_parquet(tmp_path / "r.parquet")
-    piece = parquet_piece(tmp_path / "r.parquet", 0, schema)
+    piece = table_piece(tmp_path / "r.parquet", 0, schema)
     assert piece.frame["y"].to_list() == [0, 1]
     assert piece.frame["c"].null_count() == 1
     assert piece.bad.counts == {"label is not 0 or 1": 1}

@@ -1,6 +1,7 @@
 """What prepare takes and what it refuses: file forms, labels, Parquet, splits, a full disk."""
 
 import gzip
+import lzma
 import os
 import random
 import subprocess
@@ -13,8 +14,8 @@ import pytest
 from data import load_manifest
 from data.__main__ import main
 from data.format.schema import CRITEO
-from data.prepare.parquet import parquet_piece
 from data.prepare.parse import parse_piece
+from data.prepare.tables import table_piece
 from tests.data.rows import (
     ROOT,
     all_words,
@@ -53,9 +54,12 @@ OTHER_FORMATS = {
     "marked.tsv": (b"\xef\xbb\xbf" + TEXT, "tail -c +4"),
     "marked.tsv.gz": (gzip.compress(b"\xef\xbb\xbf" + TEXT), "gunzip; what is in it starts with"),
     "rows.zip": (b"PK\x03\x04" + TEXT, "zip archive"),
-    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "zstd"),
+    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "cut short or damaged"),
+    "zstd.tsv": (b"\x28\xb5\x2f\xfd" + TEXT, "name it .zst"),
+    "arrow.tsv": (b"ARROW1" + TEXT, "name it .arrow"),
+    "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "unpack it; what is in it starts"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
-    "plain.tsv.gz": (TEXT, "cut short or damaged"),
+    "plain.tsv.gz": (TEXT, "is no gzip file"),
     "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),
 }
 
@@ -117,7 +121,7 @@ def small_parquet(tmp_path, label, dense, first, second):
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
     frame = pl.DataFrame({"label": label, "I1": dense, "C1": first, "C2": second})
     frame.write_parquet(tmp_path / "r.parquet")
-    return parquet_piece(tmp_path / "r.parquet", 0, read_schema(tmp_path / "schema.yaml"))
+    return table_piece(tmp_path / "r.parquet", 0, read_schema(tmp_path / "schema.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +321,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_set(tmp_path, source, command):
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert f"error: {output}: file too large" in done.stderr
+    assert f"error: {output}: file too large; " in done.stderr
+    assert f"GB are free in {tmp_path}" in done.stderr
+    assert ("GB are needed at the peak" in done.stderr) == (command[0] == "prepare")
     assert not output.exists()
 
 
@@ -333,3 +339,40 @@ def test_ids_of_a_rare_value_and_an_unseen_one_are_the_same(tmp_path):
     rows = [[*row[:14], f"{number:08x}", *row[15:]] for number, row in enumerate(ROWS[:50])]
     made = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), min_count=2)
     assert set(ids(made, "train")["C1"].tolist()) == set(ids(made, "test")["C1"].tolist()) == {1}
+
+
+def test_text_that_is_named_gz_is_told_so(tmp_path, capsys):
+    path = tmp_path / "rows.tsv.gz"
+    path.write_bytes(write_rows(tmp_path / "rows.tsv", ROWS[:5]).read_bytes())
+    message = refused(capsys, tmp_path / "set", "--input", path)
+    assert "is named .gz and is no gzip file" in message
+    assert "rename it to rows.tsv" in message
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(folder / "a.tsv", ROWS[:50])
+    write_rows(folder / "b.log", ROWS[:50])
+    made = run_prepare(tmp_path / "set", folder)
+    assert sum(made.splits.values()) == 50
+    assert "1 of its entries are not read (b.log)" in caplog.text
+
+
+def test_blank_lines_are_counted_apart(tmp_path):
+    text = write_rows(tmp_path / "rows.tsv", ROWS[:20]).read_text()
+    (tmp_path / "rows.tsv").write_text("\n\n" + text + "\n")
+    made = run_prepare(tmp_path / "set", tmp_path / "rows.tsv", max_bad_fraction=0.0)
+    assert made.content["bad_lines"] == {"blank line": 3}
+    assert sum(made.splits.values()) == 20
+    assert made.content["lines"] == 23
+
+
+def test_many_bad_lines_at_the_start_name_the_limit_that_was_set(tmp_path, capsys):
+    path = tmp_path / "rows.tsv"
+    path.write_text("x\n" * 12_000)
+    message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
+    assert "no usable row" in message
+    path.write_text("x\n" * 12_000 + "\t".join(ROWS[0]) + "\n")
+    message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
+    assert "more than --max-bad-fraction 0.002" in message

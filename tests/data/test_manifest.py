@@ -10,6 +10,7 @@ from data import load_manifest, open_loader
 from data.__main__ import main
 from data.format.manifest import MANIFEST, Manifest, fingerprint_of
 from data.stats import compute_stats, stats_json
+from models.wdl import WdlConfig
 from sbpflow.config.checks import data_path
 from sbpflow.config.schema import Config, DataConfig
 from sbpflow.errors import ConfigError, DataError
@@ -191,7 +192,7 @@ def test_a_folder_that_is_none_is_said_alike_by_a_run_and_by_stats(tmp_path, cap
     if kind == "file":
         path.touch()
     with pytest.raises(ConfigError) as of_run:
-        data_path(Config(data=DataConfig(path=path)))
+        data_path(Config(model=WdlConfig(), data=DataConfig(path=path)))
     with pytest.raises(DataError) as of_manifest:
         load_manifest(path)
     assert main(["stats", str(path)]) == 2

@@ -5,12 +5,12 @@ import gzip
 import numpy as np
 import polars as pl
 import pytest
+from data.prepare.parquet import PIECE_ROWS
 
 from data.__main__ import main
 from data.format.ids import HashedIds
 from data.format.schema import CRITEO
 from data.prepare.options import PrepareOptions
-from data.prepare.parquet import PIECE_ROWS
 from data.prepare.prepare import prepare
 from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError

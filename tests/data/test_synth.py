@@ -11,9 +11,11 @@ from data.__main__ import main
 from data.format.ids import assign_ids
 from data.format.manifest import load_manifest
 from data.format.schema import CRITEO
+from data.format.shards import RowFiles
+from data.format.verify import verify_set
 from data.synth.bayes import BayesTally
 from data.synth.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
-from data.synth.generate import IdMaps, make_words, synth
+from data.synth.generate import IdMaps, make_rows, synth
 from data.synth.generator import Generator
 from data.synth.options import MLPERF_HOT, SynthOptions
 from data.synth.signal import CROSS_TERMS, ID_TERMS, SHARES
@@ -133,8 +135,9 @@ def test_any_range_is_the_same_rows(generator, made):
     maps = IdMaps(SynthOptions(output=made.path, **SMALL), generator.columns)
     whole = np.concatenate([all_words(made, split) for split in ("train", "val", "test")])
     for start, stop in ((0, 10), (65_530, 65_540), (120_001, 150_000)):
-        words, _ = make_words(generator, maps, start, stop)
+        words, parts, _ = make_rows(generator, maps, start, stop)
         assert np.array_equal(words, whole[start:stop])
+        assert parts == {}
 
 
 def test_the_set_repeats_byte_by_byte_and_differs_by_seed(made, tmp_path):
@@ -243,6 +246,28 @@ def test_drift_replaces_rare_values_in_time_and_leaves_the_frequent():
         seen = np.unique(first)
         early_late.append(float(np.isin(last, seen).mean()))
     assert early_late[1] < early_late[0] - 0.05
+
+
+def test_lists_have_numbers_of_ids_within_their_bounds_whatever_the_chunking(tmp_path):
+    arguments = ["synth", "--rows", "70000", "--vocab-scale", "0.001", "--hot", "C1=0-3,C19=2-300"]
+    for workers in ("1", "3"):
+        output = tmp_path / workers
+        assert main([*arguments, "--workers", workers, "--output", str(output)]) == 0
+    assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "3")
+    manifest = load_manifest(tmp_path / "1")
+    verify_set(manifest, 1)
+    assert [(f.name, f.hot) for f in manifest.lists] == [("C1", 3), ("C19", 300)]
+    assert all_words(manifest, "train").shape[1] == 14 + 24 + 2
+    lengths, values = RowFiles(manifest, "train").lists(0, 56_000)
+    assert lengths.dtype == np.uint16
+    assert np.allclose(np.bincount(lengths[:, 0]) / 56_000, 0.25, atol=0.01)  # C1 is never missing
+    there = lengths[:, 1][lengths[:, 1] > 0]
+    assert (there.min(), there.max()) == (2, 300)
+    assert abs((lengths[:, 1] == 0).mean() - 0.44) < 0.02  # C19 is, in this share of the rows
+    assert (values > 0).all()
+    owner = np.repeat(np.tile([0, 1], len(lengths)), lengths.reshape(-1))
+    stats = {entry["name"]: entry for entry in manifest.content["stats"]}
+    assert stats["C19"]["lookups"] == (owner == 1).sum() == lengths[:, 1].sum(dtype=np.int64)
 
 
 def test_multi_hot_sizes(tmp_path):

@@ -58,7 +58,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     batch_sizes: tuple[int, ...] = (16, 16, 13)
     row_dtype: torch.dtype | None = None
-    kernel: str = "auto"
+    kernel: str = "torch"
 
     def outputs(self) -> tuple[OutputConfig, ...]:
         return tuple(

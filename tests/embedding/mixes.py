@@ -39,7 +39,7 @@ class Mix:
     ids_dtype: torch.dtype = torch.int32
     wire: torch.dtype | None = None
     row_dtype: torch.dtype | None = None
-    kernel: str = "auto"
+    kernel: str = "torch"
 
     def lr_factor(self, step: int) -> float:
         """A schedule that goes up and down."""

@@ -95,6 +95,13 @@ def test_a_scheme_equals_the_reference(ranks, world_size, scheme, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiled_kernels_equal_the_reference(ranks, scheme, optimizer):
+    pytest.importorskip("numba")
+    check(ranks, 3, replace(make_case(*SCHEMES[scheme], optimizer), kernel="numba"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_mixed_layouts_equal_the_reference(ranks, optimizer):
     case = make_case(
         "reduce",

@@ -6,6 +6,7 @@ they are used.
 
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from unittest import mock
 
@@ -23,6 +24,7 @@ from tests.embedding.cases import Spec
 from tests.embedding.mixes import Mix, as_input, expected, make_collection, train
 from tests.embedding.reference import ReferenceTable
 
+KERNELS = ["torch", *(["numba"] if find_spec("numba") else [])]
 RULES = [
     SparseOptimizer(name="sgd", lr=0.1, weight_decay=0.3),
     SparseOptimizer(name="adagrad", lr=0.1, initial_accumulator=0.1),
@@ -104,6 +106,7 @@ def mixes(draw) -> Mix:
         accumulate=draw(st.sampled_from([1, 1, 2])),
         overlap=draw(st.booleans()),
         ids_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        kernel=draw(st.sampled_from(KERNELS)),
     )
 
 
@@ -202,9 +205,10 @@ def test_rows_are_stored_in_half_precision(ranks, exchange, dtype, tolerance):
     check(ranks, mix, tolerance)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_overlap_order_and_company_of_tables_do_not_change_a_bit(ranks, exchange):
-    mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
+def test_overlap_order_and_company_of_tables_do_not_change_a_bit(ranks, exchange, kernel):
+    mix = replace(mix_of(exchange, 8, RULES[2], dtype=torch.float32), kernel=kernel)
     (output,) = mix.outputs
     others = [
         replace(mix, overlap=False),

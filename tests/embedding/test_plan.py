@@ -1,5 +1,7 @@
 """Plans, addresses, starting values and kernel choice: pure arithmetic, no ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from sbpflow.embedding.plan.tables import (
     shards_of,
 )
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.choose import choose_kernel, choose_kernels
+from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, choose_kernels
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
@@ -28,6 +30,7 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests.embedding.cases import Case, Spec
 
 CPU = torch.device("cpu")
+SGD = SparseOptimizer(name="sgd", lr=0.1)
 TABLES = (("deep.a", 41, 6), ("deep.b", 3, 6), ("deep.c", 64, 6), ("deep.d", 9, 6))
 
 
@@ -170,36 +173,50 @@ def test_cover_refuses_holes_overlaps_and_partial():
     check_cover(table, copies, shards_of(table, copies))
 
 
+FACTS = {
+    "width": 16,
+    "optimizer": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
+    "dtype": torch.float32,
+    "row_dtype": torch.float32,
+    "column_split": False,
+    "device_type": "cpu",
+}
+NO_NUMBA = {"numba": "numba is not installed"}
+
+
 @pytest.mark.parametrize(
-    ("width", "optimizer", "dtype", "split", "kernel", "reason"),
+    ("change", "kernel", "reason"),
     [
-        (16, "rowwise_adagrad", torch.float32, False, "fbgemm", "same meaning"),
-        (16, "sgd", torch.float32, True, "fbgemm", "same meaning"),
-        (16, "rowwise_adagrad", torch.float32, True, "torch", "spans the ranks"),
-        (16, "lazy_adam", torch.float32, False, "torch", "no lazy Adam"),
-        (6, "sgd", torch.float32, False, "torch", "width 6 is not a multiple of 4"),
-        (16, "sgd", torch.float64, False, "torch", "no float64 rows"),
+        ({}, "fbgemm", "same meaning"),
+        ({"optimizer": SGD, "column_split": True}, "fbgemm", "same meaning"),
+        ({"column_split": True}, "torch", "spans the ranks"),
+        ({"optimizer": SparseOptimizer(name="lazy_adam", lr=0.1)}, "torch", "no lazy Adam"),
+        ({"optimizer": replace(SGD, weight_decay=0.1)}, "torch", "ignores weight decay"),
+        ({"width": 6}, "torch", "width 6 is not a multiple of 4"),
+        ({"dtype": torch.float64}, "torch", "no float64 rows"),
+        ({"row_dtype": torch.bfloat16}, "torch", "half-precision rows at random"),
     ],
 )
-def test_fbgemm_serves_only_what_it_means_the_same(width, optimizer, dtype, split, kernel, reason):
-    choice = choose_kernel(
-        "auto",
-        width=width,
-        optimizer=SparseOptimizer(name=optimizer, lr=0.1),
-        dtype=dtype,
-        column_split=split,
-        fault=None,
-    )
+def test_fbgemm_serves_only_what_it_means_the_same(change, kernel, reason):
+    choice = choose_kernel("auto", StackFacts(**{**FACTS, **change}), NO_NUMBA)
     assert choice.name == kernel
     assert reason in choice.reason
+    # numba serves all of these, on a CPU
+    assert choose_kernel("auto", StackFacts(**{**FACTS, **change}), {}).name == "numba"
+    facts = StackFacts(**{**FACTS, **change, "device_type": "cuda"})
+    assert choose_kernel("auto", facts, {}).name == kernel
+    assert choose_kernel("numba", facts, {}).reason == "numba compiles for CPUs"
 
 
-def test_without_fbgemm_torch_serves_and_says_so(monkeypatch):
+def test_without_other_kernels_torch_serves_and_says_so(monkeypatch):
     monkeypatch.setattr("sbpflow.embedding.storage.choose.import_fbgemm", lambda: None)
+    monkeypatch.setattr("sbpflow.embedding.storage.choose.find_spec", lambda name: None)
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
-    with pytest.raises(ConfigError, match=r"parallel\.kernel: fbgemm, but FBGEMM is not installed"):
-        choose_kernels(plan, "fbgemm")
+    for name, product in (("fbgemm", "FBGEMM"), ("numba", "numba")):
+        message = rf"parallel\.kernel: {name}, but {product} is not installed"
+        with pytest.raises(ConfigError, match=message):
+            choose_kernels(plan, name)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.moves import elements_sent, find_moves
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -58,6 +59,10 @@ def layouts(draw, placement, shape):
 
 @st.composite
 def cuts(draw, size, parts):
+    """Explicit sizes: any, or all of it on one rank."""
+    if draw(st.booleans()):
+        holder = draw(st.integers(0, parts - 1))
+        return tuple(size * (part == holder) for part in range(parts))
     inner = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
     return tuple(b - a for a, b in zip([0, *inner], [*inner, size], strict=True))
 
@@ -65,7 +70,9 @@ def cuts(draw, size, parts):
 @st.composite
 def cases(draw, world_size):
     shape = draw(shapes())
-    src, dst = (draw(layouts(draw(placements(world_size)), shape)) for _ in "ab")
+    origin = draw(placements(world_size))
+    target = origin if draw(st.booleans()) else draw(placements(world_size))
+    src, dst = draw(layouts(origin, shape)), draw(layouts(target, shape))
     return src, dst, shape, draw(st.sampled_from(DTYPES))
 
 
@@ -105,6 +112,38 @@ def test_plans_are_chains_whose_bytes_add_up(case):
     assert here == dst
     again = plan_boxing(src, dst, shape, getattr(torch, dtype), id="x", backend="gloo")
     assert again == steps
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(case=cases(6))
+def test_bytes_that_are_not_counted_move_by_move_are_the_same(case):
+    """Along one axis no move is listed."""
+    src, dst, shape, _ = case
+    expected = dict.fromkeys(range(6), 0)
+    for move in find_moves(src, dst, shape):
+        expected[move.src] += move.numel * (move.src != move.dst)
+    sent = elements_sent(src, dst, shape)
+    assert {rank: sent.get(rank, 0) for rank in range(6)} == expected
+
+
+EMPTY_GROUPS = [
+    ("(S(0), S(1)[0, 5])", "(B, S(1)[0, 5])"),
+    ("(S(0), S(1)[5, 0])", "(B, S(1)[5, 0])"),
+    ("(P, S(1)[0, 5])", "(S(0), S(1)[0, 5])"),
+    ("(S(0), S(1)[0, 5])", "(P, S(1)[0, 5])"),
+    ("(S(0)[0, 13], S(1)[0, 5])", "(S(0)[13, 0], S(1)[5, 0])"),
+]
+
+
+def test_a_group_whose_parts_are_empty_but_of_unequal_lengths(ranks):
+    """13 rows over 2: of the rank without columns, one part is [7, 0] and the other [6, 0]."""
+    grid = Placement("cpu", (0, 1, 2, 3), (2, 2))
+    drawn = [
+        (Layout(grid, a), Layout(grid, b), (13, 5), "float32")
+        for pair in EMPTY_GROUPS
+        for a, b in (pair, pair[::-1])
+    ]
+    ranks(4, _check_all, drawn)
 
 
 def _check_all(world, drawn):

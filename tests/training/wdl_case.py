@@ -52,7 +52,7 @@ def make_config(
     *,
     dense: str = "sgd",
     dtype: str = "float64",
-    kernel: str = "auto",
+    kernel: str = "torch",
     dim: int = 5,
     tables: dict[str, TableRule] | None = None,
     batch_size: int = 30,

@@ -21,6 +21,7 @@ from sbpflow.embedding.plan.group_plan import (
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.choose import deduplicator
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +108,7 @@ class UniqueGroup(RowGroup):
             dtype=plan.dtype,
             address_dtype=plan.address_dtype(),
         )
+        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
         bases = torch.tensor(
             self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
         )
@@ -114,7 +116,7 @@ class UniqueGroup(RowGroup):
         self._zero = torch.zeros(1, dtype=torch.int64, device=self.world.device)
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        wanted = self._addresses.access(local)
+        wanted = self._deduplicated(self._addresses.access(local))
         named = wanted.unique_below(self._ends).diff(prepend=self._zero)
         batch = RowsInFlight(
             local=local, num_rows=num_rows, training=training, wanted=wanted, named=named
@@ -126,7 +128,7 @@ class UniqueGroup(RowGroup):
         steps, size = self._steps(batch.num_rows), self.world.size
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = sum(batch.asked)
-        unique = batch.wanted.unique()[0]
+        unique = batch.wanted.rows()
         owner = torch.searchsorted(self._ends, unique, right=True)
         rows = unique - self._bases.index_select(0, owner)
         batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
@@ -168,9 +170,10 @@ class LocalRowsGroup(RowGroup):
         self._ends = torch.tensor(
             self._addresses.bases[1:], dtype=plan.address_dtype(), device=self.world.device
         )
+        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        wanted = self._addresses.access(local)
+        wanted = self._deduplicated(self._addresses.access(local))
         # Each rank is told all of them.
         named = wanted.unique_below(self._ends).repeat(self.world.size)
         batch = RowsInFlight(
@@ -187,7 +190,7 @@ class LocalRowsGroup(RowGroup):
         if not batch.training:
             return
         steps = self._steps(batch.num_rows)
-        rows = self._for_all(batch.wanted.unique()[0])
+        rows = self._for_all(batch.wanted.rows())
         batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
 
     def look_up(self, batch: RowsInFlight) -> None:
@@ -196,7 +199,7 @@ class LocalRowsGroup(RowGroup):
             batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
             self._storage.prefetch(batch.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
-        rows = batch.wanted.unique()[0]
+        rows = batch.wanted.rows()
         self._storage.prefetch(rows)
         batch.rows = self._storage.lookup(Access(rows))
         self._storage.release(rows)

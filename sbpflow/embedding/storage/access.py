@@ -66,29 +66,18 @@ class Access:
             return self.offsets
         return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
 
-    def unique(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(unique rows ascending, order of addresses by row, start of each row's run in it)."""
-        rows, order, starts, _ = self._dedup()
-        return rows, order, starts
-
-    def unique_below(self, limits: Tensor) -> Tensor:
-        """[limits] int64: how many unique rows are below each of ``limits`` (ascending)."""
-        if self.addresses.numel() == 0:
-            return torch.zeros(limits.shape, dtype=torch.int64, device=limits.device)
-        if not self.addresses.is_cuda:
-            return torch.searchsorted(self.unique()[0], limits)
-        runs = self.runs()
-        numbers = torch.cat([runs.number, runs.number[-1:] + 1])
-        return numbers.index_select(0, torch.searchsorted(runs.keys, limits))
+    def rows(self) -> Tensor:
+        """Unique addresses ascending."""
+        return self._dedup()[0]
 
     def inverse(self) -> Tensor:
-        """[n] int64: which unique row each address is."""
+        """[n]: which unique row each address is."""
         _, order, _, run = self._dedup()
         return torch.empty_like(order).scatter_(0, order, run)
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
-        rows, order, starts = self.unique()
+        rows, order, starts, _ = self._dedup()
         if rows.numel() == 0:
             return rows, grads.new_zeros(0, grads.shape[1])
         return rows, self._segment_sums(grads, order, starts)
@@ -103,6 +92,16 @@ class Access:
         sums = self._segment_sums(grads, runs.order, runs.starts)
         rows = runs.keys.index_select(0, runs.starts.index_select(0, runs.slots))
         return rows, sums.index_select(0, runs.slots)
+
+    def unique_below(self, limits: Tensor) -> Tensor:
+        """[limits] int64: how many unique rows are below each of ``limits`` (ascending)."""
+        if self.addresses.numel() == 0:
+            return torch.zeros(limits.shape, dtype=torch.int64, device=limits.device)
+        if not self.addresses.is_cuda:
+            return torch.searchsorted(self.rows(), limits)
+        runs = self.runs()
+        numbers = torch.cat([runs.number, runs.number[-1:] + 1])
+        return numbers.index_select(0, torch.searchsorted(runs.keys, limits))
 
     def bags_of(self, order: Tensor) -> Tensor:
         """[n] int64: the bag of each address, in this order of them."""
@@ -127,6 +126,7 @@ class Access:
         )
 
     def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Unique rows, order of addresses by row, start of each row's run in it, run of each."""
         if self._sorted is None and self.num_unique is not None and self.addresses.numel():
             runs = self.runs()
             starts = runs.starts[: self.num_unique]

@@ -1,8 +1,9 @@
-"""Where the rows of a rank's shards live, and the two kernels that look them up and update them.
+"""Where the rows of a rank's shards live, and the kernels that look them up and update them.
 
 A storage holds one [rows, width] block: shards of equal width stacked, addressed by local row
 number. Reading (``lookup``) and writing (``update``) are apart, so an update need not happen inside
-the backward. Two kernels, equal results: plain torch, and FBGEMM's table-batched embedding (TBE).
+the backward. Three kernels, equal results: plain torch, FBGEMM's table-batched embedding (TBE), and
+loops that numba compiles for the CPU.
 """
 
 from typing import Protocol
@@ -17,6 +18,11 @@ class Storage(Protocol):
 
     Every address that is looked up or updated was prefetched, and each prefetch is released once.
     """
+
+    @property
+    def kernel(self) -> str:
+        """Which of the kernels this is."""
+        ...
 
     @property
     def weights(self) -> Tensor:
@@ -37,6 +43,12 @@ class Storage(Protocol):
 
     def prefetch(self, addresses: Tensor) -> None:
         """Rows that will be looked up soon."""
+        ...
+
+    def access(
+        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Access:
+        """An access to these rows that deduplicates in this kernel's way."""
         ...
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:

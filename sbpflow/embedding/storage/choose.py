@@ -1,16 +1,21 @@
-"""Which kernel serves a storage, and why: FBGEMM where it means the same, plain torch elsewhere.
+"""Which kernel serves a storage, and why: those that mean the same, plain torch everywhere.
 
 FBGEMM facts behind the rules were measured with fbgemm-gpu-cpu 1.8.0: it refuses widths that are
 not a multiple of 4, has no bf16 or float64 rows on CPU, and its rowwise state spans one storage.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
@@ -20,81 +25,125 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.versions import import_fbgemm
 
 _NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
-KernelRequest = Literal["auto", "fbgemm", "torch"]
+KernelName = Literal["torch", "fbgemm", "numba"]
+KernelRequest = Literal["auto", "fbgemm", "torch", "numba"]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """``name`` is "fbgemm" or "torch"; ``reason`` is one clause for the start-up summary."""
+    """``reason`` is one clause for the start-up summary."""
 
-    name: str
+    name: KernelName
     reason: str
 
 
-def fbgemm_fault(request: KernelRequest) -> str | None:
-    """Why FBGEMM cannot serve here, or ``None``; not looked for if only torch is asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackFacts:
+    """What decides which kernels mean the same for a stack."""
+
+    width: int  # of a rank's part; one that is no multiple of 4, if there is one
+    optimizer: SparseOptimizer
+    dtype: torch.dtype
+    row_dtype: torch.dtype
+    column_split: bool
+    device_type: str
+
+    @staticmethod
+    def of(plan: EmbeddingPlan, group: GroupPlan, stack: Stack) -> "StackFacts":
+        """Of a stack of a plan, the same on every rank."""
+        widths = {stack.width(rank) for rank in stack.holders()}
+        return StackFacts(
+            width=next((w for w in sorted(widths) if w % 4), min(widths)),
+            optimizer=group.optimizer,
+            dtype=plan.dtype,
+            row_dtype=plan.row_dtype,
+            column_split=stack.is_column_split(),
+            device_type=plan.world.device_type,
+        )
+
+
+def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
+    """Kernels that are not installed here, or not asked for, and why.
 
     Raises ConfigError if FBGEMM is installed and does not fit the installed torch.
     """
     if request == "torch":
-        return "parallel.kernel: torch"
-    return None if import_fbgemm() is not None else "FBGEMM is not installed"
+        return dict.fromkeys(("fbgemm", "numba"), "parallel.kernel: torch")
+    missing: dict[KernelName, str] = {}
+    if request == "numba" or import_fbgemm() is None:
+        missing["fbgemm"] = "FBGEMM is not installed"
+        if request == "numba":
+            missing["fbgemm"] = "parallel.kernel: numba"
+    if request == "fbgemm" or find_spec("numba") is None:
+        missing["numba"] = "numba is not installed"
+        if request == "fbgemm":
+            missing["numba"] = "parallel.kernel: fbgemm"
+    return missing
+
+
+def _fbgemm_fault(stack: StackFacts) -> str | None:
+    """Why FBGEMM would not mean the same for a stack, or ``None``."""
+    if stack.dtype != torch.float32:
+        return f"FBGEMM has no {str(stack.dtype).removeprefix('torch.')} rows here"
+    if stack.row_dtype in HALF_DTYPES:
+        # On CPU its bf16 is missing, its fp16 rounds to the nearest and is 5 times slower.
+        return "FBGEMM does not round half-precision rows at random here"
+    if stack.optimizer.name in _NOT_IN_FBGEMM:
+        return f"FBGEMM has no {_NOT_IN_FBGEMM[stack.optimizer.name]}"
+    if stack.optimizer.weight_decay:
+        return "FBGEMM ignores weight decay in some modes"
+    if stack.width % 4:
+        return f"width {stack.width} is not a multiple of 4"
+    if stack.column_split and stack.optimizer.shares_row_state:
+        return "the row's Adagrad state spans the ranks that share it"
+    return None
+
+
+def kernel_faults(
+    stack: StackFacts, missing: Mapping[KernelName, str]
+) -> dict[KernelName, str | None]:
+    """Every kernel, and why it cannot serve a stack; ``None`` for those that can."""
+    no_cpu = None if stack.device_type == "cpu" else "numba compiles for CPUs"
+    return {
+        "torch": None,
+        "fbgemm": missing.get("fbgemm") or _fbgemm_fault(stack),
+        "numba": missing.get("numba") or no_cpu,
+    }
 
 
 def choose_kernel(
-    request: KernelRequest,
-    *,
-    width: int,
-    optimizer: SparseOptimizer,
-    dtype: torch.dtype,
-    column_split: bool,
-    fault: str | None,
-    row_dtype: torch.dtype | None = None,
+    request: KernelRequest, stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> KernelChoice:
-    """Pick a kernel for a storage of ``width`` columns; ``fault`` is ``fbgemm_fault(request)``.
+    """Pick a kernel for a stack, without measuring; ``missing`` is ``missing_kernels(request)``.
 
-    Raises ConfigError if FBGEMM is demanded and not installed. Where it is demanded and cannot
-    serve a table, torch serves it and the reason says so.
+    Raises ConfigError if one is demanded and not installed. Where it is demanded and cannot serve a
+    stack, torch serves it and the reason says so.
     """
-    if fault is not None:
-        if request == "fbgemm":
-            raise ConfigError(
-                f"parallel.kernel: fbgemm, but {fault}; `python -m sbpflow doctor` names the "
-                "version that fits, or use parallel.kernel: torch"
-            )
-        return KernelChoice("torch", fault)
-    if dtype != torch.float32:
-        return KernelChoice("torch", f"FBGEMM has no {str(dtype).removeprefix('torch.')} rows here")
-    if row_dtype in HALF_DTYPES:
-        # On CPU its bf16 is missing, its fp16 rounds to the nearest and is 5 times slower.
-        return KernelChoice("torch", "FBGEMM does not round half-precision rows at random here")
-    if optimizer.name in _NOT_IN_FBGEMM:
-        return KernelChoice("torch", f"FBGEMM has no {_NOT_IN_FBGEMM[optimizer.name]}")
-    if optimizer.weight_decay:
-        return KernelChoice("torch", "FBGEMM ignores weight decay in some modes")
-    if width % 4:
-        return KernelChoice("torch", f"width {width} is not a multiple of 4")
-    if column_split and optimizer.shares_row_state:
-        return KernelChoice("torch", "the row's Adagrad state spans the ranks that share it")
-    return KernelChoice("fbgemm", "same meaning, fused update")
+    if request in ("fbgemm", "numba") and request in missing:
+        raise ConfigError(
+            f"parallel.kernel: {request}, but {missing[request]}; `python -m sbpflow doctor` names "
+            "the version that fits, or use parallel.kernel: torch"
+        )
+    faults = kernel_faults(stack, missing)
+    if request == "torch":
+        return KernelChoice("torch", "parallel.kernel: torch")
+    if request != "auto":
+        fault = faults[request]
+        return KernelChoice(request, "asked for") if fault is None else KernelChoice("torch", fault)
+    if faults["numba"] is None:
+        return KernelChoice("numba", "compiled for this CPU")
+    if faults["fbgemm"] is None:
+        return KernelChoice("fbgemm", "same meaning, fused update")
+    return KernelChoice("torch", faults["fbgemm"])
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
     """The kernel of every table by name; the same on every rank."""
-    fault = fbgemm_fault(request)
+    missing = missing_kernels(request)
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:
-            widths = {stack.width(rank) for rank in stack.holders()}
-            choice = choose_kernel(
-                request,
-                width=next((w for w in sorted(widths) if w % 4), min(widths)),
-                optimizer=group.optimizer,
-                dtype=plan.dtype,
-                row_dtype=plan.row_dtype,
-                column_split=stack.is_column_split(),
-                fault=fault,
-            )
+            choice = choose_kernel(request, StackFacts.of(plan, group, stack), missing)
             choices |= {table.name: choice for table in stack.tables}
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
         reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
@@ -102,6 +151,33 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
             f"parallel.kernel: fbgemm serves none of the tables: {reasons}; use auto or torch"
         )
     return choices
+
+
+def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) -> None:
+    """Compile what a plan needs, or load it from the user's cache, before the first step."""
+    rules = {
+        group.optimizer
+        for group in plan.groups
+        if any(kernels[table.name].name == "numba" for table in group.tables)
+    }
+    if not rules:
+        return
+    from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up
+
+    seconds = [warm_up(rule, dtype=plan.dtype, row_dtype=plan.row_dtype) for rule in rules]
+    log_warm_up(sum(seconds))
+
+
+def deduplicator(kernel: str, num_addresses: int) -> Callable[[Access], Access]:
+    """How a kernel deduplicates ids at home, whose addresses are below ``num_addresses``."""
+    if kernel != "numba":
+        return lambda access: access
+    from sbpflow.embedding.storage.numba_storage import CompiledAccess, Indexer
+
+    indexer = Indexer(num_addresses)
+    return lambda access: CompiledAccess(
+        access.addresses, access.offsets, access.weights, indexer=indexer
+    )
 
 
 def make_storage(
@@ -120,7 +196,7 @@ def make_storage(
     """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
     if choice.name == "fbgemm" and rows > 0:
         return FbgemmStorage(rows, width, optimizer=optimizer, device=device)
-    return TorchStorage(
+    return _torch_or_numba(choice.name)(
         rows,
         width,
         dim=dim,
@@ -131,3 +207,11 @@ def make_storage(
         sum_over_columns=sum_over_columns,
         noise=noise,
     )
+
+
+def _torch_or_numba(name: KernelName) -> type[TorchStorage]:
+    if name != "numba":
+        return TorchStorage
+    from sbpflow.embedding.storage.numba_storage import NumbaStorage
+
+    return NumbaStorage

@@ -23,6 +23,8 @@ class FbgemmStorage:
     means the same as ``TorchStorage``.
     """
 
+    kernel = "fbgemm"
+
     def __init__(
         self, rows: int, width: int, *, optimizer: SparseOptimizer, device: torch.device
     ) -> None:
@@ -56,6 +58,11 @@ class FbgemmStorage:
 
     def release(self, addresses: Tensor) -> None:
         """Nothing to do: the rows stay on the device."""
+
+    def access(
+        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Access:
+        return Access(addresses, offsets, weights)
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         if lr is None:

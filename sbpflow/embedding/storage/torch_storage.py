@@ -28,6 +28,8 @@ class TorchStorage:
     and the default there: no op has a size that the addresses decide.
     """
 
+    kernel = "torch"
+
     def __init__(
         self,
         rows: int,
@@ -57,8 +59,8 @@ class TorchStorage:
                 state.fill_(start)
         self.weights = self._weights[:rows]
         self.state = {name: state[:rows] for name, state in self._state.items()}
-        self._dtype = dtype
-        self._optimizer = optimizer
+        self.dtype = dtype
+        self.optimizer = optimizer
         self._dim = dim
         self._sum_over_columns = sum_over_columns
         self._noise = noise
@@ -71,49 +73,74 @@ class TorchStorage:
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
-        if self.weights.dtype == self._dtype:
+        if self.weights.dtype == self.dtype:
             return sum_bags(self._weights, access)
-        rows = self._weights.index_select(0, access.addresses).to(self._dtype)
+        rows = self._weights.index_select(0, access.addresses).to(self.dtype)
         if access.offsets is None and access.weights is None:
             return rows
         return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
 
+    def access(
+        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Access:
+        return Access(addresses, offsets, weights)
+
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
+        rows, summed = self.row_gradients(access, grads)
+        self.step_rows(rows, summed, self._squares(summed), lr, step)
+
+    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """(unique rows ascending, their gradients summed over the batch); of a fixed size the last
+        row and its sum come again and again.
+        """
         fixed = self.absent is not None
-        rows, summed = access.spread_gradients(grads) if fixed else access.row_gradients(grads)
+        return access.spread_gradients(grads) if fixed else access.row_gradients(grads)
+
+    def row_squares(self, grads: Tensor) -> Tensor:
+        """[touched]: each row's sum of squares over the columns that are here."""
+        return row_squares(grads)
+
+    def step_rows(
+        self, rows: Tensor, grads: Tensor, squares: Tensor | None, lr: float, step: int
+    ) -> None:
+        """One step of the rule on unique ``rows``; ``squares`` are means, for rowwise rules."""
         rows = rows.to(torch.int64)
-        squares = self._squares(summed)
-        for start in range(0, rows.numel(), max(rows.numel(), 1) if fixed else CHUNK_ROWS):
-            part = slice(start, None if fixed else start + CHUNK_ROWS)
-            weights = self._weights.index_select(0, rows[part]).to(self._dtype)
+        count = CHUNK_ROWS if self.absent is None else max(rows.numel(), 1)
+        for start in range(0, rows.numel(), count):
+            part = slice(start, start + count)
+            weights = self._weights.index_select(0, rows[part]).to(self.dtype)
             block = RowBlock(
                 weights=weights,
                 state=self._state,
                 rows=rows[part],
-                grads=summed[part],
+                grads=grads[part],
                 lr=lr,
                 step=step,
                 squares=None if squares is None else squares[part],
             )
-            apply_step(self._optimizer, block)
+            apply_step(self.optimizer, block)
             self._weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
-        if fixed:
+        if self.absent is not None:
             self._weights[-1:].zero_()
 
-    def _as_stored(self, weights: Tensor, rows: Tensor, step: int) -> Tensor:
-        if self.weights.dtype == self._dtype:
-            return weights
+    def noise_of_rows(self) -> RowNoise:
+        """What rounds rows of half precision."""
         if self._noise is None:
             raise RuntimeError("rows of half precision need the noise that rounds them")
-        noise = self._noise.draw(rows, weights.shape[1], step)
+        return self._noise
+
+    def _as_stored(self, weights: Tensor, rows: Tensor, step: int) -> Tensor:
+        if self.weights.dtype == self.dtype:
+            return weights
+        noise = self.noise_of_rows().draw(rows, weights.shape[1], step)
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
         """Mean squares over the row that has one state; all ranks that share it take part."""
-        if self._optimizer.name != "rowwise_adagrad":
+        if self.optimizer.name != "rowwise_adagrad":
             return None
-        squares = row_squares(grads)
+        squares = self.row_squares(grads)
         if self._sum_over_columns is not None:
             squares = self._sum_over_columns(squares)
-        width = self._dim if self._optimizer.shares_row_state else grads.shape[1]
+        width = self._dim if self.optimizer.shares_row_state else grads.shape[1]
         return squares.mul_(1.0 / max(width, 1))  # a shard of no columns has squares of nothing

@@ -36,6 +36,8 @@ _ROWS_AS = {
 class TritonStorage(TorchStorage):
     """Rows of float32, bfloat16 or float16 and state of float32, as ``TorchStorage`` holds them."""
 
+    kernel = "triton"
+
     def __init__(
         self,
         rows: int,
@@ -89,7 +91,7 @@ class TritonStorage(TorchStorage):
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         if access.addresses.numel() == 0:
-            if self._optimizer.name == "rowwise_adagrad":
+            if self.optimizer.name == "rowwise_adagrad":
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
         runs, width = access.runs(), self.weights.shape[1]
@@ -135,7 +137,7 @@ class TritonStorage(TorchStorage):
 
     def _rule(self, lr: float, step: int) -> dict[str, Any]:
         """The arguments that say which rule, and with which numbers."""
-        optimizer, states = self._optimizer, list(self.state.values())
+        optimizer, states = self.optimizer, list(self.state.values())
         a, b, c, d = self._numbers(step)
         if optimizer.name == "lazy_adam":
             rate = lr / (1.0 - optimizer.betas[0] ** step)
@@ -158,7 +160,7 @@ class TritonStorage(TorchStorage):
         }
 
     def _numbers(self, step: int) -> tuple[float, float, float, float]:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optimizer.name == "lazy_adam":
             beta1, beta2 = optimizer.betas
             return 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(1.0 - beta2**step)
@@ -179,15 +181,14 @@ class TritonStorage(TorchStorage):
                 "HALVINGS": 1,
                 "ROWS_AS": rows_as,
             }
-        if self._noise is None:
-            raise RuntimeError("rows of half precision need the noise that rounds them")
-        shards = self._noise.bases.numel()
+        noise_of = self.noise_of_rows()
+        shards = noise_of.bases.numel()
         return {
-            "noise_keys": step_keys(self._noise.keys, step),
-            "noise_bases": self._noise.bases,
-            "noise_shift": self._noise.shift,
-            "words_per_row": self._noise.words_per_row,
-            "first_column": self._noise.first_column,
+            "noise_keys": step_keys(noise_of.keys, step),
+            "noise_bases": noise_of.bases,
+            "noise_shift": noise_of.shift,
+            "words_per_row": noise_of.words_per_row,
+            "first_column": noise_of.first_column,
             "SHARDS": shards,
             "HALVINGS": max(1, math.ceil(math.log2(shards))) + 1,
             "ROWS_AS": rows_as,

@@ -1,4 +1,4 @@
-"""Parquet rows to the same typed columns as text; bad rows are counted by the same reasons."""
+"""Rows of Parquet and Arrow files to the columns of text; bad rows are counted by its reasons."""
 
 from pathlib import Path
 
@@ -16,18 +16,24 @@ _COLUMN_TYPES = (
 )
 
 
+def _scan(path: Path) -> pl.LazyFrame:
+    if path.suffix.lower() == ".parquet":
+        return pl.scan_parquet(path)
+    return pl.scan_ipc(path)
+
+
 def count_rows(path: Path) -> int:
     """Rows of a file, from its footer; DataError when it is damaged."""
     try:
-        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
+        return int(_scan(path).select(pl.len()).collect().item())
     except BaseException as error:
         raise _unreadable(path, error) from error
 
 
-def parquet_columns(path: Path) -> tuple[str, ...]:
+def table_columns(path: Path) -> tuple[str, ...]:
     """The names of the columns of a file."""
     try:
-        return tuple(pl.scan_parquet(path).collect_schema().names())
+        return tuple(_scan(path).collect_schema().names())
     except BaseException as error:
         raise _unreadable(path, error) from error
 
@@ -41,15 +47,16 @@ def _unreadable(path: Path, error: BaseException) -> BaseException:
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return DataError(f"{path}: cannot be read as Parquet: {first}")
+        kind = "Parquet" if path.suffix.lower() == ".parquet" else "an Arrow file"
+        return DataError(f"{path}: cannot be read as {kind}: {first}")
     return error
 
 
-def parquet_piece(path: Path, index: int, schema: Schema) -> Piece:
+def table_piece(path: Path, index: int, schema: Schema) -> Piece:
     """Rows [index, index + 1) * PIECE_ROWS of a file."""
-    wanted = [name for name in schema.used if name in parquet_columns(path)]
+    wanted = [name for name in schema.used if name in table_columns(path)]
     try:
-        lazy = pl.scan_parquet(path).select(wanted)
+        lazy = _scan(path).select(wanted)
         frame = lazy.slice(index * PIECE_ROWS, PIECE_ROWS).collect()
     except BaseException as error:
         raise _unreadable(path, error) from error

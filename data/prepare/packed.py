@@ -1,0 +1,116 @@
+"""Packed text: gzip, bzip2, xz and zstd as files of unpacked bytes that end only where they end.
+
+A packed file that is cut short raises: nobody knows how many rows it lost.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
+
+from sbpflow.errors import ConfigError, DataError
+
+_READ_BYTES = 1 << 20
+
+
+class _Zstd(io.RawIOBase):
+    """The unpacked bytes of the zstd frames in a file, one after the other."""
+
+    def __init__(self, packed: IO[bytes]) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ConfigError(
+                "a .zst file needs the package zstandard (`pip install zstandard`); or unpack it "
+                "with `zstd -d`"
+            ) from error
+        self._packed, self._zstd = packed, zstandard
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._began, self._waiting = False, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  anything writable
+        target = memoryview(buffer).cast("B")
+        while not self._waiting and self._unpack_more():
+            pass
+        taken = self._waiting[: len(target)]
+        target[: len(taken)] = taken
+        self._waiting = self._waiting[len(taken) :]
+        return len(taken)
+
+    def _unpack_more(self) -> bool:
+        """Unpack some more; False at the end of the last frame."""
+        if self._frame.eof:
+            packed = self._frame.unused_data or self._packed.read(_READ_BYTES)
+            if not packed:
+                return False
+            self._frame = self._zstd.ZstdDecompressor().decompressobj()
+        else:
+            packed = self._packed.read(_READ_BYTES)
+            if not packed:
+                raise EOFError("it ends within a frame" if self._began else "it has no bytes")
+        self._began = True
+        try:
+            self._waiting = self._frame.decompress(packed)
+        except self._zstd.ZstdError as error:
+            raise zlib.error(str(error)) from error
+        return True
+
+
+def _gzip(packed: IO[bytes]) -> IO[bytes]:
+    return gzip.GzipFile(fileobj=packed)
+
+
+def _bz2(packed: IO[bytes]) -> IO[bytes]:
+    return bz2.BZ2File(packed)
+
+
+def _xz(packed: IO[bytes]) -> IO[bytes]:
+    return lzma.LZMAFile(packed)
+
+
+def _zstd(packed: IO[bytes]) -> IO[bytes]:
+    return io.BufferedReader(_Zstd(packed), _READ_BYTES)
+
+
+UNPACK: Mapping[str, Callable[[IO[bytes]], IO[bytes]]] = {
+    ".gz": _gzip,
+    ".bz2": _bz2,
+    ".xz": _xz,
+    ".zst": _zstd,
+}
+"""By the suffix of a name."""
+
+
+def unpacked(packed: IO[bytes], suffix: str) -> IO[bytes]:
+    """The unpacked bytes; EOFError for no bytes, which some take for an empty text."""
+    if not packed.read(1):
+        raise EOFError("it has no bytes")
+    packed.seek(0)
+    return UNPACK[suffix](packed)
+
+
+@contextmanager
+def packed_errors(path: object, suffix: str) -> Iterator[None]:
+    """A DataError for what a file that is cut short or damaged raises."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise _damaged(path, suffix, error) from error
+    except OSError as error:
+        if error.errno is not None:  # of the system, not of bz2
+            raise
+        raise _damaged(path, suffix, error) from error
+
+
+def _damaged(path: object, suffix: str, error: Exception) -> DataError:
+    name = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}[suffix]
+    return DataError(
+        f"{path}: the {name} file is cut short or damaged ({error}); rows are lost, fetch it again"
+    )

@@ -1,0 +1,150 @@
+"""Inputs on other file systems, by the URLs that fsspec knows: s3://, gs://, hdfs://, memory://.
+
+Text is read where it lies. A table file (Parquet, Arrow) is fetched whole into the work folder
+before it is read, for its reader wants a local file.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from sbpflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from data.prepare.source import Input
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A file or folder by its URL; of pathlib.Path it has what reading inputs takes."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return PurePosixPath(self.url).name
+
+    @property
+    def suffix(self) -> str:
+        """Of the name, with its dot."""
+        return PurePosixPath(self.url).suffix
+
+    def _find(self) -> tuple[Any, str]:
+        """The file system and the path in it."""
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise ConfigError(
+                f"--input {self.url}: needs the package fsspec (`pip install fsspec`)"
+            ) from error
+        try:
+            return url_to_fs(self.url)
+        except ImportError as error:  # of the package for this kind of URL; fsspec names it
+            raise ConfigError(f"--input {self.url}: {error}") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"--input {self.url}: {error}; use a URL that fsspec reads"
+            ) from error
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder."""
+        system, path = self._find()
+        return system.isdir(path)
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        system, path = self._find()
+        return system.isfile(path)
+
+    def iterdir(self) -> Iterator["RemotePath"]:
+        """What is in the folder."""
+        system, path = self._find()
+        for inside in system.ls(path, detail=False):
+            yield RemotePath(system.unstrip_protocol(inside))
+
+    def open(self, mode: str) -> IO[bytes]:
+        """The bytes of the file."""
+        system, path = self._find()
+        return system.open(path, mode)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        system, path = self._find()
+        return system.size(path)
+
+    @property
+    def version(self) -> str:
+        """Another one when the file has changed, as far as its file system tells."""
+        system, path = self._find()
+        return system.ukey(path)
+
+    def fetch(self, target: Path) -> None:
+        """Copy the file, whole or not at all."""
+        system, path = self._find()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + ".partial")
+        system.get_file(path, str(partial))
+        os.replace(partial, target)
+
+
+InputPath = Path | RemotePath
+
+
+def input_path(text: str) -> InputPath:
+    """A path as the user gave it; a ``file://`` URL is one of this machine."""
+    if not _URL.match(text):
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return Path(unquote(parts.path))
+    return RemotePath(text.rstrip("/"))
+
+
+def identity(path: InputPath) -> tuple[object, ...]:
+    """Equal for two names of one file."""
+    if isinstance(path, RemotePath):
+        return (path.url,)
+    stat = path.stat()
+    return (stat.st_dev, stat.st_ino)
+
+
+def version(path: InputPath) -> tuple[object, ...]:
+    """The file and its state; another one when it was written since."""
+    if isinstance(path, RemotePath):
+        return (path.url, path.version)
+    return (str(path.resolve()), path.stat().st_mtime_ns)
+
+
+def size_of(path: InputPath) -> int:
+    """Bytes of the file."""
+    return path.num_bytes if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def fetch_tables(inputs: Sequence["Input"], work: Path) -> tuple["Input", ...]:
+    """The inputs with remote table files as local copies; what was fetched before stays."""
+    return tuple(_fetched(source, work) for source in inputs)
+
+
+def _fetched(source: "Input", work: Path) -> "Input":
+    if not source.is_table or not isinstance(source.path, RemotePath):
+        return source
+    target = work / "fetched" / f"{source.order:05d}" / source.path.name
+    if not target.exists() or target.stat().st_size != source.num_bytes:
+        source.path.fetch(target)
+    if target.stat().st_size != source.num_bytes:
+        raise DataError(
+            f"{source.path}: has {target.stat().st_size} bytes now and had {source.num_bytes}; it "
+            "changes while it is read, start again when it is complete"
+        )
+    return replace(source, path=target)

@@ -1,0 +1,377 @@
+"""Loops over rows and ids that numba compiles for the CPU at hand. Imported only with numba there.
+
+Terms are added in the order of the batch, and a product is added unrounded (fma) where torch's
+kernels do so: sums, states without a root and SGD are equal to ``TorchStorage`` bit by bit, what
+takes a root within a unit in the last place of it (torch's comes from a library that does not
+round it correctly). Arrays are C-contiguous. Functions are compiled on first use for the types
+they are given, and kept in the user's cache directory.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.extending import intrinsic
+
+from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.streams import GAMMA, MIX_1, MIX_2
+
+Array = np.ndarray[Any, Any]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+U64 = np.uint64
+_GAMMA, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
+_DIGIT_BITS, _DIGITS = 11, 1 << 11
+
+
+class _Builder(Protocol):
+    """What is used of llvmlite's."""
+
+    def fma(self, a: object, b: object, c: object) -> object: ...
+
+
+def _compiled(function: FunctionT) -> FunctionT:
+    """``function`` for numba, whose machine code is kept with the user's caches."""
+    config: Any = numba.config
+    default, config.CACHE_DIR = config.CACHE_DIR, str(cache_dir() / "numba")
+    try:
+        jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+        return cast("FunctionT", jit(function))
+    finally:
+        config.CACHE_DIR = default
+
+
+def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
+    """The signature of ``fma`` and how its code is made, for numba."""
+
+    def generate(
+        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
+    ) -> object:
+        return builder.fma(*values)
+
+    return a(a, b, c), generate
+
+
+# a * b + c of floats of one type, rounded once.
+fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
+
+
+@_compiled
+def _popcount(v: np.uint64) -> np.uint64:
+    v = v - ((v >> U64(1)) & U64(0x5555555555555555))
+    v = (v & U64(0x3333333333333333)) + ((v >> U64(2)) & U64(0x3333333333333333))
+    v = (v + (v >> U64(4))) & U64(0x0F0F0F0F0F0F0F0F)
+    return (v * U64(0x0101010101010101)) >> U64(56)
+
+
+@_compiled
+def index_by_bits(
+    addresses: Array, words: Array, before: Array, rows: Array, inverse: Array
+) -> int:
+    """Unique ``addresses`` ascending into ``rows``, the place of each among them into ``inverse``.
+
+    Returns how many are unique. ``words`` uint64 has a bit for each possible address, all 0, and so
+    again afterwards; ``before`` int32 counts the bits set in words before. Both are scratch memory.
+    """
+    for i in range(addresses.size):
+        a = U64(addresses[i])
+        words[a >> U64(6)] |= U64(1) << (a & U64(63))
+    count = 0
+    for w in range(words.size):
+        bits = words[w]
+        before[w] = count
+        while bits != 0:
+            lowest = bits & (~bits + U64(1))
+            rows[count] = w * 64 + np.int64(_popcount(lowest - U64(1)))
+            count += 1
+            bits ^= lowest
+    for i in range(addresses.size):
+        a = U64(addresses[i])
+        lower = (U64(1) << (a & U64(63))) - U64(1)
+        inverse[i] = before[a >> U64(6)] + np.int32(_popcount(words[a >> U64(6)] & lower))
+    words[:] = U64(0)
+    return count
+
+
+@_compiled
+def _sort_by_digits(keys: Array, places: Array) -> None:
+    """Sort non-negative ``keys``, and ``places`` with them: a radix sort."""
+    other_keys, other_places = np.empty_like(keys), np.empty_like(places)
+    highest = keys.max() if keys.size else 0
+    shift = 0
+    while (highest >> shift) > 0:
+        starts = np.zeros(_DIGITS + 1, np.int64)
+        for i in range(keys.size):
+            starts[((keys[i] >> shift) & (_DIGITS - 1)) + 1] += 1
+        for digit in range(_DIGITS):
+            starts[digit + 1] += starts[digit]
+        for i in range(keys.size):
+            digit = (keys[i] >> shift) & (_DIGITS - 1)
+            other_keys[starts[digit]], other_places[starts[digit]] = keys[i], places[i]
+            starts[digit] += 1
+        keys[:], places[:] = other_keys, other_places
+        shift += _DIGIT_BITS
+
+
+@_compiled
+def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
+    """As ``index_by_bits``, in memory that grows with the batch and not with the table."""
+    size, shift = 2, U64(63)
+    while size < 2 * addresses.size:
+        size, shift = 2 * size, shift - U64(1)
+    table = np.full(size, -1, np.int32)
+    count = 0
+    for i in range(addresses.size):
+        place = (U64(addresses[i]) * _GAMMA) >> shift
+        slot = table[place]
+        while slot >= 0 and rows[slot] != addresses[i]:
+            place = (place + U64(1)) & U64(size - 1)
+            slot = table[place]
+        if slot < 0:
+            slot = count
+            table[place] = slot
+            rows[slot] = addresses[i]
+            count += 1
+        inverse[i] = slot
+    found = np.arange(count).astype(np.int32)
+    _sort_by_digits(rows[:count], found)
+    rank = np.empty(count, np.int32)
+    for j in range(count):
+        rank[found[j]] = j
+    for i in range(addresses.size):
+        inverse[i] = rank[inverse[i]]
+    return count
+
+
+@_compiled
+def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
+    """``sums`` [unique, width] of ``grads`` [n, width], in order."""
+    sums[:] = 0
+    width = grads.shape[1]
+    for i in range(inverse.size):
+        j = inverse[i]
+        for k in range(width):
+            sums[j, k] += grads[i, k]
+
+
+@_compiled
+def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
+    """As ``sum_rows`` where address i lies in the bag b with ``ends[b] <= i < ends[b + 1]``.
+
+    ``grads`` [bags, width]; ``weights`` [n], or [0] for ones.
+    """
+    sums[:] = 0
+    width = grads.shape[1]
+    for b in range(ends.size - 1):
+        for i in range(ends[b], ends[b + 1]):
+            j = inverse[i]
+            if weights.size:
+                for k in range(width):
+                    sums[j, k] = fma(grads[b, k], weights[i], sums[j, k])
+            else:
+                for k in range(width):
+                    sums[j, k] += grads[b, k]
+
+
+@_compiled
+def add_squares(grads: Array, squares: Array) -> None:
+    """``squares`` [n]: the sum of squares of each row, column by column."""
+    for j in range(grads.shape[0]):
+        squares[j] = 0
+        total = squares[j]
+        for k in range(grads.shape[1]):
+            total = fma(grads[j, k], grads[j, k], total)
+        squares[j] = total
+
+
+# The rules of optimizer_rules: ``weights[at[j]]`` and the states of ``rows[j]`` take a step from
+# ``grads[j]``. ``keep`` is what weight decay leaves. Numbers are of the type of the arrays.
+
+
+@_compiled
+def step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
+    for j in range(at.size):
+        a = at[j]
+        for k in range(grads.shape[1]):
+            weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
+
+
+@_compiled
+def step_adagrad(
+    weights: Array,
+    at: Array,
+    total: Array,
+    rows: Array,
+    grads: Array,
+    lr: float,
+    eps: float,
+    keep: float,
+) -> None:
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        for k in range(grads.shape[1]):
+            state = fma(grads[j, k], grads[j, k], total[r, k])
+            total[r, k] = state
+            move = (-lr * grads[j, k]) / (np.sqrt(state) + eps)
+            weights[a, k] = weights[a, k] * keep + move
+
+
+@_compiled
+def step_rowwise_adagrad(
+    weights: Array,
+    at: Array,
+    total: Array,
+    rows: Array,
+    grads: Array,
+    squares: Array,
+    lr: float,
+    eps: float,
+    keep: float,
+) -> None:
+    one = lr / lr
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        state = total[r] + squares[j]
+        total[r] = state
+        scale = (one / (np.sqrt(state) + eps)) * -lr
+        for k in range(grads.shape[1]):
+            weights[a, k] = fma(grads[j, k], scale, weights[a, k] * keep)
+
+
+@_compiled
+def step_lazy_adam(
+    weights: Array,
+    at: Array,
+    mean: Array,
+    square: Array,
+    rows: Array,
+    grads: Array,
+    move: float,
+    eps: float,
+    keep: float,
+    take: float,
+    beta2: float,
+    give2: float,
+    correction: float,
+) -> None:
+    """``take`` is 1 - beta1, ``give2`` 1 - beta2, ``move`` -lr over the mean's correction."""
+    half, one = take / (take + take), take / take
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        for k in range(grads.shape[1]):
+            g, m = grads[j, k], mean[r, k]
+            if take < half:  # as torch.lerp, exact at both ends
+                m = fma(take, g - m, m)
+            else:
+                m = fma(-(g - m), one - take, g)
+            mean[r, k] = m
+            v = fma(give2 * g, g, square[r, k] * beta2)
+            square[r, k] = v
+            denominator = np.sqrt(v) / correction + eps
+            weights[a, k] = weights[a, k] * keep + (move * m) / denominator
+
+
+@_compiled
+def step_ftrl(
+    weights: Array,
+    at: Array,
+    total: Array,
+    linear: Array,
+    rows: Array,
+    grads: Array,
+    rate: float,
+    beta: float,
+    l1: float,
+    l2: float,
+) -> None:
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        for k in range(grads.shape[1]):
+            g, before, w = grads[j, k], total[r, k], weights[a, k]
+            state = fma(g, g, before)
+            total[r, k] = state
+            root = np.sqrt(state)
+            z = fma(-((root - np.sqrt(before)) / rate), w, linear[r, k] + g)
+            linear[r, k] = z
+            beyond = z - min(max(z, -l1), l1)
+            curvature = (root + beta) / rate + l2
+            weights[a, k] = -beyond / curvature if beyond != 0 else l1 - l1
+
+
+@_compiled
+def _mixed(z: np.uint64) -> np.uint64:
+    z = (z ^ (z >> U64(30))) * _MIX_1
+    z = (z ^ (z >> U64(27))) * _MIX_2
+    return z ^ (z >> U64(31))
+
+
+@_compiled
+def _as_float16(bits: np.int64) -> np.int64:
+    """The float16 nearest to a float32 of at most 65504, both as bits."""
+    sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    if exponent == 255:
+        return sign | 0x7C00 | (0x200 if mantissa else 0)
+    exponent -= 112
+    if exponent > 0:
+        return sign | (exponent << 10) | (mantissa >> 13)
+    if exponent < -10:
+        return sign
+    mantissa |= 0x800000
+    shift = 14 - exponent
+    nearest, rest, middle = mantissa >> shift, mantissa & ((1 << shift) - 1), 1 << (shift - 1)
+    if rest > middle or (rest == middle and nearest & 1):
+        nearest += 1
+    return sign | nearest
+
+
+@_compiled
+def store_rounded(
+    values: Array,
+    out: Array,
+    rows: Array,
+    keys: Array,
+    bases: Array,
+    shift: Array,
+    words_per_row: int,
+    first_column: int,
+    dropped: int,
+) -> None:
+    """``values`` [n, width], float32 as int32 bits, into rows ``rows`` (ascending) of ``out``.
+
+    ``out`` is int16, of bfloat16 where 16 bits are ``dropped``, else of float16. Rounds as
+    ``rounding.RowNoise`` and ``round_randomly`` do; ``keys`` uint64 are those of the step.
+    """
+    top = 0x7F7F0000 if dropped == 16 else 0x477FE000
+    mask = (1 << dropped) - 1
+    shard = 0
+    for j in range(rows.size):
+        row = np.int64(rows[j])
+        while shard + 1 < bases.size and bases[shard + 1] <= row:
+            shard += 1
+        number = (row + shift[shard]) * words_per_row
+        word, held = U64(0), -1
+        for k in range(values.shape[1]):
+            column = first_column + k
+            if column >> 2 != held:
+                held = column >> 2
+                word = _mixed(U64(number + held) * _GAMMA + keys[shard])
+            bits = np.int64(values[j, k]) & 0xFFFFFFFF
+            if (bits & 0x7F800000) != 0x7F800000:
+                noise = np.int64((word >> U64(16 * (column & 3))) & U64(0xFFFF)) & mask
+                sign = bits & 0x80000000
+                bits = sign | min(((bits & 0x7FFFFFFF) + noise) & ~mask, top)
+            kept = bits >> 16 if dropped == 16 else _as_float16(bits)
+            out[row, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
+
+
+@_compiled
+def fill_uniform(
+    out: Array, key: int, bound: float, num_columns: int, first_row: int, first_column: int
+) -> None:
+    """As ``streams.fill_uniform``, whose numbers these are."""
+    scale = 2.0 * bound / 9007199254740992.0
+    for r in range(out.shape[0]):
+        first = (first_row + r) * num_columns + first_column
+        for c in range(out.shape[1]):
+            unit = _mixed(U64(first + c) * _GAMMA + U64(key)) & U64(9007199254740991)
+            out[r, c] = np.float64(np.int64(unit)) * scale - bound

@@ -1,0 +1,244 @@
+"""Rows with loops that numba compiled: one pass where torch needs several, on CPUs.
+
+Looks up as ``TorchStorage``, and means the same in every update: ``compiled`` says how far the
+bits are equal. Imported only where numba is installed.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage import compiled
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
+from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.streams import step_keys, stream_key
+
+LOG = logging.getLogger(__name__)
+# Addresses per id of a batch up to which a bit for each is looked through; beyond, ids are hashed.
+MOST_BITS_PER_ID = 512
+# Floats as numba takes them, of the type of an array's.
+_NUMBERS = cast(
+    "dict[torch.dtype, Callable[[float], float]]",
+    {torch.float32: np.float32, torch.float64: np.float64},
+)
+_NO_WEIGHTS = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+
+
+class Indexer:
+    """Finds the unique ones among addresses below ``num_addresses``; keeps scratch memory."""
+
+    def __init__(self, num_addresses: int) -> None:
+        self._num_addresses = num_addresses
+        self._words = self._before = np.empty(0)
+
+    def index(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
+        """(unique addresses ascending, [n] int32 which of them each address is)."""
+        given = addresses.contiguous().numpy()
+        rows, inverse = np.empty_like(given), np.empty(given.size, np.int32)
+        if self._num_addresses > MOST_BITS_PER_ID * given.size:
+            count = compiled.index_by_hash(given, rows, inverse)
+        else:
+            if not self._words.size:
+                words = -(-self._num_addresses // 64)
+                self._words, self._before = np.zeros(words, np.uint64), np.empty(words, np.int32)
+            count = compiled.index_by_bits(given, self._words, self._before, rows, inverse)
+        return torch.from_numpy(rows[:count]), torch.from_numpy(inverse)
+
+
+class CompiledAccess(Access):
+    """An ``Access`` that finds its unique rows and sums gradients in compiled loops."""
+
+    def __init__(
+        self,
+        addresses: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        indexer: Indexer,
+    ) -> None:
+        super().__init__(addresses, offsets, weights)
+        self._indexer = indexer
+        self._indexed: tuple[Tensor, Tensor] | None = None
+
+    def rows(self) -> Tensor:
+        return self._index()[0]
+
+    def inverse(self) -> Tensor:
+        return self._index()[1]
+
+    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        rows, inverse = self._index()
+        sums = grads.new_empty(rows.numel(), grads.shape[1])
+        given = grads.contiguous().numpy()
+        if self.offsets is None and self.weights is None:
+            compiled.sum_rows(given, inverse.numpy(), sums.numpy())
+        else:
+            ends = self.explicit_offsets().contiguous().numpy()
+            weights = _NO_WEIGHTS[grads.dtype]
+            if self.weights is not None:
+                weights = self.weights.to(grads.dtype).contiguous().numpy()
+            compiled.sum_bags(given, inverse.numpy(), ends, weights, sums.numpy())
+        return rows, sums
+
+    def _index(self) -> tuple[Tensor, Tensor]:
+        if self._indexed is None:
+            self._indexed = self._indexer.index(self.addresses)
+        return self._indexed
+
+
+class NumbaStorage(TorchStorage):
+    """``TorchStorage`` with compiled updates; takes the same arguments, on a CPU."""
+
+    kernel = "numba"
+    _indexer: Indexer | None = None
+
+    def access(
+        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Access:
+        if self._indexer is None:
+            self._indexer = Indexer(self.weights.shape[0])
+        return CompiledAccess(addresses, offsets, weights, indexer=self._indexer)
+
+    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
+        mine = self.access(access.addresses, access.offsets, access.weights)
+        return mine.row_gradients(grads)
+
+    def row_squares(self, grads: Tensor) -> Tensor:
+        squares = grads.new_zeros(grads.shape[0])
+        if grads.shape[1]:
+            compiled.add_squares(grads.numpy(), squares.numpy())
+        return squares
+
+    def step_rows(
+        self, rows: Tensor, grads: Tensor, squares: Tensor | None, lr: float, step: int
+    ) -> None:
+        if self.weights.dtype == self.dtype:
+            self._step(self.weights, rows, rows, grads, squares, lr, step)
+            return
+        for start in range(0, rows.numel(), CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            block = self.weights.index_select(0, rows[part]).to(self.dtype)
+            own = None if squares is None else squares[part]
+            at = torch.arange(block.shape[0], dtype=rows.dtype)
+            self._step(block, at, rows[part], grads[part], own, lr, step)
+            self._store_rounded(block, rows[part], step)
+
+    def _store_rounded(self, values: Tensor, rows: Tensor, step: int) -> None:
+        noise = self.noise_of_rows()
+        compiled.store_rounded(
+            values.to(torch.float32).view(torch.int32).numpy(),
+            self.weights.view(torch.int16).numpy(),
+            rows.numpy(),
+            step_keys(noise.keys, step).numpy().view(np.uint64),
+            noise.bases.numpy(),
+            noise.shift.numpy(),
+            noise.words_per_row,
+            noise.first_column,
+            16 if self.weights.dtype == torch.bfloat16 else 13,
+        )
+
+    def _step(
+        self,
+        weights: Tensor,
+        at: Tensor,
+        rows: Tensor,
+        grads: Tensor,
+        squares: Tensor | None,
+        lr: float,
+        step: int,
+    ) -> None:
+        rule = self.optimizer
+        number = _NUMBERS[self.dtype]
+        keep = number(1.0 - lr * rule.weight_decay)
+        state = [self.state[name].numpy() for name in rule.state_names]
+        w, a, r, g = weights.numpy(), at.numpy(), rows.numpy(), grads.numpy()
+        if rule.name == "sgd":
+            compiled.step_sgd(w, a, g, number(lr), keep)
+        elif rule.name == "adagrad":
+            compiled.step_adagrad(w, a, state[0], r, g, number(lr), number(rule.eps), keep)
+        elif rule.name == "rowwise_adagrad":
+            if squares is None:
+                raise RuntimeError("a rowwise rule needs the rows' squares")
+            q = squares.numpy()
+            compiled.step_rowwise_adagrad(
+                w, a, state[0], r, g, q, number(lr), number(rule.eps), keep
+            )
+        elif rule.name == "lazy_adam":
+            beta1, beta2 = rule.betas
+            compiled.step_lazy_adam(
+                w,
+                a,
+                state[0],
+                state[1],
+                r,
+                g,
+                number(-lr / (1.0 - beta1**step)),
+                number(rule.eps),
+                keep,
+                number(1.0 - beta1),
+                number(beta2),
+                number(1.0 - beta2),
+                number((1.0 - beta2**step) ** 0.5),
+            )
+        else:
+            compiled.step_ftrl(
+                w,
+                a,
+                state[0],
+                state[1],
+                r,
+                g,
+                number(rule.lr),
+                number(rule.beta),
+                number(rule.l1),
+                number(rule.l2),
+            )
+
+
+def warm_up(
+    optimizer: SparseOptimizer,
+    *,
+    dtype: torch.dtype,
+    row_dtype: torch.dtype,
+    address_dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
+) -> float:
+    """Compile, or load from the user's cache, what updates by this rule need; returns seconds."""
+    from sbpflow.embedding.plan.tables import Shard, TableConfig
+    from sbpflow.embedding.storage.rounding import RowNoise
+
+    start = time.perf_counter()
+    cpu = torch.device("cpu")
+    table = TableConfig(name="warm_up", features=("f",), num_rows=2, dim=4)
+    shard = Shard(table=table, rank=0, row_start=0, row_stop=2, col_start=0, col_stop=4)
+    noise = RowNoise([shard], stream_key(0, "warm_up"), cpu)
+    storage = NumbaStorage(
+        2,
+        4,
+        dim=4,
+        optimizer=optimizer,
+        dtype=dtype,
+        device=cpu,
+        row_dtype=row_dtype,
+        noise=noise,
+    )
+    for address_dtype in address_dtypes:
+        addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
+        for access in (
+            Access(addresses),
+            Access(addresses, torch.tensor([0, 1, 3])),
+        ):
+            storage.update(access, torch.zeros(access.num_bags, 4, dtype=dtype), 0.1, 1)
+        compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
+    return time.perf_counter() - start
+
+
+def log_warm_up(seconds: float) -> None:
+    """Say where the time went, if it was more than a moment."""
+    LOG.info("numba kernels ready in %.1f s, kept in %s", seconds, cache_dir() / "numba")

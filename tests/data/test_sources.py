@@ -1,0 +1,192 @@
+"""Inputs packed, as Arrow files and on other file systems: the set is the one of the plain text."""
+
+import bz2
+import gzip
+import importlib.util
+import lzma
+
+import fsspec
+import polars as pl
+import pytest
+import zstandard
+
+from data.__main__ import main
+from data.format.manifest import load_manifest
+from data.format.schema import CRITEO
+from data.prepare.remote import RemotePath, input_path
+from sbpflow.errors import ConfigError, DataError
+from tests.data.rows import run_prepare, text_rows, write_rows
+
+ROWS = text_rows(600, seed=11)
+TEXT = b"".join("\t".join(row).encode() + b"\n" for row in ROWS)
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def shards_of(folder):
+    """Every byte but those of the manifest, which names the inputs."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The set of the plain text in pieces of 32 kB."""
+    folder = tmp_path_factory.mktemp("plain")
+    run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
+    return shards_of(folder / "set")
+
+
+@pytest.fixture
+def memory():
+    """A folder in memory; what is in it goes afterwards."""
+    system = fsspec.filesystem("memory")
+    system.mkdir("/clicks")
+    yield system
+    system.rm("/clicks", recursive=True)
+
+
+def as_frame():
+    """The rows as a typed table."""
+    columns = dict(zip(CRITEO.columns, zip(*ROWS, strict=True), strict=True))
+    whole = {name: [int(cell) if cell else None for cell in columns[name]]
+             for name in (CRITEO.label, *CRITEO.dense)}  # fmt: skip
+    return pl.DataFrame({**{k: list(v) for k, v in columns.items()}, **whole})
+
+
+def same_words(folder, plain):
+    """Whether the words of all splits are those of the plain text, whatever the pieces."""
+
+    def joined(files):
+        return {
+            split: b"".join(files[n][128:] for n in sorted(files) if n.startswith(split))
+            for split in ("train", "val", "test")
+        }
+
+    return joined(shards_of(folder)) == joined(plain)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_packed_text_gives_the_set_of_the_text(tmp_path, plain, suffix):
+    path = tmp_path / f"rows.tsv{suffix}"
+    path.write_bytes(PACK[suffix](TEXT))
+    run_prepare(tmp_path / "set", path)
+    assert same_words(tmp_path / "set", plain)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_packed_text_of_several_parts_is_read_to_the_end(tmp_path, plain, suffix):
+    """Two frames end to end, as parallel packers and `cat` leave them."""
+    path = tmp_path / f"rows.tsv{suffix}"
+    path.write_bytes(PACK[suffix](TEXT[:30_001]) + PACK[suffix](TEXT[30_001:]))
+    run_prepare(tmp_path / "set", path)
+    assert same_words(tmp_path / "set", plain)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_packed_text_that_is_cut_short_or_damaged_is_refused(tmp_path, suffix):
+    whole = PACK[suffix](TEXT)
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    for number, content in enumerate((whole[:-1], whole[: len(whole) // 2], whole[:3], damaged)):
+        path = tmp_path / f"{number}.tsv{suffix}"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{number}.tsv{suffix}: the .* cut short or damaged"):
+            run_prepare(tmp_path / "set", path)
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".feather", ".parquet"])
+@pytest.mark.parametrize("compression", ["zstd", "lz4", "uncompressed"])
+def test_tables_give_the_set_of_the_text(tmp_path, plain, suffix, compression):
+    path, frame = tmp_path / f"rows{suffix}", as_frame()
+    if suffix == ".parquet":
+        frame.write_parquet(path, compression=compression)
+    else:
+        frame.write_ipc(path, compression=compression)
+    run_prepare(tmp_path / "set", path)
+    assert same_words(tmp_path / "set", plain)
+
+
+def test_a_damaged_arrow_file_is_a_message(tmp_path):
+    path = tmp_path / "rows.arrow"
+    as_frame().write_ipc(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(DataError, match=r"rows\.arrow: cannot be read as an Arrow file"):
+        run_prepare(tmp_path / "set", path)
+
+
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz", "rows.tsv.zst", "rows.parquet"])
+def test_inputs_of_another_file_system(tmp_path, plain, memory, name):
+    if name == "rows.parquet":
+        as_frame().write_parquet(tmp_path / name)
+        memory.put_file(str(tmp_path / name), "/clicks/rows.parquet")
+    else:
+        suffix = name.removeprefix("rows.tsv")
+        memory.pipe_file(f"/clicks/{name}", PACK[suffix](TEXT) if suffix else TEXT)
+    manifest = run_prepare(tmp_path / "set", input_path(f"memory://clicks/{name}"))
+    assert same_words(tmp_path / "set", plain)
+    size = memory.size(f"/clicks/{name}")
+    assert manifest.content["inputs"] == [{"name": name, "bytes": size}]
+    assert not (tmp_path / "set.work").exists()
+
+
+def test_a_folder_of_another_file_system_and_the_command(tmp_path, plain, memory):
+    lines = TEXT.splitlines(keepends=True)
+    memory.pipe_file("/clicks/day_10", b"".join(lines[200:]))
+    memory.pipe_file("/clicks/day_9", b"".join(lines[:200]))
+    memory.pipe_file("/clicks/notes.md", b"not data")
+    arguments = ["--output", str(tmp_path / "set"), "--max-bad-fraction", "0"]
+    assert main(["prepare", "--input", "memory://clicks", *arguments]) == 0
+    manifest = load_manifest(tmp_path / "set")
+    assert [entry["name"] for entry in manifest.content["inputs"]] == ["day_9", "day_10"]
+    assert same_words(tmp_path / "set", plain)
+
+
+def test_file_urls_are_paths_of_this_machine(tmp_path, plain):
+    path = write_rows(tmp_path / "with blank.tsv", ROWS)
+    assert input_path(path.as_uri()) == path
+    assert input_path("rows/day_1.tsv") == type(path)("rows/day_1.tsv")
+    run_prepare(tmp_path / "set", input_path(path.as_uri()))
+    assert shards_of(tmp_path / "set") == plain
+
+
+def test_a_file_that_changed_since_is_read_anew(tmp_path, memory):
+    path = RemotePath("memory://clicks/rows.tsv")
+    memory.pipe_file("/clicks/rows.tsv", TEXT)
+    before = path.version
+    assert path.version == before
+    memory.pipe_file("/clicks/rows.tsv", TEXT[::-1])
+    assert path.version != before
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://clicks/absent.tsv", "no such file or folder"),
+        ("nothing://clicks/rows.tsv", "nothing"),
+        ("memory://clicks", "no file in it ends in .tsv"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_url(tmp_path, memory, url, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        run_prepare(tmp_path / "set", input_path(url))
+    assert f"--input {url}" in str(caught.value)
+
+
+def test_the_same_url_twice_is_refused(tmp_path, memory):
+    memory.pipe_file("/clicks/rows.tsv", TEXT)
+    with pytest.raises(ConfigError, match="would count twice"):
+        run_prepare(tmp_path / "set", *[input_path("memory://clicks/rows.tsv")] * 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_missing_package_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--input s3://bucket/rows\.tsv: .*s3fs"):
+        run_prepare(tmp_path / "set", input_path("s3://bucket/rows.tsv"))

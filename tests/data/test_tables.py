@@ -1,0 +1,253 @@
+"""Tables as people have them: every kind of column, from CSV and Parquet, encoded and grown."""
+
+import json
+
+import numpy as np
+import pytest
+
+from data import load_manifest
+from data.__main__ import main
+from data.format.manifest import SPLITS
+from data.format.shards import RowFiles
+from data.format.verify import verify_set
+from data.format.vocabulary import open_vocabularies
+from tests.data.rows import all_words, folder_bytes
+from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
+
+ROWS = table(700)
+
+
+def made(output, source, *more):
+    """Prepare ``source`` by the schema beside it."""
+    schema = source.with_name("schema.yaml")
+    schema.write_text(SCHEMA)
+    words = ["--input", source, "--output", output, "--schema", schema, "--split", SPLIT]
+    assert main(["prepare", *map(str, [*words, "--max-bad-fraction", "0.05", *more])]) == 0
+    return load_manifest(output)
+
+
+@pytest.fixture(scope="module")
+def as_csv(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("csv")
+    return made(folder / "set", write_csv(folder / "t.csv", ROWS))
+
+
+@pytest.fixture(scope="module")
+def as_parquet(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parquet")
+    return made(folder / "set", write_parquet(folder / "t.parquet", ROWS))
+
+
+def data_files(manifest):
+    return {name: raw for name, raw in folder_bytes(manifest.path).items() if "json" not in name}
+
+
+def test_csv_and_parquet_give_the_same_set_byte_for_byte(as_csv, as_parquet):
+    assert data_files(as_csv) == data_files(as_parquet)
+    same = ("dense", "fields", "fitted", "splits", "lines", "bad_lines", "side", "vocabulary")
+    for key in same:
+        assert as_csv.content[key] == as_parquet.content[key], key
+
+
+def test_every_row_is_in_the_set_or_counted(as_csv):
+    infinite = sum(row["price"] == float("inf") for row in ROWS)
+    (reason,) = as_csv.content["bad_lines"]
+    assert "infinite" in reason
+    assert as_csv.content["bad_lines"][reason] == infinite > 0
+    assert sum(as_csv.splits.values()) + infinite == as_csv.content["lines"] == len(ROWS)
+
+
+def good_rows(split):
+    bounds = {"train": (0, 480), "val": (480, 576), "test": (576, 700)}[split]
+    return [row for row in ROWS[slice(*bounds)] if row["price"] != float("inf")]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_lists_are_the_values_of_the_cells(as_csv, split):
+    rows = good_rows(split)
+    assert [field.name for field in as_csv.lists] == ["tags", "more"]
+    lengths, values = RowFiles(as_csv, split).lists(0, len(rows))
+    weights = np.load(as_csv.path / as_csv.shards(split)[0].parts["value_weights"].file).tolist()
+    kept = [row["tags"][:3] for row in rows]
+    assert lengths.tolist() == [
+        [len(tags), len(row["more"])] for tags, row in zip(kept, rows, strict=True)
+    ]
+    vocabulary = open_vocabularies(as_csv)["more"]
+    of_value = dict(zip(vocabulary.keys.tolist(), vocabulary.ids.tolist(), strict=True))
+    values, at = values.tolist(), 0
+    for tags, row in zip(kept, rows, strict=True):
+        here = values[at : at + len(tags)]
+        assert [value == 0 for value in here] == [tag == "" for tag in tags]
+        assert np.allclose(weights[at : at + len(tags)], row["tag_weights"][: len(tags)])
+        at += len(tags)
+        assert values[at : at + len(row["more"])] == [of_value.get(v, 1) for v in row["more"]]
+        assert set(weights[at : at + len(row["more"])]) <= {1.0}
+        at += len(row["more"])
+    assert at == len(values)
+
+
+def test_real_values_are_transformed_by_what_train_says(as_csv):
+    rows = good_rows("train")
+    floats = all_words(as_csv, "train")[:, :4].view(np.float32)
+    price = np.array([np.nan if row["price"] is None else row["price"] for row in rows])
+    there = price[~np.isnan(price)]
+    want = np.where(np.isnan(price), 0, (price - there.mean()) / there.std())
+    assert as_csv.dense == ("price", "price_missing", "age")
+    assert np.allclose(floats[:, 1], want, atol=1e-6)
+    assert np.array_equal(floats[:, 2], np.isnan(price))
+    age = np.array([0.0 if row["age"] is None else np.clip(row["age"], 0, 100) for row in rows])
+    missing = np.array([row["age"] is None for row in rows])
+    assert np.allclose(floats[:, 3], np.where(missing, 0, np.log(age + 3)), atol=1e-6)
+
+
+def test_buckets_are_quantiles_of_train(as_csv):
+    score = [row["score"] for row in good_rows("train")]
+    words = all_words(as_csv, "train")
+    column = 1 + len(as_csv.dense) + 4  # city, shop, genre twice
+    bucket = words[:, column]
+    assert set(bucket[[value is None for value in score]]) == {0}
+    there = np.array([value is not None for value in score])
+    order = np.argsort(np.array([value for value in score if value is not None]), kind="stable")
+    assert (np.diff(bucket[there][order]) >= 0).all()
+    sizes = np.bincount(bucket[there])[2:]
+    assert len(sizes) == 4
+    assert sizes.min() > 0.15 * there.sum()
+
+
+def test_what_stands_beside_the_features(as_csv):
+    rows = good_rows("train")
+    files = RowFiles(as_csv, "train")
+    weight = files.part("weight", 0, len(rows))
+    given = np.array([row["w"] for row in rows])
+    assert np.allclose(weight, given / given.mean(), rtol=1e-5)
+    groups = files.part("group", 0, len(rows))
+    assert len(set(zip(groups.tolist(), [row["user"] for row in rows], strict=True))) == 3
+    moments = files.part("time", 0, len(rows)).astype("datetime64[us]")
+    assert moments[0] == np.datetime64(rows[0]["ts"])
+    labels = files.part("labels", 0, len(rows))[:, 0]
+    want = [np.nan if row["buy"] is None else row["buy"] for row in rows]
+    assert np.array_equal(labels, np.array(want, dtype=np.float32), equal_nan=True)
+    shard = as_csv.shards("train")[0]
+    text = np.load(as_csv.path / shard.parts["row_key_bytes"].file).tobytes()
+    ends = files.part("row_key_ends", 0, len(rows))
+    assert text[: ends[0]].decode() == rows[0]["id"]
+    assert text[ends[-2] : ends[-1]].decode() == rows[-1]["id"]
+
+
+@pytest.mark.parametrize("write", [write_csv, write_parquet])
+def test_rows_of_the_set_without_labels_are_encoded_to_its_own_words(tmp_path, as_csv, write):
+    rows = [{k: v for k, v in row.items() if k not in ("click", "buy")} for row in ROWS[576:]]
+    source = write(tmp_path / ("t.csv" if write is write_csv else "t.parquet"), rows)
+    words = ["--like", as_csv.path, "--input", source, "--output", tmp_path / "new"]
+    assert main(["encode", *map(str, words), "--max-bad-fraction", "0.1"]) == 0
+    new = load_manifest(tmp_path / "new")
+    verify_set(new, 1)
+    assert not new.labelled
+    assert np.isnan(all_words(new, "test")[:, 0].view(np.float32)).all()
+    assert np.array_equal(all_words(new, "test")[:, 1:], all_words(as_csv, "test")[:, 1:])
+    for name, part in as_csv.shards("test")[0].parts.items():
+        if name != "labels":
+            own = new.shards("test")[0].parts[name]
+            assert own.crc32 == part.crc32, name
+    assert new.vocabulary_digest == as_csv.vocabulary_digest
+
+
+def test_encoding_the_test_rows_is_byte_identical_to_them(tmp_path, as_csv):
+    source = write_csv(tmp_path / "t.csv", ROWS[576:])
+    words = ["--like", as_csv.path, "--input", source, "--output", tmp_path / "new"]
+    assert main(["encode", *map(str, words), "--max-bad-fraction", "0.1"]) == 0
+    of_test = {n: raw for n, raw in data_files(as_csv).items() if n.startswith(("test", "voc"))}
+    assert data_files(load_manifest(tmp_path / "new")) == of_test
+
+
+def shops(first, count):
+    """Rows with shops of their own, three of each."""
+    base = table(60, seed=5)
+    return [{**row, "price": 1.0, "shop": first + n % count} for n, row in enumerate(base)]
+
+
+def test_growth_moves_no_id_and_fills_spare_ones_first(tmp_path, capsys):
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(SCHEMA)
+    old_rows = write_csv(tmp_path / "old.csv", shops(0, 20))
+    words = ["--input", old_rows, "--schema", schema, "--split", "time:1,0,0", "--spare", "0.25"]
+    assert main(["prepare", *map(str, words), "--output", str(tmp_path / "old")]) == 0
+    old = load_manifest(tmp_path / "old")
+    assert old.field("shop").rows == 2 + 20 + 5
+    new_rows = write_csv(tmp_path / "new.csv", shops(12, 20))
+    words = ["--input", new_rows, "--like", old.path, "--split", "time:1,0,0"]
+    assert main(["prepare", *map(str, words), "--output", str(tmp_path / "same")]) == 0
+    same = load_manifest(tmp_path / "same")
+    assert same.vocabulary_digest == old.vocabulary_digest
+    assert same.ancestors == ()
+    assert np.count_nonzero(ids_of(same, "shop") == 1) == 36
+    assert main(["prepare", *map(str, words), "--grow", "--output", str(tmp_path / "big")]) == 0
+    big = load_manifest(tmp_path / "big")
+    assert [a.digest for a in big.ancestors] == [old.vocabulary_digest]
+    assert big.ancestors[0].rows["shop"] == 27
+    assert big.field("shop").rows == 27 + 12 - 5
+    before, after = (open_vocabularies(m)["shop"] for m in (old, big))
+    places = np.searchsorted(after.keys, before.keys)
+    assert np.array_equal(after.keys[places], before.keys)
+    assert np.array_equal(after.ids[places], before.ids)
+    new_ids = np.setdiff1d(after.ids, before.ids)
+    assert set(before.spare_ids().tolist()) < set(new_ids.tolist())
+    assert 1 not in ids_of(big, "shop")
+    assert next(e for e in big.content["fields"] if e["name"] == "shop")["grown"]["spare"] == 5
+
+
+def ids_of(manifest, name):
+    names = [n for field in manifest.fixed for n in [field.name] * field.hot]
+    return all_words(manifest, "train")[:, 1 + len(manifest.dense) + names.index(name)]
+
+
+def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
+    source = write_csv(tmp_path / "t.csv", ROWS[:20])
+    words = ["--input", source, "--output", tmp_path / "new", "--like", as_csv.path]
+    assert main(["prepare", *map(str, words), "--min-count", "3"]) == 2
+    assert "--min-count: the set of --like decides it" in capsys.readouterr().err
+    assert main(["prepare", *map(str, words[:4]), "--grow"]) == 2
+    assert "--grow: needs the set to grow from" in capsys.readouterr().err
+
+
+def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
+    import shutil
+
+    shutil.copytree(as_csv.path, tmp_path / "set")
+    path = tmp_path / "set" / "vocabulary" / "shop.ids.npy"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert main(["verify", str(tmp_path / "set")]) == 2
+    assert "shop.ids.npy: checksum differs" in capsys.readouterr().err
+
+
+def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
+    from data.format.manifest import MANIFEST, fingerprint_of
+
+    old = {"format": "sbpflow-prepared", "version": 1, "source": "prepare", "min_count": 3,
+           "inputs": [{"name": "train.tsv", "bytes": 1}], "seed": 9,
+           "schema": {"columns": ["label", "I1"], "dense": ["I"] * 13},
+           "split": {"kind": "time", "fractions": [0.8, 0.1, 0.1], "patterns": []},
+           "fields": [{"name": "C1", "rows": 5}, {"name": "C1xC2", "rows": 9, "hashed": True}],
+           "dense": [{"name": "I1", "transform": "log1"}]}  # fmt: skip
+    old["fingerprint"] = fingerprint_of(old)
+    (tmp_path / MANIFEST).write_text(json.dumps(old))
+    assert main(["stats", str(tmp_path)]) == 2
+    assert (
+        "format version 1, this program reads 2; make the set anew: python -m data prepare --input "
+        "FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 --hash-size C1xC2=9 "
+        f"--min-count 3 --seed 9 --dense log1 --output {tmp_path}"
+    ) in capsys.readouterr().err
+
+
+def test_two_runs_into_one_output_do_not_meet(tmp_path, capsys):
+    from data.prepare.workspace import only_run
+
+    source = write_csv(tmp_path / "t.csv", ROWS[:20])
+    (tmp_path / "schema.yaml").write_text(SCHEMA)
+    words = ["--input", source, "--schema", tmp_path / "schema.yaml", "--output", tmp_path / "s"]
+    with only_run(tmp_path / "s"):
+        assert main(["prepare", *map(str, words)]) == 2
+        assert "is being made by another run (process" in capsys.readouterr().err
+    assert not (tmp_path / "s.work.lock").exists()

@@ -1,0 +1,136 @@
+"""What the folders promise: who may call collectives, what is public, that no model is known."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sbpflow
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "sbpflow").rglob("*.py"))
+MODELS = re.compile(r"(?i)\b(wdl|wide|deep|dlrm|deepfm|dcn(v2)?|tower|mlp|crosses)\b")
+COLLECTIVES = set(
+    "all_to_all all_to_all_single all_reduce all_gather all_gather_into_tensor reduce_scatter "
+    "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
+    "all_gather_object broadcast_object_list gather_object barrier".split()
+)
+# Who may, and what for: conversions; rows whose number a batch decides; the checked mode's headers.
+CALLERS = {
+    "boxing/executor.py": {"all_to_all_single", "all_reduce"},
+    "embedding/exchange/all_to_all.py": {"all_to_all_single"},
+    "runtime/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
+}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT / "sbpflow"))
+
+
+def strings(tree: ast.AST) -> list[tuple[int, str]]:
+    """Every string of a file that is no docstring."""
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    docs |= {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_no_string_names_a_model_or_a_part_of_one(path):
+    tree = ast.parse(path.read_text())
+    found = [(line, text) for line, text in strings(tree) if MODELS.search(text)]
+    assert not found
+
+
+def test_no_key_of_the_configuration_names_a_part_of_a_model():
+    tree = ast.parse((ROOT / "sbpflow" / "config" / "schema.py").read_text())
+    keys = [
+        item.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    ]
+    assert len(keys) > 40
+    assert [key for key in keys if MODELS.search(key.replace("_", " "))] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_collectives_are_called_where_they_may_be(path):
+    called = {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in ("dist", "distributed", "c10d")
+    }
+    assert called & COLLECTIVES <= CALLERS.get(name(path), set())
+
+
+def test_no_other_name_stands_for_torch_distributed():
+    """So that the test above sees every call."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name == "torch.distributed":
+                        assert alias.asname == "dist", name(path)
+            if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+                assert not {alias.name for alias in node.names} & COLLECTIVES, name(path)
+
+
+def test_public_names_are_few_loaded_late_and_explained():
+    assert sorted(sbpflow.__all__) == sbpflow.__all__
+    assert 20 <= len(sbpflow.__all__) <= 40
+    for public in sbpflow.__all__:
+        assert getattr(sbpflow, public).__doc__, public
+    with pytest.raises(AttributeError, match="no attribute 'World2'"):
+        sbpflow.World2  # noqa: B018
+    code = (
+        "import sys, sbpflow; dir(sbpflow)\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'fbgemm_gpu', 'nvidia')])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_rooms_import_downwards_only():
+    """Folder by folder: no two import each other, directly or around."""
+    below: dict[str, set[str]] = {}
+    for path in FILES:
+        room = path.relative_to(ROOT / "sbpflow").parts[0]
+        if room.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sbpflow."):
+                other = (node.module or "").split(".")[1]
+                if other not in (room, "errors"):
+                    below.setdefault(room, set()).add(other)
+    done: list[str] = []
+    rooms = set(below) | set().union(*below.values())
+    while rooms:
+        free = {room for room in rooms if below.get(room, set()) <= set(done)}
+        assert free, {room: sorted(below[room] - set(done)) for room in rooms}
+        done += sorted(free)
+        rooms -= free
+    assert done[0] == "sbp"
+    assert done[-1] == "run"

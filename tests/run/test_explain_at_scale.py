@@ -1,0 +1,54 @@
+"""Plans of many ranks: made in seconds on one core, and told in ranges."""
+
+import time
+
+import pytest
+
+from sbpflow.config.table_rules import TableRule
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.explain import describe, format_plan, short_lists
+from sbpflow.run.model import Fields
+from tests.training.wdl_case import make_config
+
+FIELDS = Fields.of(
+    ("I1", "I2", "I3"),
+    {"C1": 4037, "C2": 11, "C3": 5003, "C4": 3},
+    {"C1xC2": 7001, "C3xC4": 2903},
+)
+
+GRID = {
+    "deep.C3": TableRule(
+        sbp="(S(0), S(1))", ranks=tuple(tuple(range(n, n + 16)) for n in range(0, 256, 16))
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "limit_s", "tables"),
+    [("1", 256, 5, None), ("2", 256, 5, GRID), ("3", 256, 5, None), ("2", 1024, 30, None)],
+)
+def test_a_plan_of_many_ranks_takes_seconds_of_cpu_and_few_lines(scheme, size, limit_s, tables):
+    config = make_config(scheme, "adagrad", batch_size=64 * size, dim=size, tables=tables)
+    begin = time.process_time()
+    _, plan = plan_run(config, FIELDS, world_size=size, device_type="cpu")
+    text = format_plan(plan)
+    assert time.process_time() - begin < limit_s
+    assert len(text.splitlines()) < 300
+    assert max(map(len, text.splitlines())) < 250
+    facts = describe(plan)
+    assert len(facts["ranks"]) == size
+    shards = sum(len(table["shards"]) for table in facts["tables"])
+    assert shards > size, "every shard is in the JSON"
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("S(0)@[0, 1, 2, 3, 4, 5, 6, 7]", "S(0)@[0, 1, 2, 3, 4, 5, 6, 7]"),
+        ("S(0)@[0, 1, 2, 3, 4, 5, 6, 7, 8]", "S(0)@[0..8]"),
+        ("S(1)[1, 1, 1, 1, 1, 1, 1, 1, 0]@[0, 1]", "S(1)[8 x 1, 0]@[0, 1]"),
+        ("[4, 5, 9, 9, 9, 1, 2, 3, 4, 4]", "[4, 5, 3 x 9, 1..4, 4]"),
+    ],
+)
+def test_long_lists_become_ranges_and_repeats(text, short):
+    assert short_lists(text) == short
