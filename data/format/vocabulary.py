@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
 from data.format.manifest import Ancestor, Manifest
 from data.format.manifest_check import VOCABULARY_FOLDER
-from data.format.npy import check_file, read_array, type_name, write_array
+from data.format.npy import check_file, open_array, type_name, write_array
 from data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
 
@@ -76,7 +76,7 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
     found: dict[str, Vocabulary] = {}
     for name, entry in content["fields"].items():
         arrays = {
-            key: read_array(manifest.path / part["file"], dtype, shape, 0, shape[0])
+            key: open_array(manifest.path / part["file"], dtype, shape)
             for key, part, dtype, shape in array_files(entry)
         }
         found[name] = Vocabulary(name, manifest.field(name).rows, **arrays)

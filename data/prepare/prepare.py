@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -105,7 +105,7 @@ def _build(
     content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
     if like is not None and content["vocabulary"]["digest"] == like.vocabulary_digest:
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
-    lookups = {} if like is not None else {v.name: v.lookups() for v in kept.values()}
+    lookups = {} if like is not None else {v.name: v.lookups for v in kept.values()}
     _finish(work / "set", content, lookups, options)
 
 
@@ -182,7 +182,7 @@ _NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like")
 def _finish(
     folder: Path,
     content: dict[str, Any],
-    lookups: Mapping[str, Counts],
+    lookups: Mapping[str, Callable[[], Counts]],
     options: PrepareOptions,
 ) -> None:
     """Write the manifest, add the statistics of the finished shards, and verify every checksum."""
