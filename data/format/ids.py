@@ -25,7 +25,7 @@ _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
 """Keys looked up at a time, so that the arrays in between stay in the cache."""
-_LARGE = 1 << 22
+_LARGE = 1 << 20
 """Keys from which a table is filled to two thirds, for its memory."""
 _INSERTED = 1 << 20
 """Keys put into a table at a time."""
@@ -34,7 +34,7 @@ _HOT = 16
 
 
 def assign_ids(
-    counts: Counts, reserved: tuple[int, int], seed: int, name: str
+    counts: "Counts | NDArray[np.uint32]", reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
     """Give each kept value (``counts`` lookups each) an id of 2.. in a seeded, levelled order.
 
@@ -48,7 +48,7 @@ def assign_ids(
     del order
     load = np.empty(len(value_at), dtype=np.int64)
     load[:NUM_RESERVED_IDS] = reserved
-    np.take(counts, value_at[NUM_RESERVED_IDS:], out=load[NUM_RESERVED_IDS:])
+    load[NUM_RESERVED_IDS:] = counts[value_at[NUM_RESERVED_IDS:]]
     _level(value_at, load, 0, len(load), int(load.sum()), _LEVELS)
     ids = np.empty(len(counts), dtype=np.int32)
     ids[value_at[NUM_RESERVED_IDS:]] = np.arange(NUM_RESERVED_IDS, len(value_at), dtype=np.int32)
@@ -143,8 +143,7 @@ class IdTable(ABC):
             self._capacity = len(keys) + len(keys) // 2
         self._allocate(self._capacity)
         for chosen in _hottest_first(counts):
-            for start in range(0, len(chosen), _INSERTED):
-                self._insert(keys, ids, chosen[start : start + _INSERTED])
+            self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
         slots = self._slots(keys[left])
@@ -200,14 +199,15 @@ class IdTable(ABC):
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Places in ``counts``: small groups by falling count, then all the rest at once."""
+    """Places in ``counts``: small groups by falling count, then the rest, some at a time."""
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16
     while start < len(hot):
         yield hot[start:stop]
         start, stop = stop, 8 * stop
-    yield np.flatnonzero(counts < _HOT)
+    for start in range(0, len(counts), _INSERTED):
+        yield start + np.flatnonzero(counts[start : start + _INSERTED] < _HOT)
 
 
 class NarrowIdTable(IdTable):

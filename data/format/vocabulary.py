@@ -73,14 +73,19 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
             f"{manifest.path}: this set has no vocabularies (it was generated), so no row can get "
             "its ids; use a set made by `python -m data prepare`"
         )
-    found: dict[str, Vocabulary] = {}
-    for name, entry in content["fields"].items():
-        arrays = {
-            key: open_array(manifest.path / part["file"], dtype, shape)
-            for key, part, dtype, shape in array_files(entry)
-        }
-        found[name] = Vocabulary(name, manifest.field(name).rows, **arrays)
-    return found
+    return {
+        name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)
+        for name, entry in content["fields"].items()
+    }
+
+
+def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
+    """A vocabulary of the set in ``folder`` by its manifest entry, mapped where it is large."""
+    arrays = {
+        key: open_array(folder / part["file"], dtype, shape)
+        for key, part, dtype, shape in array_files(entry)
+    }
+    return Vocabulary(name, num_rows, **arrays)
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
@@ -115,7 +120,9 @@ def check_vocabulary(manifest: Manifest, name: str, vocabulary: Vocabulary) -> N
             f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, its table has "
             f"rows {NUM_RESERVED_IDS}..{vocabulary.num_rows - 1} for values; prepare the set again"
         )
-    if len(np.unique(ids)) < len(ids):
+    is_given = np.zeros(vocabulary.num_rows, dtype=np.bool_)
+    is_given[ids] = True
+    if np.count_nonzero(is_given) < len(ids):
         raise DataError(
             f"{manifest.path}: the vocabulary of {name} gives an id to two values; prepare the "
             "set again"

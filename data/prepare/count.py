@@ -16,9 +16,15 @@ from numpy.typing import NDArray
 
 from data.format.ids import Counts, assign_ids
 from data.format.manifest import Manifest
-from data.format.npy import file_crc32, open_array
+from data.format.npy import file_crc32
 from data.format.schema import CHECK, MISSING_ID, NUM_RESERVED_IDS, RARE_ID, SPLIT_COLUMN
-from data.format.vocabulary import Vocabulary, array_files, open_vocabularies, write_vocabulary
+from data.format.vocabulary import (
+    Vocabulary,
+    array_files,
+    open_vocabularies,
+    read_vocabulary,
+    write_vocabulary,
+)
 from data.prepare.distinct import FieldCounts, count_fields, spilled
 from data.prepare.fit import Values, fit
 from data.prepare.options import PrepareOptions
@@ -33,7 +39,9 @@ _LOAD_PARTS = 8
 class Kept:
     """The vocabulary of one field and what the train part said of it."""
 
-    vocabulary: Vocabulary
+    name: str
+    num_rows: int
+    folder: Path
     entry: dict[str, Any]
     missing: int
     rare: int
@@ -44,10 +52,9 @@ class Kept:
     """Values added to the parent's, and how many of them found a spare id; empty without growth."""
     spare: int
 
-    @property
-    def name(self) -> str:
-        """The field."""
-        return self.vocabulary.name
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary, from its files: what is mapped is in memory only while it is used."""
+        return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def said(self) -> dict[str, Any]:
         """What the manifest says of the field beside its rows."""
@@ -61,9 +68,10 @@ class Kept:
 
     def lookups(self) -> Counts:
         """Lookups per table row in the train part (of a set without a parent)."""
-        out = np.zeros(self.vocabulary.num_rows, dtype=np.int64)
+        vocabulary = self.vocabulary()
+        out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
-        out[self.vocabulary.ids] = self.vocabulary.counts
+        out[vocabulary.ids] = vocabulary.counts
         return out
 
 
@@ -105,13 +113,8 @@ def build_vocabularies(
         parents = {} if like is None else open_vocabularies(like)
 
         def build(name: str, counted: FieldCounts) -> Kept:
-            _save(
-                folder / f"{name}.json",
-                _kept(name, counted, options, parents.get(name), work / "set"),
-            )
-            made = _load(folder / f"{name}.json", work / "set", name, check=False)
-            if made is None:
-                raise DamagedWork(f"{folder / name}.json: changed while it was written")
+            made = _kept(name, counted, options, parents.get(name), work / "set")
+            _save(folder / f"{name}.json", made)
             return made
 
         missing = {} if options.is_encode else _padding(staged, options)
@@ -192,7 +195,9 @@ def _kept(
         rare_values = int((~is_known).sum())
     entry = write_vocabulary(folder, vocabulary)
     return Kept(
-        vocabulary,
+        name,
+        vocabulary.num_rows,
+        folder,
         entry,
         counted.missing,
         num_rare,
@@ -213,10 +218,10 @@ def _new(
 ) -> Vocabulary:
     """A vocabulary of its own; spare ids are values without lookups, levelled like the others."""
     number = int(np.count_nonzero(enough))
-    loads = np.zeros(number + num_spare, dtype=np.int64)
+    loads = np.zeros(number + num_spare, dtype=np.uint32)
     loads[:number] = counted.counts[enough]
     ids = assign_ids(loads, (counted.missing, num_rare), options.seed, name)[:number]
-    lookups = loads[:number]
+    lookups = loads[:number].astype(np.int64)
     checks = None if counted.checks is None else counted.checks[enough]
     num_rows = len(loads) + NUM_RESERVED_IDS
     return Vocabulary(name, num_rows, counted.keys[enough], ids, lookups, checks)
@@ -267,7 +272,7 @@ def _skew(vocabulary: Vocabulary) -> float:
 def _save(path: Path, kept: Kept) -> None:
     record = {
         "entry": kept.entry,
-        "rows": kept.vocabulary.num_rows,
+        "rows": kept.num_rows,
         "missing": kept.missing,
         "rare": kept.rare,
         "rare_values": kept.rare_values,
@@ -278,19 +283,16 @@ def _save(path: Path, kept: Kept) -> None:
     write_record(path, record)
 
 
-def _load(path: Path, folder: Path, name: str, check: bool = True) -> Kept | None:
+def _load(path: Path, folder: Path, name: str) -> Kept | None:
     """What ``_save`` wrote; None where it is not there or an array is not what it was."""
     record = read_record(path, _RECORD_KEYS)
     if record is None:
         return None
-    arrays: dict[str, NDArray[Any]] = {}
-    for key, part, dtype, shape in array_files(record["entry"]):
+    for _, part, _, _ in array_files(record["entry"]):
         file = folder / part["file"]
-        if check and (not file.is_file() or file_crc32(file) != part["crc32"]):
+        if not file.is_file() or file_crc32(file) != part["crc32"]:
             return None
-        arrays[key] = open_array(file, dtype, shape)
-    vocabulary = Vocabulary(name, record.pop("rows"), **arrays)
-    return Kept(vocabulary, **record)
+    return Kept(name, record.pop("rows"), folder, **record)
 
 
 def fit_columns(
@@ -337,7 +339,7 @@ def field_entry(
     if name in hashed:
         entry |= {"rows": hashed[name], "hashed": True}
     elif name in kept:
-        entry |= {"rows": kept[name].vocabulary.num_rows, **kept[name].said()}
+        entry |= {"rows": kept[name].num_rows, **kept[name].said()}
     else:
         bounds = fitted[name]["bounds"]
         entry |= {"rows": len(bounds) + 1 + NUM_RESERVED_IDS, "buckets": bounds}

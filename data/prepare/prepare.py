@@ -143,9 +143,10 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 
 def _tables(kept: Mapping[str, Kept], options: PrepareOptions) -> dict[str, FieldIds]:
     """What turns keys into ids, by field."""
-    tables = {
-        name: FieldIds(found.vocabulary.table(), found.vocabulary) for name, found in kept.items()
-    }
+    tables: dict[str, FieldIds] = {}
+    for name, found in kept.items():
+        vocabulary = found.vocabulary()
+        tables[name] = FieldIds(vocabulary.table(), vocabulary)
     for name, num_rows in options.hash_sizes:
         tables[name] = FieldIds(HashedIds(num_rows, options.seed, name))
     return tables
