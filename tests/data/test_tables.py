@@ -11,7 +11,10 @@ from data.format.manifest import SPLITS
 from data.format.shards import RowFiles
 from data.format.verify import verify_set
 from data.format.vocabulary import open_vocabularies
-from tests.data.rows import all_words, folder_bytes
+from data.prepare import prepare
+from data.prepare.encode import encode_all
+from data.prepare.schema_file import read_schema
+from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 
 ROWS = table(700)
@@ -265,3 +268,45 @@ def test_names_with_an_x_are_crossed_and_two_readings_are_refused(tmp_path, caps
     schema.write_text("sparse: {se: integer, sex: integer, tax: integer, xtax: integer}\n")
     assert main([*map(str, words)]) == 2
     assert "'sexxtax' can be se with xtax or sex with tax" in capsys.readouterr().err
+
+
+class Stopped(BaseException):
+    """The end of a run, as sudden as a kill."""
+
+
+def _stop(*_, **__):
+    raise Stopped
+
+
+def _half(*arguments):
+    encode_all(*arguments)
+    for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
+        record.unlink()  # as if these had not been reached; their staged files are gone
+    raise Stopped
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "*.list", "*.arrow", "fitted.json", "*.ids.npy", "*.starts.npy"]
+)
+@pytest.mark.parametrize(
+    "place",
+    [("build_vocabularies", _stop), ("fit_columns", _stop), ("encode_all", _stop),
+     ("encode_all", _half), ("_publish", _stop)],
+)  # fmt: skip
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch, place, damage):
+    source = write_csv(tmp_path / "t.csv", table(200))
+    (tmp_path / "schema.yaml").write_text(SCHEMA)
+    settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),
+                "max_bad_fraction": 0.1, "piece_bytes": 1 << 13}  # fmt: skip
+    clean = run_prepare(tmp_path / "clean", source, **settings)
+    assert len(clean.shards("train")) > 2
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, *place)
+        with pytest.raises(Stopped):
+            run_prepare(tmp_path / "set", source, **settings)
+    if found := sorted((tmp_path / "set.work").rglob(damage)) if damage else []:
+        raw = bytearray(found[0].read_bytes())
+        raw[-3] ^= 4
+        found[0].write_bytes(raw)
+    run_prepare(tmp_path / "set", source, **settings)
+    assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
