@@ -21,6 +21,7 @@ from data.format.schema import CHECK, MISSING_ID, NUM_RESERVED_IDS, RARE_ID, SPL
 from data.format.vocabulary import (
     Vocabulary,
     array_files,
+    blocks,
     open_vocabularies,
     read_vocabulary,
     write_vocabulary,
@@ -68,10 +69,10 @@ class Kept:
 
     def lookups(self) -> Counts:
         """Lookups per table row in the train part (of a set without a parent)."""
-        vocabulary = self.vocabulary()
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
-        out[vocabulary.ids] = vocabulary.counts
+        for ids, counts in blocks(self.folder, self.entry, "ids", "counts"):
+            out[ids] = counts
         return out
 
 

@@ -1,13 +1,15 @@
 """Tables as people have them: every kind of column, from CSV and Parquet, encoded and grown."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from data import load_manifest
 from data.__main__ import main
-from data.format.manifest import SPLITS
+from data.format.manifest import MANIFEST, SPLITS, fingerprint_of
+from data.format.npy import write_array
 from data.format.shards import RowFiles
 from data.format.verify import verify_set
 from data.format.vocabulary import open_vocabularies
@@ -214,8 +216,6 @@ def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
 
 
 def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
-    import shutil
-
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / "shop.ids.npy"
     raw = bytearray(path.read_bytes())
@@ -226,8 +226,6 @@ def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
 
 
 def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
-    from data.format.manifest import MANIFEST, fingerprint_of
-
     old = {"format": "sbpflow-prepared", "version": 1, "source": "prepare", "min_count": 3,
            "inputs": [{"name": "train.tsv", "bytes": 1}], "seed": 9,
            "schema": {"columns": ["label", "I1"], "dense": ["I"] * 13},
@@ -310,3 +308,41 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch,
         found[0].write_bytes(raw)
     run_prepare(tmp_path / "set", source, **settings)
     assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
+
+
+@pytest.mark.parametrize(
+    ("array", "place", "value", "message"),
+    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, its table has rows 2..10"),
+     ("ids", 1, None, "gives an id to two values"), ("keys", 3, 0, "do not rise")],
+)  # fmt: skip
+def test_a_vocabulary_made_by_hand_is_refused(
+    tmp_path, as_csv, capsys, array, place, value, message
+):
+    """With checksums and a fingerprint that fit."""
+    shutil.copytree(as_csv.path, tmp_path / "set")
+    path = tmp_path / "set" / "vocabulary" / f"shop.{array}.npy"
+    values = np.load(path)
+    values[place] = values[0] if value is None else value
+    content = json.loads((tmp_path / "set" / MANIFEST).read_text())
+    content["vocabulary"]["fields"]["shop"][array]["crc32"] = write_array(path, values)
+    content["fingerprint"] = fingerprint_of(content)
+    (tmp_path / "set" / MANIFEST).write_text(json.dumps(content))
+    assert main(["verify", str(tmp_path / "set")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_made_by_hand_are_refused_by_verify(tmp_path, as_csv, capsys):
+    for number, (word, value, message) in enumerate(
+        [(0, 0.5, "a label 0.5"), (1, 2.0**100, "price 1.26"), (1, np.nan, "price nan")]
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(as_csv.path, folder)
+        path = folder / "train-000000.npy"
+        words = np.load(path)
+        words[5, word] = np.float32(value).view(np.int32)
+        content = json.loads((folder / MANIFEST).read_text())
+        content["splits"]["train"][0]["crc32"] = write_array(path, words)
+        content["fingerprint"] = fingerprint_of(content)
+        (folder / MANIFEST).write_text(json.dumps(content))
+        assert main(["verify", str(folder)]) == 2
+        assert f"train-000000.npy: row 5 has {message[:9]}" in capsys.readouterr().err
