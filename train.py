@@ -34,13 +34,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
     from sbpflow.run.start import start_world
     from sbpflow.runtime.world import device_name, device_type_of, world_size_of_environment
-    from sbpflow.training.health import (
-        LossWatch,
-        check_replicas,
-        gather_text,
-        on_all_or_none,
-        out_of_range_note,
-    )
+    from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.report import Report, setup_logging
     from sbpflow.training.run_folder import RunLock
@@ -56,7 +50,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
     boxing = Boxing(world)
-    lock = on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
+    lock = health.on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
     loaders = open_loaders(
         manifest,
         config.data,
@@ -72,7 +66,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         config,
         rank=world.rank,
         num_steps=num_train_steps(config.train, loaders["train"].num_steps),
-        devices=gather_text(boxing, device_name(world.device)),
+        devices=health.gather_text(boxing, device_name(world.device)),
         sections={"plan": format_plan(plan, shards=False)},
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
     ) as report:
@@ -82,11 +76,11 @@ def train(path: str, overrides: Sequence[str]) -> int:
             loaders,
             config.train,
             boxing=boxing,
-            watch=LossWatch(boxing, manifest.dense),
+            watch=health.LossWatch(boxing, manifest.dense),
             reporter=report,
         )
-        check_replicas(job.model.parameters, job.embeddings, boxing)
-        outside = out_of_range_note(job.embeddings, boxing)
+        health.check_replicas(job.model.parameters, job.embeddings, boxing)
+        outside = health.out_of_range_note(job.embeddings, boxing)
         report.final(
             steps=result.steps,
             samples_per_s=result.samples_per_s,
