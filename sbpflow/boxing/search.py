@@ -27,7 +27,7 @@ def cheapest_route(
     """The layouts to pass through, ends included. Ties go to fewer steps, then to listing order."""
     # Dijkstra's algorithm: a node is a layout, an edge one step, its length the bytes of that step.
     # A fixed table of routes was not enough, for the cheapest depends on sizes: (P, S(0)) -> (B, B)
-    # may gather or reduce first. Entries of the queue are (cost, steps, order of listing, route), so
+    # may gather or reduce first. Queue entries are (cost, steps, order of listing, route), so
     # that every rank, which plans for itself, decides ties alike.
     values = _values(src, dst, shape)
     best: dict[Layout, float] = {}
