@@ -45,26 +45,16 @@ demo: .venv/.stamp .demo/data/manifest.json
 # With what each is given; cpu_criteo needs genuine rows, named by SBPFLOW_CRITEO_ROWS.
 CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \
     "engine kernel" "engine rows" "stages --shape dcnv2" "data loader" "cpu_criteo"
-# Every file of this name runs, and writes to benchmarks/results/.
-GPU_BENCHMARKS = $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/gpu_*.py))
-GPU_TESTS = $(shell grep -rlE 'mark\.(gpu|nccl)' tests --include='test_*.py')
 
 bench: .venv/.stamp
 	@status=0; for words in $(CPU_BENCHMARKS); do \
 	    echo "== benchmarks.$$words"; $(BIN)/python -m benchmarks.$$words || status=1; \
 	done; exit $$status
 
-# Only the files with marked tests, so that packages the others need may be absent. Benchmarks run
-# even if a test fails: time on such a machine is rare.
+# With the interpreter and packages that are there; what lacks is said. Time on such a machine is
+# rare, so each part runs whatever became of the others.
 gpu:
-	@$(PYTHON) -c 'import torch, pytest, numpy, yaml, tqdm' || { \
-	    echo "make gpu needs torch, pytest, numpy, pyyaml and tqdm in $(PYTHON); name another" \
-	         "interpreter with make gpu PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-	    echo "make gpu: the torch of $(PYTHON) sees no CUDA device" >&2; exit 1; }
-	@status=0; $(PYTHON) -m pytest -m "gpu or nccl" $(GPU_TESTS) || status=1; \
-	for module in $(GPU_BENCHMARKS); do \
-	    echo "== $$module"; $(PYTHON) -m $$module || status=1; done; exit $$status
+	@$(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .venv-* .demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -47,6 +47,7 @@ class GroupInFlight:
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
+    counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
 
     def look_up(self, storage: Storage, access: Access) -> Tensor:
         """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
@@ -90,6 +91,14 @@ class Group(ABC, Generic[BatchT]):
 
         ``num_rows`` counts the whole batch.
         """
+
+    def counts(self, batch: BatchT) -> Tensor | None:
+        """What the host must know of the batch before ``advance``, int64; ``None``: nothing.
+
+        Takes what ``begin`` sent on its way.
+        """
+        del batch
+        return None
 
     @abstractmethod
     def advance(self, batch: BatchT) -> None:
