@@ -35,7 +35,8 @@ MISTAKES = {
     "absent cross": (
         ["model.wide.crosses=[[C1, C9]]"],
         "model.wide.crosses: C1xC9 is not in the data, which has C1xC2, C3xC4; prepare it again "
-        "with --crosses C1xC9, or leave the wide part out with model.wide.crosses: []",
+        "with --crosses C1xC9, have the loader hash crosses with model.wide.hash_size=1000000, or "
+        "leave the wide part out with model.wide.crosses: []",
     ),
     "batch too small": (["data.batch_size=3"], "data.batch_size: 3 rows for 4 ranks"),
     "too few columns": (
