@@ -1,4 +1,4 @@
-"""Without FBGEMM, numba and DALI, as on macOS or a bare machine: the whole way, from rows to an AUC."""
+"""Without FBGEMM, numba and DALI, as on macOS: the whole way, from rows to an AUC."""
 
 import json
 import os
