@@ -29,6 +29,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.explain import format_plan, plan_digest
     from sbpflow.run.job import build_job
+    from sbpflow.run.kernels import with_measured_kernels
     from sbpflow.run.model import hashed_crosses_of
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
     from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
@@ -71,6 +72,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         device=world.device,
         crosses=hashed_crosses_of(spec),
     )
+    plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
     job = build_job(config, spec, plan, boxing)
     with Report(
         config,

@@ -24,6 +24,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.errors import ConfigError
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.explain import describe, format_plan
+    from sbpflow.run.kernels import with_known_kernels
     from sbpflow.runtime.world import device_type_of
 
     try:
@@ -41,6 +42,7 @@ def explain(argv: Sequence[str]) -> int:
     device = config.parallel.device  # a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
     _, plan = plan_run(config, fields, world_size=args.world_size, device_type=device_type)
+    plan = with_known_kernels(plan, config.parallel.kernel)
     if args.json:
         json.dump(describe(plan), sys.stdout, indent=1)
         print()

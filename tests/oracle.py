@@ -10,6 +10,7 @@ import random
 import torch
 
 from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 
@@ -111,3 +112,8 @@ def joined(parts, layout: Layout, shape, dtype):
 
 def has_partial(layout: Layout):
     return any(isinstance(sbp, Partial) for sbp in layout.nd_sbp)
+
+
+def line_layout(device_type, num_ranks, sbp):
+    """A 1-D layout over ranks 0 .. num_ranks-1."""
+    return Layout(Placement.line(device_type, num_ranks), (sbp,))

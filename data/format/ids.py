@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.format.schema import NUM_RESERVED_IDS, RARE_ID
+from sbpflow.runtime.splitmix import GAMMA
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]
@@ -154,7 +155,7 @@ class IdTable(ABC):
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         # Fibonacci hashing: the high bits of a product with 2^64 / golden ratio.
-        spread = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        spread = keys.astype(np.uint64) * np.uint64(GAMMA)
         return (spread >> self._shift).astype(np.int64)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:

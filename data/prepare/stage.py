@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 
 from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
+from data.prepare.csv_text import parse_table
 from data.prepare.options import PrepareOptions
 from data.prepare.parse import parse_piece
 from data.prepare.piece import BadLines, Piece
 from data.prepare.pieces import columns_of, pieces_in_order
 from data.prepare.source import Input, read_piece
-from data.prepare.table import parse_table
 from data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
+from sbpflow.runtime.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
@@ -241,7 +242,7 @@ def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.
     if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":
         keys = (a << np.uint64(32)) | b
     else:
-        keys = (a * np.uint64(0x9E3779B97F4A7C15)) ^ (b + (a >> np.uint64(29)))
+        keys = (a * np.uint64(GAMMA)) ^ (b + (a >> np.uint64(29)))
     missing = left.is_null() | right.is_null()
     return pl.select(pl.when(~missing).then(pl.Series(keys))).to_series().alias("x".join(pair))
 

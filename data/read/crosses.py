@@ -13,11 +13,10 @@ from data.format.manifest import Manifest
 from data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import HashedCross
+from sbpflow.runtime.splitmix import GAMMA, MIX_1, MIX_2
 
 _MISSING = 0
-# Of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GAMMA, _MIX_1, _MIX_2 = (np.uint64(c) for c in (GAMMA, MIX_1, MIX_2))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 

@@ -10,10 +10,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from sbpflow.runtime.splitmix import MIX_1, MIX_2
+
 _ROUNDS = 4
 _SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # a round has few bits to mix with there
-# Of the finaliser of SplitMix64 (S. Vigna, prng.di.unimi.it/splitmix64.c, public domain).
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST, _SECOND = np.uint64(MIX_1), np.uint64(MIX_2)
 _HIGH_HALF = np.uint64(32)
 
 Words64 = NDArray[np.uint64]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from data.format.schema import CRITEO
 from data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
+from sbpflow.runtime.splitmix import GAMMA
 
 BLOCK_ROWS = 1 << 16
 CHAINS = (("C3", "C12", "C21", "C16", "C4", "C24"), ("C15", "C18", "C2"), ("C11", "C13"))
@@ -103,7 +104,7 @@ class Columns:
             return ranks
         first = int(segments[_FREQUENT_SEGMENTS].start)
         span = self.tails[name].size - first
-        moment = uniform(ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        moment = uniform(ranks.astype(np.uint64) * np.uint64(GAMMA))
         times = np.floor(moment + self._drift * block * BLOCK_ROWS / _DRIFT_ROWS).astype(np.int64)
         return np.where(ranks < first, ranks, first + (ranks - first + times * (span // 2)) % span)
 

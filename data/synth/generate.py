@@ -32,6 +32,7 @@ from data.synth.tails import Floats, Ranks
 from data.synth.text import write_tsv
 from sbpflow import __version__
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.splitmix import GAMMA, MIX_1
 
 _SHARD_BLOCKS = 4
 _HOT_RANKS = 64
@@ -72,7 +73,7 @@ class IdMaps:
         """Ids that each row of a block has in a ragged field, a function of the row's number."""
         least, most = self.hot_of(name)
         numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
-        salt = np.uint64((1 + self.names.index(name)) * 0x9E3779B97F4A7C15 % 2**64)
+        salt = np.uint64((1 + self.names.index(name)) * GAMMA % 2**64)
         drawn = least + _mixed(numbers ^ salt, most - least + 1)
         return np.where(rows.ranks[name] < 0, 0, drawn)
 
@@ -111,9 +112,9 @@ def _spread(places: Ranks, position: int, size: int) -> Ranks:
 
 
 def _mixed(keys: NDArray[np.uint64], size: int) -> Ranks:
-    mixed = keys * np.uint64(0x9E3779B97F4A7C15)
+    mixed = keys * np.uint64(GAMMA)
     mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed *= np.uint64(MIX_1)
     return ((mixed >> np.uint64(33)) % np.uint64(size)).astype(np.int64)
 
 
@@ -160,6 +161,7 @@ def _content(
     options: SynthOptions,
     done: list[tuple[dict[str, Any], dict[str, BayesTally]]],
 ) -> dict[str, Any]:
+    crosses = {"x".join(pair): pair for pair in CROSSES}
     return {
         "source": "synth",
         "dense": [{"name": name, "transform": "log3", "clamped": 0} for name in CRITEO.dense],
@@ -169,6 +171,7 @@ def _content(
                 "rows": maps.num_rows(name),
                 "hot": maps.hot_of(name)[1],
                 "ragged": name in maps.ragged,
+                **({"parts": list(crosses[name])} if name in crosses else {}),
             }
             for name in maps.names
         ],

@@ -20,6 +20,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.dense_steps import dense_steps
 from sbpflow.run.model import Fields, ModelSpec, hashed_crosses_of
 from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.dense_optimizers import state_per_element
@@ -74,7 +75,7 @@ def plan_run(
     )
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = backend_of_device(device_type)
     embeddings = plan_embeddings(
         _with_optimizers(spec.outputs, config.optimizer.tables),
         layouts,

@@ -7,6 +7,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.run.build_plan import plan_run
+from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
@@ -53,4 +54,5 @@ def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
     """Plan a run over these columns and build it: for programs that bring their own batches."""
     world = boxing.world
     spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
+    plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
     return build_job(config, spec, plan, boxing)

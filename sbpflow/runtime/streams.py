@@ -11,9 +11,10 @@ import hashlib
 import torch
 from torch import Tensor
 
-GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+from sbpflow.runtime import splitmix
+from sbpflow.runtime.splitmix import signed
+
+GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _CHUNK_ELEMENTS = 1 << 16  # of 8 bytes: two or three such blocks stay in a core's cache
 
 

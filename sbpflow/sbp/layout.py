@@ -146,8 +146,3 @@ def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
     many asks for its own.
     """
     return (0, *accumulate(split_sizes(sbp, size, parts)))
-
-
-def line_layout(device_type: str, num_ranks: int, sbp: Sbp) -> Layout:
-    """A 1-D layout over ranks 0 .. num_ranks-1."""
-    return Layout(Placement.line(device_type, num_ranks), (sbp,))

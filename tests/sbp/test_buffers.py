@@ -11,9 +11,9 @@ from sbpflow.boxing import program as boxing_program
 from sbpflow.boxing.buffers import Staging
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.sbp.layout import line_layout
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests import oracle
+from tests.oracle import line_layout
 from tests.sbp.conversions import check_parts
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)

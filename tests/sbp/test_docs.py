@@ -10,11 +10,11 @@ import torch
 
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.sbp.layout import line_layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import parse_nd_sbp, parse_sbp
 from sbpflow.tensor import dispatch, ops
 from sbpflow.tensor.signature import describe
+from tests.oracle import line_layout
 from tests.sbp import test_ops
 
 PAGE = Path(__file__).parents[2] / "docs" / "sbp.md"

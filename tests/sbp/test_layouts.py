@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.moves import find_moves
 from sbpflow.errors import SbpError
-from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import (
     Broadcast,
@@ -28,6 +28,7 @@ from sbpflow.sbp.sbp import (
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.infer_shape import full_shape
 from tests import oracle
+from tests.oracle import line_layout
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 PRIMES = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]

@@ -12,11 +12,12 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import format_steps, plan_boxing
 from sbpflow.boxing.step import Collective
-from sbpflow.sbp.layout import Layout, line_layout
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests import oracle
 from tests.meter import Meter
+from tests.oracle import line_layout
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 SHAPE = (768, 1536)  # divides by 2, 3 and 4; large enough that bytes, not calls, decide the route

@@ -87,7 +87,10 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> BatchT:
-        """See the module; ``num_rows`` counts the whole batch."""
+        """Sort and count the ids of this rank's samples, and send what others need of that.
+
+        ``num_rows`` counts the whole batch.
+        """
 
     def counts(self, batch: BatchT) -> Tensor | None:
         """What the host must know of the batch before ``advance``, int64; ``None``: nothing.
@@ -99,11 +102,14 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def advance(self, batch: BatchT) -> None:
-        """See the module."""
+        """Take what the ranks counted, and send the ids themselves where they travel."""
 
     @abstractmethod
     def look_up(self, batch: BatchT) -> None:
-        """See the module. ``batch.everywhere`` is set by now, where this rank needs it."""
+        """Read the rows that are stored here, and send them as vectors, rows or terms.
+
+        ``batch.everywhere`` is set by now, where this rank needs it.
+        """
 
     @abstractmethod
     def vectors(self, batch: BatchT) -> Tensor:

@@ -125,13 +125,13 @@ class AddressedGroup(Group[BatchT]):
         last, self._num_rows, merged = self.take_collected()
         # Stack by stack in the plan's order, so that all ranks walk the same steps.
         mine = {member.index: n for n, member in enumerate(self.members)}
-        for index, stack in enumerate(self.plan.stacks):
+        for index in range(len(self.plan.stacks)):
             if index in mine:
                 access, grad = merged[mine[index]]
                 last.update(self.members[mine[index]].storage, access, grad, step)
             elif index in self.plan.shared_state:
-                steps = self._row_state_steps(index, self._num_rows * stack.lookups())
-                self.boxing.run(steps, None, GRADIENTS)
+                size = self.plan.squares_sent(index, 0, self._num_rows)
+                self.boxing.run(self._row_state_steps(index, size), None, GRADIENTS)
 
     def _width(self, member: Member) -> int:
         """Columns of a member in a part; spelled out because a batch may have no rows."""
@@ -141,13 +141,12 @@ class AddressedGroup(Group[BatchT]):
     def _sum_of(self, index: int) -> SumOverColumns | None:
         if index not in self.plan.shared_state:
             return None
-        lookups = self.plan.stacks[index].lookups()
 
         def add_up(squares: Tensor) -> Tensor:
-            most = self._num_rows * lookups
-            steps = self._row_state_steps(index, most)
-            padded = F.pad(squares, (0, most - squares.shape[0]))
-            total = self.boxing.run(steps, padded, GRADIENTS)
+            size = self.plan.squares_sent(index, squares.shape[0], self._num_rows)
+            steps = self._row_state_steps(index, size)
+            padded = F.pad(squares, (0, size - squares.shape[0]))
+            total = self.boxing.run(steps, padded, GRADIENTS, donate=True)
             if total is None:
                 raise RuntimeError(f"{self.plan.name}: the rows' squares did not come back")
             return total[: squares.shape[0]]

@@ -153,8 +153,7 @@ class EmbeddingPlan:
         steps: list[Step] = []
         for group in self.groups:
             for index in group.shared_state:
-                most = num_rows * group.stacks[index].lookups()
-                steps += group.row_state_steps(index, most)
+                steps += group.row_state_bounds(index, num_rows)
         return tuple(steps)
 
     def _row_steps(self, num_rows: int) -> list[tuple[GroupPlan, RowSteps | None]]:

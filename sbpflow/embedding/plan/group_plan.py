@@ -219,13 +219,9 @@ class GroupPlan:
         id = f"{self.name}/{what}"
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
-    def row_state_steps(self, index: int, num_lookups: int) -> tuple[BoxingStep, ...]:
-        """Squares of stack ``index``'s touched rows, added over the ranks that share them.
-
-        Sized for the most rows that ``num_lookups`` can touch, so that every rank knows the step
-        beforehand.
-        """
-        stack, most = self.stacks[index], num_lookups
+    def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
+        """Squares of stack ``index``'s touched rows, added over the ranks that share them."""
+        stack, most = self.stacks[index], num_squares
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
             src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
@@ -240,6 +236,45 @@ class GroupPlan:
             self.dtype,
             id=f"{self.name}/bwd/row_state.{index}",
             backend=self.backend,
+        )
+
+    def most_squares(self, index: int, num_rows: int) -> int:
+        """Rows of stack ``index`` that a batch of ``num_rows`` can touch, at most."""
+        return num_rows * self.stacks[index].lookups()
+
+    def squares_sent(self, index: int, num_touched: int, num_rows: int) -> int:
+        """How many numbers stand for the squares of ``num_touched`` rows on their way.
+
+        Where all ranks share all rows of a stack they touch the same ones, which say how many; in
+        steps of a 32nd of the most, to keep the sizes few. Elsewhere ranks touch different rows or
+        none, so the most goes.
+        """
+        most = self.most_squares(index, num_rows)
+        if not self._all_touch_alike(index):
+            return most
+        unit = max(1, -(-most // 32))
+        return min(most, max(1, -(-num_touched // unit)) * unit)
+
+    def _all_touch_alike(self, index: int) -> bool:
+        return self.grid is None and self.stacks[index].holders() == self.world.ranks
+
+    def row_state_bounds(self, index: int, num_rows: int) -> tuple[Step, ...]:
+        """``row_state_steps`` of a batch, as far as they are known before it."""
+        steps = self.row_state_steps(index, self.most_squares(index, num_rows))
+        if not self._all_touch_alike(index):
+            return steps
+        return tuple(
+            ExchangeStep(
+                id=step.id,
+                collective=step.collective,
+                group=step.groups[0],
+                dtype=step.dtype,
+                bound_bytes=max(step.bytes_sent(rank) for rank in step.groups[0]),
+                total_bound_bytes=step.total_bytes,
+                what="squares of the touched rows",
+            )
+            for step in steps
+            if step.groups
         )
 
     def address_dtype(self) -> torch.dtype:

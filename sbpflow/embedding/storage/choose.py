@@ -26,6 +26,7 @@ from sbpflow.runtime.versions import import_fbgemm
 
 _NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
+KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
 KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 
 

@@ -296,44 +296,15 @@ def _ftrl(sums, linears, place, shown, grad, weight, lr, beta, l1, l2):
     return tl.where(beyond == 0.0, 0.0, -beyond / safe)
 
 
-# fmt: off  -- a line per argument makes this twice as long
+# A line per argument would make this twice as long.
+# fmt: off
 @triton.jit
 def update(
-    keys,
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    squares,
-    table,
-    state_a,
-    state_b,
-    noise_keys,
-    noise_bases,
-    noise_shift,
-    n,
-    num_rows,
-    width,
-    lr,
-    decay,
-    eps,
-    a,
-    b,
-    c,
-    d,
-    squares_factor,
-    words_per_row,
-    first_column,
-    RULE: tl.constexpr,
-    ROWS_AS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
-    SHARDS: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
+    noise_keys, noise_bases, noise_shift, n, num_rows, width, lr, decay, eps, a, b, c, d,
+    squares_factor, words_per_row, first_column,
+    RULE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SUMS: tl.constexpr,
+    SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One optimizer step on every row that ``keys`` (sorted) names, where its run begins.
@@ -352,20 +323,8 @@ def update(
         grad = tl.load(grads + place, mask=seen, other=0.0)
     else:
         heads, grad = _sum_run(
-            start,
-            stop,
-            source,
-            scale,
-            grads,
-            partial,
-            at,
-            inside,
-            column,
-            width,
-            HAS_SCALE,
-            SPLIT,
-            BLOCK,
-            COLUMNS,
+            start, stop, source, scale, grads, partial, at, inside, column, width,
+            HAS_SCALE, SPLIT, BLOCK, COLUMNS,
         )
     heads = heads & (row < num_rows)
     shown = heads[:, None] & (column < width)[None, :]
@@ -387,15 +346,8 @@ def update(
         weight = _ftrl(state_a, state_b, place, shown, grad, weight, a, b, c, d)
     if ROWS_AS != 0:
         noise = _noise(
-            noise_keys,
-            noise_bases,
-            noise_shift,
-            row,
-            column,
-            words_per_row,
-            first_column,
-            SHARDS,
-            HALVINGS,
+            noise_keys, noise_bases, noise_shift, row, column, words_per_row, first_column,
+            SHARDS, HALVINGS,
         )
         weight = _rounded(weight, noise, ROWS_AS)
     tl.store(table + place, weight, mask=shown)

@@ -1,0 +1,240 @@
+"""The fastest kernel of a stack on this machine: measured once, kept in the user's cache.
+
+What is timed is what a rank does with a batch: deduplication where the exchange does it, lookup and
+update, on ids that repeat as click data do (the smallest id of n has a share of n ** -2/3; the
+data's own ids are not known before a run). Kernels take turns and the least time of each counts.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.storage.access import Access, sum_bags
+from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.choose import (
+    KERNEL_NAMES,
+    KernelChoice,
+    KernelName,
+    deduplicator,
+    make_storage,
+)
+from sbpflow.embedding.storage.rounding import RowNoise
+from sbpflow.runtime.cache_dir import cache_dir
+
+BAND = 0.05  # what another kernel must be faster by than the one that is taken unmeasured
+MOST_ELEMENTS = 1 << 25  # of a table that is made to measure on
+LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
+_SKEW = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    """What decides how long a rank takes with a stack's part of a batch.
+
+    ``home_ids`` are deduplicated before they travel, of one rank, 0 where none are; ``lists`` is
+    from how many ranks unique rows come, 0 where ids come as the batch has them, and ``ids`` how
+    many ids that is, in bags of ``per_bag``.
+    """
+
+    rows: int
+    width: int
+    dim: int
+    ids: int
+    per_bag: int
+    lists: int
+    home_ids: int
+    optimizer: SparseOptimizer
+    dtype: torch.dtype
+    row_dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        group: GroupPlan, stack: Stack, num_rows: int, row_dtype: torch.dtype
+    ) -> "StackShape | None":
+        """Of the rank that holds most of a stack; ``None`` if there is nothing to look up."""
+        rank = max(stack.holders(), key=stack.num_rows)
+        size = group.world.size
+        whole = num_rows * sum(use.hotness for use in stack.uses_on(rank))
+        if not whole:
+            return None
+        alone = size == 1 or group.whole_gradients
+        lists = size if group.exchange in ("unique", "local") and not alone else 0
+        split_rows = group.exchange == "reduce"
+        return StackShape(
+            rows=stack.num_rows(rank),
+            width=stack.width(rank),
+            dim=stack.dim,
+            ids=whole // size if split_rows or (alone and size > 1) else whole,
+            per_bag=max(use.hotness for use in stack.uses),
+            lists=lists,
+            home_ids=-(-num_rows // size) * stack.lookups() if lists else 0,
+            optimizer=group.optimizer,
+            dtype=group.dtype,
+            row_dtype=row_dtype,
+        )
+
+    def key(self) -> str:
+        """A text that is equal for equal shapes on equal software and threads."""
+        facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
+        return json.dumps(facts, default=str, sort_keys=True)
+
+
+class Profile:
+    """Times by shape, one file per machine; other processes may write it at any time."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or cache_dir() / f"kernels-{_machine()}.json"
+
+    def find(self, shape: StackShape) -> dict[str, float] | None:
+        """Milliseconds by kernel, if they were measured."""
+        entry = self._entries().get(shape.key())
+        return None if entry is None else dict(entry["ms"])
+
+    def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
+        """Add an entry; the file is replaced as a whole."""
+        entries = self._entries()
+        taken = datetime.now(UTC).isoformat(timespec="seconds")
+        entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": _cpu()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(entries, indent=1))
+        fresh.replace(self.path)
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """Empty where there is no file, or one that something else has written."""
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
+    """The fastest, or the one that is taken unmeasured where that is within ``BAND`` of it."""
+    fastest = min(times_ms, key=times_ms.__getitem__)
+    name = fastest
+    if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
+        name = unmeasured.name
+    chosen: KernelName = next(known for known in KERNEL_NAMES if known == name)
+    others = [f"{key} {ms:.2f}" for key, ms in sorted(times_ms.items()) if key != name]
+    return KernelChoice(chosen, f"measured {times_ms[name]:.2f} ms ({', '.join(others)})")
+
+
+def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float]:
+    """Milliseconds of one batch by kernel, the least of several turns."""
+    generator = torch.Generator().manual_seed(1)
+    rows = min(shape.rows, max(1, MOST_ELEMENTS // max(shape.width, 1)))
+    access = _ids(shape, rows, generator)
+    home = _draw(shape.home_ids, rows, generator)
+    grads = torch.randn(access.num_bags, shape.width, dtype=shape.dtype, generator=generator)
+    home_grads = torch.randn(shape.home_ids, shape.width, dtype=shape.dtype, generator=generator)
+    turns = {
+        name: _turn(_storage(name, shape, rows), access, grads, home, home_grads, rows)
+        for name in kernels
+    }
+    times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
+    for turn in turns.values():
+        turn()  # compiles, and touches every page
+    end = time.perf_counter() + SECONDS * len(kernels)
+    for number in range(MOST_ROUNDS):
+        for name, turn in turns.items():
+            start = time.perf_counter()
+            turn()
+            times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+        if number + 1 >= LEAST_ROUNDS and time.perf_counter() > end:
+            break
+    return times
+
+
+def _turn(
+    storage: Storage, access: Access, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
+) -> Callable[[], None]:
+    """One batch through a storage; accesses are made anew, for they keep what they found."""
+    lr, deduplicated = 0.01, deduplicator(storage.kernel, rows)
+
+    def turn() -> None:
+        if home.numel():
+            wanted = deduplicated(Access(home))
+            wanted.row_gradients(home_grads)
+            sum_bags(home_grads, wanted, wanted.inverse())
+        one = Access(access.addresses, access.offsets, access.weights)
+        storage.lookup(one, lr)
+        storage.update(one, grads, lr, 1)
+
+    return turn
+
+
+def _storage(name: KernelName, shape: StackShape, rows: int) -> Storage:
+    table = TableConfig(name="measured", features=("f",), num_rows=rows, dim=shape.dim)
+    shard = Shard(
+        table=table, rank=0, row_start=0, row_stop=rows, col_start=0, col_stop=shape.width
+    )
+    cpu = torch.device("cpu")
+    return make_storage(
+        KernelChoice(name, "measured"),
+        rows,
+        shape.width,
+        dim=shape.dim,
+        optimizer=shape.optimizer,
+        dtype=shape.dtype,
+        row_dtype=shape.row_dtype,
+        device=cpu,
+        noise=RowNoise([shard], 1, cpu) if shape.row_dtype != shape.dtype else None,
+    )
+
+
+def _ids(shape: StackShape, rows: int, generator: torch.Generator) -> Access:
+    if shape.lists:
+        each = max(1, shape.ids // shape.lists**2)  # what one rank asks one owner for
+        parts = [torch.unique(_draw(each, rows, generator)) for _ in range(shape.lists)]
+        return Access(torch.cat(parts))
+    ids = _draw(shape.ids, rows, generator)
+    if shape.per_bag == 1:
+        return Access(ids)
+    ends = torch.arange(0, shape.ids + 1, shape.per_bag)
+    return Access(ids[: int(ends[-1])], ends)
+
+
+def _draw(count: int, rows: int, generator: torch.Generator) -> Tensor:
+    small = (torch.rand(count, generator=generator, dtype=torch.float64) ** _SKEW * rows).long()
+    return (small * 7919).remainder(rows).to(torch.int32)
+
+
+def _software() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for name in ("numba", "fbgemm-gpu-cpu", "fbgemm-gpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    """The model's name, on Linux; elsewhere what Python says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _machine() -> str:
+    """A file name for this kind of machine: a home directory may be shared by several."""
+    words = f"{_cpu()} {os.cpu_count()}".split()
+    return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

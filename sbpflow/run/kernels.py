@@ -1,0 +1,107 @@
+"""The kernels of a run, measured on the machine at hand: rank 0 does, and all ranks take the same.
+
+``explain`` finds what a run on this machine has measured; it measures nothing itself.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.storage.choose import (
+    KERNEL_NAMES,
+    KernelChoice,
+    KernelName,
+    KernelRequest,
+    StackFacts,
+    kernel_faults,
+    missing_kernels,
+)
+from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
+from sbpflow.run.plan import RunPlan
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
+
+LOG = logging.getLogger(__name__)
+
+
+def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
+    """The plan with the kernels that the profile of this machine has times for."""
+    if request != "auto" or plan.embeddings.world.device_type != "cpu":
+        return plan
+    profile = Profile()
+    kernels = dict(plan.kernels)
+    for stack, shape, names in _measurable(plan.embeddings, plan.batch_size):
+        times = profile.find(shape)
+        if times is not None and set(times) == set(names):
+            _take(kernels, stack, times)
+    return replace(plan, kernels=kernels)
+
+
+def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
+    """The plan with the fastest kernel of each stack; every rank calls it, and gets the same.
+
+    Rank 0 measures what the profile of its machine does not have, a few hundred milliseconds per
+    kind of stack, while the others wait.
+    """
+    if request != "auto" or plan.embeddings.world.device_type != "cpu":
+        return plan
+    stacks = list(_measurable(plan.embeddings, plan.batch_size))
+    if not stacks:
+        return plan
+    found = torch.full((len(stacks), len(KERNEL_NAMES)), float("inf"), dtype=torch.float64)
+    if boxing.world.rank == 0:
+        profile = Profile()
+        for row, (stack, shape, names) in enumerate(stacks):
+            times = profile.find(shape)
+            if times is None or set(times) != set(names):
+                times = measure(shape, names)
+                profile.keep(shape, times)
+                LOG.info("measured kernels of %s and alike: %s", stack.tables[0].name, times)
+            for name, ms in times.items():
+                found[row, KERNEL_NAMES.index(name)] = ms
+    agreed = _of_rank_0(found, boxing)
+    kernels = dict(plan.kernels)
+    for (stack, _, names), row in zip(stacks, agreed.tolist(), strict=True):
+        _take(kernels, stack, {name: row[KERNEL_NAMES.index(name)] for name in names})
+    return replace(plan, kernels=kernels)
+
+
+def _of_rank_0(value: torch.Tensor, boxing: Boxing) -> torch.Tensor:
+    size = boxing.world.size
+    if size == 1:
+        return value
+    src = Layout(Placement.of("cpu", (0,)), (Broadcast(),))
+    dst = Layout(Placement.line("cpu", size), (Broadcast(),))
+    shape = tuple(value.shape)
+    steps = plan_boxing(src, dst, shape, value.dtype, id="run/kernels", backend="gloo")
+    out = boxing.run(steps, value if boxing.world.rank == 0 else None, "control")
+    if out is None:
+        raise RuntimeError("run/kernels: the times of rank 0 did not come")
+    return out
+
+
+def _take(kernels: dict[str, KernelChoice], stack: Stack, times: dict[str, float]) -> None:
+    choice = choose_by_times(kernels[stack.tables[0].name], times)
+    for table in stack.tables:
+        kernels[table.name] = choice
+
+
+def _measurable(
+    plan: EmbeddingPlan, num_rows: int
+) -> Iterator[tuple[Stack, StackShape, list[KernelName]]]:
+    """Stacks that several kernels can serve, in the plan's order, and which."""
+    missing = missing_kernels("auto")
+    for group in plan.groups:
+        for stack in group.stacks:
+            faults = kernel_faults(StackFacts.of(plan, group, stack), missing)
+            names: list[KernelName] = [name for name in KERNEL_NAMES if faults.get(name) is None]
+            shape = StackShape.of(group, stack, num_rows, plan.row_dtype)
+            if len(names) > 1 and shape is not None:
+                yield stack, shape, names

@@ -1,0 +1,127 @@
+"""Kernels chosen by measurement: the band, the store, and one choice for all ranks."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage import measure as module
+from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.kernels import with_known_kernels, with_measured_kernels
+from sbpflow.runtime.world import World
+from tests.training.wdl_case import FIELDS, make_config
+
+NUMBA = KernelChoice("numba", "compiled for this CPU")
+KERNELS = ["torch", *(name for name in ("numba",) if find_spec(name))]
+
+
+def shape_of(**changes) -> StackShape:
+    given = {
+        "rows": 100,
+        "width": 4,
+        "dim": 4,
+        "ids": 64,
+        "per_bag": 1,
+        "lists": 0,
+        "home_ids": 0,
+        "optimizer": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
+        "dtype": torch.float32,
+        "row_dtype": torch.float32,
+    }
+    return StackShape(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("times", "name"),
+    [
+        ({"torch": 1.0, "numba": 1.05}, "numba"),  # within the band of the one taken unmeasured
+        ({"torch": 1.0, "numba": 1.06}, "torch"),
+        ({"torch": 1.0, "fbgemm": 0.9}, "fbgemm"),
+        ({"torch": 2.0, "numba": 1.0, "fbgemm": 0.99}, "numba"),
+    ],
+)
+def test_the_incumbent_stays_within_a_band(times, name):
+    choice = choose_by_times(NUMBA, times)
+    assert choice.name == name
+    assert f"measured {times[name]:.2f} ms" in choice.reason
+    assert all(f"{key} {ms:.2f}" in choice.reason for key, ms in times.items() if key != name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"per_bag": 4},
+        {"lists": 2, "home_ids": 32},
+        {"row_dtype": torch.bfloat16},
+        {"optimizer": SparseOptimizer(name="ftrl", lr=0.1), "width": 3},
+    ],
+)
+def test_every_kernel_is_timed_on_every_shape(changes):
+    times = measure(shape_of(**changes), KERNELS)
+    assert list(times) == KERNELS
+    assert all(0 < ms < 1000 for ms in times.values())
+
+
+def test_a_profile_keeps_times_by_shape_and_where_they_are_from(tmp_path):
+    path = tmp_path / "a" / "profile.json"
+    one, other = shape_of(), shape_of(ids=65)
+    Profile(path).keep(one, {"torch": 1.5})
+    Profile(path).keep(other, {"torch": 2.5, "numba": 1.0})
+    assert Profile(path).find(one) == {"torch": 1.5}
+    assert Profile(path).find(other) == {"torch": 2.5, "numba": 1.0}
+    assert Profile(path).find(shape_of(width=5)) is None
+    assert all(entry["taken"] and "cpu" in entry for entry in json.loads(path.read_text()).values())
+    path.write_text("{ half")  # another program's, or a broken one: measured anew
+    assert Profile(path).find(one) is None
+    Profile(path).keep(one, {"torch": 3.5})
+    assert Profile(path).find(one) == {"torch": 3.5}
+
+
+def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:
+    """Name and reason by table, and how often this rank measured."""
+    config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8, kernel="auto")
+    _, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
+    calls = []
+
+    def fake(shape, names):
+        calls.append(shape)
+        return {name: 3.0 - names.index(name) + 0.25 * len(calls) for name in names}
+
+    with (
+        mock.patch("sbpflow.run.kernels.measure", fake),
+        mock.patch.object(module, "cache_dir", return_value=folder / str(world.rank)),
+    ):
+        plan = with_measured_kernels(plan, "auto", Boxing(world))
+        again = with_measured_kernels(plan, "auto", Boxing(world))
+        known = with_known_kernels(plan, "auto")
+    assert again.kernels == plan.kernels
+    if world.rank == 0:
+        assert known.kernels == plan.kernels
+    return {name: (c.name, c.reason) for name, c in plan.kernels.items()}, len(calls)
+
+
+@pytest.mark.skipif(len(KERNELS) < 2, reason="one kernel is no choice")
+def test_rank_0_measures_once_and_all_ranks_take_the_same(ranks, tmp_path):
+    (first, measured), (second, none) = ranks(2, choose, tmp_path)
+    assert first == second
+    assert all("measured" in reason for _, reason in first.values())
+    assert measured == len({reason for _, reason in first.values()}) > 0
+    assert none == 0
+
+
+def test_a_kernel_asked_for_is_not_measured(ranks):
+    assert ranks(1, asked_for) == [True]
+
+
+def asked_for(world: World) -> bool:
+    config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8, kernel="torch")
+    _, plan = plan_run(config, FIELDS, world_size=1, device_type="cpu")
+    return with_measured_kernels(plan, "torch", Boxing(world)) is plan

@@ -1,0 +1,56 @@
+"""Rows of half precision: which way one is rounded depends on step and place, not on the layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from sbpflow.config.table_rules import TableRule
+from tests.training.wdl_case import make_config, train
+
+STEPS = 12
+MIXED = {
+    "deep.C1": TableRule(sbp="S(1)"),
+    "deep.C2": TableRule(sbp="B", ranks=(1,)),
+    "deep.C3": TableRule(sbp="S(0)", exchange="unique"),
+    "deep.C4": TableRule(sbp="B"),
+    "wide.*": TableRule(sbp="S(0)", exchange="reduce"),
+}
+
+
+def half(scheme, dtype, tables=None, row_dtype="bfloat16"):
+    config = make_config(scheme, "adagrad", dtype=dtype, kernel="torch", dim=6, tables=tables)
+    return replace(config, parallel=replace(config.parallel, table_dtype=row_dtype))
+
+
+@pytest.mark.parametrize("row_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        ("dp", 2),
+        ("dp", 3),
+        ("1", 2),
+        ("1", 3),
+        ("2", 2),
+        ("2", 3),
+        ("3", 2),
+        ("3", 3),
+        ("mixed", 3),
+    ],
+)
+def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
+    """In float64 sums in another order move no rounding, so tables stay equal to the last bit."""
+    one = ranks(1, train, half("dp", "float64", row_dtype=row_dtype), STEPS)[0]["losses"]
+    tables = MIXED if scheme == "mixed" else None
+    config = half("dp" if tables else scheme, "float64", tables, row_dtype)
+    for result in ranks(size, train, config, STEPS):
+        assert result["losses"] == pytest.approx(one, rel=1e-12)
+    kept = ranks(1, train, half("dp", "float64", row_dtype="float64"), STEPS)[0]["losses"]
+    assert one != pytest.approx(kept, rel=1e-7), "rows are not stored narrow at all"
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("1", 2), ("2", 3), ("3", 3), ("dp", 2)])
+def test_losses_in_float32_stay_within_its_sums(ranks, scheme, size):
+    """A sum in another order, 1e-7 away, rounds one element in 30,000 the other way, by 4e-3."""
+    one = ranks(1, train, half("dp", "float32"), STEPS)[0]["losses"]
+    for result in ranks(size, train, half(scheme, "float32"), STEPS):
+        assert result["losses"] == pytest.approx(one, rel=2e-5)
