@@ -82,6 +82,7 @@ class IdReader:
                 f"ids are {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
                 f"[samples, {expected}], a column per id of {', '.join(self._by_name)}"
             )
+        self._check_place("ids", matrix)
         matrix = self._in_range(matrix)
         lists = self._lists(matrix, bags) if self._plan.ids.lists else None
         return BatchIds(matrix, lists)
@@ -146,6 +147,14 @@ class IdReader:
                 )
         return found
 
+    def _check_place(self, what: str, *tensors: Tensor | None) -> None:
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type != self._device.type:
+                raise DataError(
+                    f"{what} on {tensor.device}, the tables are on {self._device}; pass "
+                    f'.to("{self._device}")'
+                )
+
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:
         used = {name for out in self._plan.outputs for t in out.tables for name in t.features}
         wanted = used | {self._plan.features[n].name for n in self._matrix}
@@ -182,6 +191,7 @@ class IdReader:
                         f"feature {feature.name}: ids are {value.dtype}{list(value.shape)}; use "
                         f"int32 or int64 [samples, {feature.hotness}]"
                     )
+                self._check_place(f"feature {feature.name}: ids", wide)
                 columns.append(wide)
         if columns:
             return torch.cat(columns, 1), bags
@@ -206,6 +216,7 @@ class IdReader:
     def _checked(self, bags: Bags, number: int) -> Bags:
         """Bags that hold together; offsets as int64 on the device."""
         feature = self._plan.features[number]
+        self._check_place(f"feature {feature.name}: bags", bags.values, bags.offsets, bags.weights)
         whole = _is_integer(bags.values) and _is_integer(bags.offsets)
         if bags.values.ndim != 1 or not whole:
             raise DataError(
