@@ -7,11 +7,13 @@ DEMO_ROWS ?= 300000
 # One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench gpu clean
+.PHONY: help demo test test-versions lint bench gpu clean
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
 	@echo "make test   lint, types, all tests"
-	@echo "make bench  benchmarks of this machine's CPU -> benchmarks/results/"
+	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
+	@echo "make lint   the checks of make test that run nothing: format, style, types"
+	@echo "make bench  what runs on this machine's CPU in minutes -> benchmarks/results/"
 	@echo "make gpu    tests and benchmarks that need a GPU, with PYTHON=$(PYTHON) as it is"
 
 .venv/.stamp: pyproject.toml .ci/setup
@@ -21,6 +23,10 @@ help:
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not alone"
 	$(BIN)/python -m pytest -m alone
+
+# Each in a virtual environment of its own, .venv-*.
+test-versions:
+	.ci/test_versions
 
 lint: .venv/.stamp
 	$(BIN)/ruff check .
@@ -36,26 +42,19 @@ demo: .venv/.stamp .demo/data/manifest.json
 .demo/data/manifest.json: | .venv/.stamp
 	$(BIN)/python -m data synth --rows $(DEMO_ROWS) --vocab-scale 0.002 --output .demo/data
 
-# Every file of these names runs, and writes to benchmarks/results/.
-CPU_BENCHMARKS = $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/cpu_*.py))
-GPU_BENCHMARKS = $(patsubst benchmarks/%.py,benchmarks.%,$(wildcard benchmarks/gpu_*.py))
-GPU_TESTS = $(shell grep -rlE 'mark\.(gpu|nccl)' tests --include='test_*.py')
+# With what each is given; cpu_criteo needs genuine rows, named by SBPFLOW_CRITEO_ROWS.
+CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \
+    "engine kernel" "engine rows" "stages --shape dcnv2" "data loader" "cpu_criteo"
 
 bench: .venv/.stamp
-	@status=0; for module in $(CPU_BENCHMARKS); do \
-	    echo "== $$module"; $(BIN)/python -m $$module || status=1; done; exit $$status
+	@status=0; for words in $(CPU_BENCHMARKS); do \
+	    echo "== benchmarks.$$words"; $(BIN)/python -m benchmarks.$$words || status=1; \
+	done; exit $$status
 
-# Only the files with marked tests, so that packages the others need may be absent. Benchmarks run
-# even if a test fails: time on such a machine is rare.
+# With the interpreter and packages that are there; what lacks is said. Time on such a machine is
+# rare, so each part runs whatever became of the others.
 gpu:
-	@$(PYTHON) -c 'import torch, pytest, numpy, yaml, tqdm' || { \
-	    echo "make gpu needs torch, pytest, numpy, pyyaml and tqdm in $(PYTHON); name another" \
-	         "interpreter with make gpu PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-	    echo "make gpu: the torch of $(PYTHON) sees no CUDA device" >&2; exit 1; }
-	@status=0; $(PYTHON) -m pytest -m "gpu or nccl" $(GPU_TESTS) || status=1; \
-	for module in $(GPU_BENCHMARKS); do \
-	    echo "== $$module"; $(PYTHON) -m $$module || status=1; done; exit $$status
+	@$(PYTHON) -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

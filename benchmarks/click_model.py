@@ -10,10 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Ids per sample of the 26 fields of MLPerf's DLRMv2, which makes them from Criteo's single ones:
+# facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
+MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+HOTNESS = {"one": (1,) * 26, "mlperf": MLPERF_HOTNESS}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a run computes; ``rows_per_rank`` samples on each of ``world_size`` ranks."""
+    """What a run computes; ``rows_per_rank`` samples on each of ``world_size`` ranks.
+
+    ``hotness`` has the ids per sample of each table; vectors of a table are added up.
+    """
 
     num_tables: int = 26
     table_rows: int = 200_000
@@ -25,6 +33,7 @@ class Shape:
     lr: float = 0.05
     dense_lr: float = 0.1
     num_batches: int = 24
+    hotness: tuple[int, ...] = HOTNESS["one"]
 
     @property
     def names(self) -> list[str]:
@@ -41,17 +50,17 @@ class Rows:
 
     labels: Tensor  # [b] float32
     dense: Tensor  # [b, num_dense] float32
-    ids: Tensor  # [b, num_tables] int32
+    ids: Tensor  # [b, sum of hotness] int32
     num_rows: int
 
 
 def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:
-    """[count, num_tables] int32: ranks drawn with weight rank^-zipf, spread over the table by a
+    """[count, sum of hotness] int32: ranks drawn with weight rank^-zipf, spread over the table by a
     fixed permutation, as prepared ids are.
     """
     weights = np.arange(1, shape.table_rows + 1, dtype=np.float64) ** -shape.zipf
     edges = np.cumsum(weights)
-    drawn = np.searchsorted(edges, generator.random((count, shape.num_tables)) * edges[-1])
+    drawn = np.searchsorted(edges, generator.random((count, sum(shape.hotness))) * edges[-1])
     place = np.random.default_rng(3).permutation(shape.table_rows).astype(np.int32)
     return place[np.minimum(drawn, shape.table_rows - 1)]
 

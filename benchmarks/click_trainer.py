@@ -12,9 +12,10 @@ from sbpflow.config.schema import (
     RunConfig,
 )
 from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.storage.choose import KernelRequest
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
-from sbpflow.run.model import Fields
+from sbpflow.run.model import Fields, IdField
 from sbpflow.runtime.world import World
 
 
@@ -22,7 +23,15 @@ class ClickTrainer:
     """Trains on the batches of this rank; the mirror of a peer's class."""
 
     def __init__(
-        self, shape: Shape, batches: list[Rows], world: World, *, seed: int, wire: str, layout: str
+        self,
+        shape: Shape,
+        batches: list[Rows],
+        world: World,
+        *,
+        seed: int,
+        wire: str,
+        layout: str,
+        kernel: KernelRequest = "auto",
     ) -> None:
         rules = {
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
@@ -43,15 +52,18 @@ class ClickTrainer:
                 wide=WideConfig(crosses=()),
             ),
             parallel=ParallelConfig(
-                device=world.device.type, tables=rules[layout], exchange_dtype=wire
+                device=world.device.type, tables=rules[layout], exchange_dtype=wire, kernel=kernel
             ),
             optimizer=OptimizerConfig(
                 sparse=RowwiseAdagrad(lr=shape.lr), dense=DenseSgd(lr=shape.dense_lr)
             ),
         )
-        fields = Fields.of(
-            [f"I{index + 1}" for index in range(shape.num_dense)],
-            {name.removeprefix("deep."): shape.table_rows for name in shape.names},
+        fields = Fields(
+            dense=tuple(f"I{index + 1}" for index in range(shape.num_dense)),
+            sparse=tuple(
+                IdField(name=name.removeprefix("deep."), rows=shape.table_rows, hotness=count)
+                for name, count in zip(shape.names, shape.hotness, strict=True)
+            ),
         )
         spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
         self.job = build_job(config, spec, plan, Boxing(world))

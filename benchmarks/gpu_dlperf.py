@@ -15,15 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.device_timer import timed_ms
 from benchmarks.record import Results
 from models.registry import MODELS
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
+from sbpflow.embedding.ids.reader import BatchIds, IdBounds
 from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
+from sbpflow.run.job import Job, build_job
 from sbpflow.run.model import Fields
 from sbpflow.runtime.world import World
+from sbpflow.sbp.sbp import balanced_sizes
 
 FIRST_ROWS = 3_200_000
 WARM_UP, STEPS, REPEATS = 5, 20, 5
@@ -33,7 +36,7 @@ WARM_UP, STEPS, REPEATS = 5, 20, 5
 class Rows:
     labels: Tensor
     dense: Tensor
-    ids: Tensor
+    ids: BatchIds
     num_rows: int
 
 
@@ -46,8 +49,23 @@ def fields_of(vocabulary: int) -> Fields:
     )
 
 
-def batches(config: Config, fields: Fields, device: torch.device) -> Iterator[Rows]:
-    """Endless, from a few made beforehand; exponent 4 gives a Zipf-like concentration."""
+def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields]:
+    """The model over made-up columns, on the ranks of ``world``."""
+    fields = fields_of(vocabulary)
+    spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
+    return build_job(config, spec, plan, Boxing(world)), fields
+
+
+def batches(
+    config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
+) -> Iterator[Rows]:
+    """Endless, from a few made beforehand; exponent 4 gives a Zipf-like concentration.
+
+    Rank ``rank`` of ``size`` gets its part. The ids are vouched for, as a loader's are.
+    """
+    mine = balanced_sizes(config.data.batch_size, size)
+    rows = slice(sum(mine[:rank]), sum(mine[: rank + 1]))
+    bounds = IdBounds(tuple(one.rows for one in fields.ids), (), ())
     generator = torch.Generator(device).manual_seed(1)
     sizes = torch.tensor([one.rows for one in fields.ids], device=device)
     count = config.data.batch_size
@@ -56,9 +74,9 @@ def batches(config: Config, fields: Fields, device: torch.device) -> Iterator[Ro
         uniform = torch.rand(count, len(sizes), generator=generator, device=device)
         made.append(
             Rows(
-                torch.randint(0, 2, (count,), generator=generator, device=device).float(),
-                torch.rand(count, len(fields.dense), generator=generator, device=device),
-                (uniform**4 * sizes).int(),
+                torch.randint(0, 2, (count,), generator=generator, device=device).float()[rows],
+                torch.rand(count, len(fields.dense), generator=generator, device=device)[rows],
+                BatchIds((uniform**4 * sizes).int()[rows], None, bounds),
                 count,
             )
         )
@@ -68,29 +86,18 @@ def batches(config: Config, fields: Fields, device: torch.device) -> Iterator[Ro
 
 def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
     """Median and spread of ms per step, and peak memory."""
-    fields = fields_of(vocabulary)
-    spec, plan = plan_run(config, fields, world_size=1, device_type=world.device.type)
-    job = build_job(config, spec, plan, Boxing(world))
+    job, fields = make_job(vocabulary, config, world)
     source = batches(config, fields, world.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP):
         loss = job.trainer.step(next(source))
     if not bool(torch.isfinite(loss)):
         raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}")
-    times = []
-    for _ in range(REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(STEPS):
-            job.trainer.step(next(source))
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / STEPS)
-    times.sort()
+    times = timed_ms(lambda: job.trainer.step(next(source)), steps=STEPS, repeats=REPEATS)
     return {
-        "step_ms": times[REPEATS // 2],
-        "min_ms": times[0],
-        "max_ms": times[-1],
+        "step_ms": times["ms"],
+        "min_ms": times["min_ms"],
+        "max_ms": times["max_ms"],
         "peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "table_and_state_bytes": job.embeddings.memory_bytes(),
     }

@@ -176,9 +176,13 @@ def _as_torchrec(rows: Rows, shape: Shape) -> _Batch:
 
     class Batch(Pipelineable):
         def __init__(self) -> None:
-            ids = rows.ids.t().contiguous().view(-1).long()
-            ones = torch.ones(ids.numel(), dtype=torch.int32)
-            self.ids = KeyedJaggedTensor(keys=shape.names, values=ids, lengths=ones)
+            by_table = rows.ids.long().split(list(shape.hotness), 1)
+            counts = torch.tensor(shape.hotness, dtype=torch.int32)
+            self.ids = KeyedJaggedTensor(
+                keys=shape.names,
+                values=torch.cat([ids.reshape(-1) for ids in by_table]),
+                lengths=counts.repeat_interleave(len(rows.ids)),
+            )
             self.dense, self.labels = rows.dense, rows.labels
 
         def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.click_model import Shape, make_batches
+from benchmarks.click_model import HOTNESS, Shape, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 
@@ -37,12 +37,21 @@ def work(args: argparse.Namespace) -> None:
     from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
-    shape = Shape()
+    # With 214 ids per sample the learning rate of one per field makes the loss jump.
+    shape = Shape(hotness=HOTNESS[args.hot], lr=0.05 if args.hot == "one" else 0.005)
     with World.start("cpu") as world, torch.random.fork_rng():
         batches = make_batches(shape, world.rank, world.size)
         wire = getattr(torch, args.wire)
         peer = TorchRecPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND, wire=wire)
-        ours = ClickTrainer(shape, batches, world, seed=SEED, wire=args.wire, layout=args.layout)
+        ours = ClickTrainer(
+            shape,
+            batches,
+            world,
+            seed=SEED,
+            wire=args.wire,
+            layout=args.layout,
+            kernel=args.kernel,
+        )
         ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
@@ -90,7 +99,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
-        words += ["--layout", args.layout, "--output", str(output)]
+        words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
+        words += ["--output", str(output)]
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
         found = json.loads(output.read_text())
@@ -108,6 +118,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             system=name,
             ranks=ranks,
             link=args.link or "loopback",
+            hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
             cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # of rank 0, all its threads
@@ -116,8 +127,10 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     results.add(
         benchmark="vs_torchrec_ratio",
         link=args.link or "loopback",
+        hot=args.hot,
         wire=wire,
         layout=args.layout,
+        kernel=args.kernel,
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
@@ -135,6 +148,8 @@ def main() -> None:
     parser.add_argument(
         "--layout", default="unique", choices=["unique", "reduce", "columns", "whole"]
     )
+    parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
+    parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")
     parser.add_argument("--ddp", action="store_true", help="plain torch, too (all tables B)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
@@ -144,7 +159,10 @@ def main() -> None:
         work(args)
         return
     where = args.link or "loopback"
-    results = Results(f"vs_torchrec_{where}{'' if args.layout == 'unique' else '_' + args.layout}")
+    if args.ddp and args.hot != "one":
+        parser.error("--ddp: plain torch is there for --hot one")
+    kinds = [args.layout] * (args.layout != "unique") + [args.hot] * (args.hot != "one")
+    results = Results("_".join([f"vs_torchrec_{where}", *kinds]))
     for wire in args.wire:
         compare(args, wire, results)
 

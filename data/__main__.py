@@ -232,7 +232,7 @@ def _room(args: argparse.Namespace, number: int) -> str:
     free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
-    files = [f for path in inputs for f in ([path] if path.is_file() else path.glob("*"))]
+    files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
     size = sum(f.stat().st_size * _ROOM.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
         f"; about {size / 1e9:.1f} GB are needed at the peak, what is done included, and {free}; "

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
     pools: dict[int, RankPool] = {}
 
-    def run(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(
+        world_size: int, fn: Callable[..., Any], *args: Any, checked: bool = False
+    ) -> list[Any]:
         if world_size not in pools:
             folder = folder_of.mktemp(f"ranks-{device}-{world_size}")
             pools[world_size] = RankPool(world_size, folder, device)
-        return pools[world_size].run(fn, *args)
+        return pools[world_size].run(fn, *args, checked=checked)
 
     yield run
     for pool in pools.values():
@@ -35,9 +38,19 @@ def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """``ranks(world_size, fn, *args)`` -> ``fn(world, *args)`` of each rank, on CPU and gloo."""
+def _cpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     yield from _pools(tmp_path_factory, "cpu")
+
+
+@pytest.fixture
+def ranks(
+    request: pytest.FixtureRequest, _cpu_ranks: Callable[..., list[Any]]
+) -> Callable[..., list[Any]]:
+    """``ranks(world_size, fn, *args)`` -> ``fn(world, *args)`` of each rank, on CPU and gloo.
+
+    The processes stay for all tests. The checked mode is on in tests marked ``checked`` only.
+    """
+    return partial(_cpu_ranks, checked=request.node.get_closest_marker("checked") is not None)
 
 
 @pytest.fixture(scope="session")

@@ -57,12 +57,16 @@ class RankPool:
         self._generation = 0
         self._workers: list[_Worker] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Values of ``fn(world, *args)`` in rank order; RanksFailed if any rank failed."""
+    def run(self, fn: Callable[..., Any], *args: Any, checked: bool = False) -> list[Any]:
+        """Values of ``fn(world, *args)`` in rank order; RanksFailed if any rank failed.
+
+        ``checked`` turns the world's checked mode on, which waits for all ranks before each
+        transfer: races that are there without it cannot show.
+        """
         if not self._workers:
             self._start()
         for worker in self._workers:
-            worker.pipe.send((fn.__module__, fn.__qualname__, args))
+            worker.pipe.send((fn.__module__, fn.__qualname__, args, checked))
         results, errors = self._collect()
         if errors:
             self.stop()
@@ -180,14 +184,16 @@ def _serve(
     meeting = Rendezvous(
         init_method=f"file://{store}", rank=rank, size=world_size, local_rank=local_rank
     )
-    world = World.start(device, timeout_s=TIMEOUT_S, checked=True, rendezvous=meeting)
+    world = World.start(device, timeout_s=TIMEOUT_S, rendezvous=meeting)
     while (task := pipe.recv()) is not None:
         pipe.send(_perform(world, *task))
     world.close()
     os._exit(0)
 
 
-def _perform(world: Any, module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+def _perform(
+    world: Any, module: str, name: str, args: tuple[Any, ...], checked: bool
+) -> tuple[str, Any]:
     """Run one task; any failure is reported to the parent, which rebuilds the pool."""
     import numpy as np
     import torch
@@ -199,6 +205,7 @@ def _perform(world: Any, module: str, name: str, args: tuple[Any, ...]) -> tuple
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 -- tests may use code that draws from the global state
         torch.manual_seed(0)
+        world.checked = checked
         world.log.enabled = True
         world.log.clear()
         value = fn(world, *args)

@@ -93,6 +93,7 @@ class Manifest:
                 entry.get("hot", 1),
                 entry.get("ragged", False),
                 entry.get("weighted", False),
+                tuple(entry.get("parts", ())),
             )
             for entry in self.content["fields"]
         )
@@ -194,7 +195,7 @@ class Manifest:
             if field.name == name:
                 return field
         have = ", ".join(field.name for field in self.fields)
-        if "x" in name:
+        if "x" in name[1:-1]:
             wanted = ",".join([*(cross.name for cross in self.crosses), name])
             raise DataError(
                 f"{self.path}: no cross {name!r} in this set (it has: {have}); "

@@ -91,6 +91,9 @@ class _Check:
         self.need(fits, key, value, f"a whole number from {least} to {most}")
 
     def field(self, key: str, entry: Mapping[str, Any]) -> None:
+        parts = entry.get("parts", [])
+        fits = isinstance(parts, list) and len(parts) != 1 and all(type(p) is str for p in parts)
+        self.need(fits, f"{key}.parts", parts, "the names of the two columns of a cross")
         ragged, weighted = entry.get("ragged", False), entry.get("weighted", False)
         for name, value in (("ragged", ragged), ("weighted", weighted)):
             self.need(isinstance(value, bool), f"{key}.{name}", value, "true or false")

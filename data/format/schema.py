@@ -43,10 +43,13 @@ class Field:
     weighted: bool = False
     """Whether every id of a ragged field has a weight."""
 
+    crossed: tuple[str, ...] = ()
+    """The columns of a cross."""
+
     @property
     def parts(self) -> tuple[str, ...]:
         """The columns a field is made of: one, or two for a cross."""
-        return tuple(self.name.split("x"))
+        return self.crossed or (self.name,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +159,6 @@ class Schema:
         if unknown := [name for name in used if name not in self.columns]:
             raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
         fields = (*self.sparse, *(number.name for number in self.buckets))
-        if crossed := [name for name in fields if "x" in name]:
-            raise ConfigError(f"{key}: {crossed[0]!r} has an 'x', which names crosses; rename it")
         if odd := [name for name in fields if not _FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: sparse column {odd[0]!r} must be letters, digits, '_', '-' and '.', a "

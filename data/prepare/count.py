@@ -338,6 +338,8 @@ def field_entry(
     hashed = dict(options.hash_sizes)
     many = options.schema.several(name)
     entry: dict[str, Any] = {"name": name}
+    if pair := next((pair for pair in options.crosses if "x".join(pair) == name), None):
+        entry["parts"] = list(pair)
     if name in hashed:
         entry |= {"rows": hashed[name], "hashed": True}
     elif name in kept:

@@ -11,9 +11,9 @@ import polars as pl
 
 from data.format.schema import Kind, Schema
 from data.prepare.cells import INTEGER_PATTERN, LABELS
+from data.prepare.csv_text import count_byte
 from data.prepare.keys import PATTERNS, key_expression, with_string_keys
 from data.prepare.piece import BLANK, BadLines, Piece
-from data.prepare.table import count_byte
 from sbpflow.errors import DataError
 
 _EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}

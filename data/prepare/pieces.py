@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import IO
 
 from data.format.schema import Schema
+from data.prepare.csv_text import count_byte, split_cells
 from data.prepare.remote import InputPath
 from data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
-from data.prepare.table import count_byte, split_cells
 from data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 

@@ -39,6 +39,11 @@ class RemotePath:
         """Of the name, with its dot."""
         return PurePosixPath(self.url).suffix
 
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return PurePosixPath(self.url).stem
+
     def _find(self) -> tuple[Any, str]:
         """The file system and the path in it."""
         try:

@@ -228,7 +228,7 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
     """Read ``C1xC2,C3xC4`` (or ``none``) against the sparse columns there are."""
     if text.strip() in ("", "none"):
         return ()
-    pairs = [tuple(item.strip().split("x")) for item in text.split(",")]
+    pairs = [_pair(item.strip(), sparse) for item in text.split(",")]
     for pair in pairs:
         if len(pair) != 2 or pair[0] == pair[1]:
             raise ConfigError(
@@ -241,3 +241,12 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
     if len({frozenset(pair) for pair in pairs}) < len(pairs):
         raise ConfigError(f"--crosses: {text!r} names a cross twice; AxB and BxA are the same")
     return tuple((pair[0], pair[1]) for pair in pairs)
+
+
+def _pair(text: str, sparse: tuple[str, ...]) -> tuple[str, ...]:
+    """The two columns that ``AxB`` names, whatever letters are in their names."""
+    known = [(left, right) for left in sparse for right in sparse if f"{left}x{right}" == text]
+    if len(known) > 1:
+        ways = " or ".join(f"{left} with {right}" for left, right in known)
+        raise ConfigError(f"--crosses: {text!r} can be {ways}; rename one of the columns")
+    return known[0] if known else tuple(text.split("x"))

@@ -37,6 +37,10 @@ _FORMATS = {
 }
 """First bytes of files that are no plain text table, and what to do about each."""
 
+_MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
+_KINDS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
+"""First bytes and names of packed files, by suffix; a .zst may start with a skippable frame."""
+
 
 @dataclass(frozen=True, slots=True)
 class Input:
@@ -110,13 +114,14 @@ def _check_start(source: Input) -> None:
     """Refuse a file whose first bytes (unpacked, if it is gzip) say that it is no text table."""
     if source.is_table:
         return
-    if source.path.suffix.lower() == ".gz":
+    suffix = source.path.suffix.lower()
+    if suffix in _MAGIC:
         with source.path.open("rb") as raw:
-            start = raw.read(2)
-        if start and start != b"\x1f\x8b":
+            start = raw.read(len(_MAGIC[suffix]))
+        if start and not _MAGIC[suffix].startswith(start):
             raise ConfigError(
-                f"--input {source.path}: is named .gz and is no gzip file (it starts with "
-                f"{start!r}); rename it to {source.path.stem} if it is plain text"
+                f"--input {source.path}: is named {suffix} and is no {_KINDS[suffix]} file (it "
+                f"starts with {start!r}); rename it to {source.path.stem} if it is plain text"
             )
     with open_text(source.path) as text:
         start = text.file.read(6)

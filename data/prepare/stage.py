@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
+from data.prepare.csv_text import parse_table
 from data.prepare.options import PrepareOptions
 from data.prepare.parse import parse_piece
 from data.prepare.piece import BadLines, Piece
 from data.prepare.pieces import columns_of, pieces_in_order
 from data.prepare.source import Input, read_piece
-from data.prepare.table import parse_table
 from data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError

@@ -161,6 +161,7 @@ def _content(
     options: SynthOptions,
     done: list[tuple[dict[str, Any], dict[str, BayesTally]]],
 ) -> dict[str, Any]:
+    crosses = {"x".join(pair): pair for pair in CROSSES}
     return {
         "source": "synth",
         "dense": [{"name": name, "transform": "log3", "clamped": 0} for name in CRITEO.dense],
@@ -170,6 +171,7 @@ def _content(
                 "rows": maps.num_rows(name),
                 "hot": maps.hot_of(name)[1],
                 "ragged": name in maps.ragged,
+                **({"parts": list(crosses[name])} if name in crosses else {}),
             }
             for name in maps.names
         ],

@@ -14,6 +14,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
 from sbpflow.embedding.exchange.boxed import Received, make_group
+from sbpflow.embedding.exchange.counts import CountReader, CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
 from sbpflow.embedding.ids.reader import IdReader, Ids
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
@@ -53,9 +54,12 @@ class Copies:
 class EmbeddingsInFlight:
     """One batch on its way through a collection; made by ``EmbeddingCollection.begin``."""
 
-    def __init__(self, ids: IdsUnderWay, groups: list[GroupInFlight]) -> None:
+    def __init__(
+        self, ids: IdsUnderWay, groups: list[GroupInFlight], counts: CountsUnderWay
+    ) -> None:
         self.ids = ids
         self.groups = groups
+        self.counts = counts
         self.advanced = False
         self.outputs: dict[str, Tensor] = {}
 
@@ -85,6 +89,7 @@ class EmbeddingCollection:
         self._groups: list[AnyGroup] = [
             make_group(group, boxing, self._make_storage, received) for group in plan.groups
         ]
+        self._counts = CountReader(self._groups, world.device)
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
@@ -111,11 +116,12 @@ class EmbeddingCollection:
             )
         under_way = self._transfer.begin(local, num_rows)
         groups = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return EmbeddingsInFlight(under_way, groups)
+        return EmbeddingsInFlight(under_way, groups, self._counts.start(groups))
 
     def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
         batch.ids.advance()
+        batch.counts.finish()
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True

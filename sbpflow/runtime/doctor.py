@@ -50,9 +50,9 @@ def _run(check: Callable[[], Finding]) -> Finding:
 
 def _python() -> Finding:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info[:2] in ((3, 11), (3, 12)):
+    if (3, 11) <= sys.version_info[:2] <= (3, 14):
         return Finding("python", "ok", version)
-    return Finding("python", "broken", f"{version}: use 3.11 or 3.12")
+    return Finding("python", "broken", f"{version}: use 3.11 to 3.14")
 
 
 def _torch() -> Finding:

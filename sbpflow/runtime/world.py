@@ -5,6 +5,7 @@ A World is made once and passed on; nothing here is module state. No tensor of t
 """
 
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -20,12 +21,15 @@ import torch.distributed as dist
 
 from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
+from sbpflow.runtime.devices import choose_device, why_no_cuda
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.startup import await_ranks
 from sbpflow.runtime.store import within
 from sbpflow.runtime.versions import build_facts
 from sbpflow.sbp.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 512
 LENGTH_BYTES = 8  # of a header's end: how long this rank's reason to refuse is, 0 for none
@@ -105,7 +109,10 @@ class World:
         all ranks of the environment are there in time.
         """
         meeting = rendezvous or _meeting_from_environment()
-        chosen = _choose_device(device, meeting.local_rank)
+        chosen = choose_device(device, meeting.local_rank)
+        if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
+            if reason := why_no_cuda():
+                logger.warning("device auto: this run is on the CPU, for %s", reason)
         owns = not dist.is_initialized()
         if owns:
             alone = meeting.init_method is None
@@ -332,33 +339,13 @@ def backend_of_device(device_type: str) -> str:
 
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
-    return _choose_device(device, _local_rank()).type
+    return choose_device(device, _local_rank()).type
 
 
 def device_name(device: torch.device) -> str:
     """The device and what it is, on which host, for summaries."""
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{device} ({what}) on {platform.node()}"
-
-
-def _choose_device(device: str, local_rank: int) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use cpu")
-    if device == "cpu" or not available:
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"LOCAL_RANK is {local_rank}, but this host has {count} CUDA device(s), and NCCL takes "
-            f"one rank for each; start at most {count} on it, for example torchrun "
-            f"--nproc-per-node {count}, or use parallel.device=cpu"
-        )
-    chosen = torch.device("cuda", local_rank)
-    torch.cuda.set_device(chosen)
-    return chosen
 
 
 def _cut(raw: bytes, length: int) -> bytes:

@@ -11,6 +11,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
 from sbpflow.errors import ConfigError, ReplicaError, TrainingError
+from sbpflow.runtime.late_read import LateRead
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split
@@ -32,7 +33,7 @@ class LossWatch:
     def __init__(self, boxing: Boxing, dense_names: Sequence[str]) -> None:
         self._boxing = boxing
         self._names = tuple(dense_names)
-        self._waiting: tuple[int, Tensor, torch.cuda.Event, Sequence[Batch]] | None = None
+        self._waiting: tuple[int, LateRead, Sequence[Batch]] | None = None
         self.last = float("nan")
 
     def push(self, step: int, loss: Tensor, batches: Sequence[Batch]) -> None:
@@ -41,18 +42,13 @@ class LossWatch:
             self._check(step, float(loss), batches)
             return
         self.flush()
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._waiting = (step, host, event, batches)
+        self._waiting = (step, LateRead(loss), batches)
 
     def flush(self) -> None:
         """Check what is still under way."""
         if self._waiting is not None:
-            (step, host, event, batches), self._waiting = self._waiting, None
-            event.synchronize()
-            self._check(step, float(host), batches)
+            (step, late, batches), self._waiting = self._waiting, None
+            self._check(step, float(late.wait()), batches)
 
     def _check(self, step: int, loss: float, batches: Sequence[Batch]) -> None:
         self.last = loss

@@ -93,6 +93,16 @@ def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
     return total if train.max_steps is None else min(total, train.max_steps)
 
 
+def is_logged(step: int, log_every: int) -> bool:
+    """Whether ``step`` ends a log interval: every ``log_every``, and before the first at 2, 5, 10,
+    20, 50 and so on, for a short run should show whether it learns. Step 1 has no rate.
+    """
+    if step >= log_every:
+        return step % log_every == 0
+    digits = str(step)
+    return step > 1 and digits[0] in "125" and not digits[1:].strip("0")
+
+
 def fit(
     trainer: Trainer,
     loaders: Mapping[str, Loader],
@@ -116,13 +126,14 @@ def fit(
             with overlap.step(step), _named(step):
                 loss = trainer.step(batches, ahead if step < last else None)
             watch.push(step, loss, batches)
-            if step % train.log_every == 0 or step == last:
+            logged = is_logged(step, train.log_every) or step == last
+            if logged:
                 watch.flush()
             pace.stepped(sum(batch.num_rows for batch in batches))
             reporter.advance(step, watch.last)
-            if step % train.log_every == 0 or step == last:
+            if logged:
                 rate, split = pace.interval()
-                reporter.step(step, watch.last, rate, split)
+                reporter.step(step, watch.last, rate, {"epoch": epoch + 1, **split})
             if step == last:
                 break
             if train.eval_every and step % train.eval_every == 0:

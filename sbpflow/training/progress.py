@@ -4,6 +4,7 @@ Shows figures that others measured; its own clock serves the ETA only.
 """
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ class Progress:
     ) -> None:
         """A log interval is over; ``extra`` holds further figures to show."""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {samples_per_s:,.0f} samples/s")
+            self._bar.set_postfix_str(", ".join([f"loss {loss:.4f}", *_rate(samples_per_s)]))
         elif self._visible:
             logger.info(self._line(step, loss, samples_per_s, extra))
 
@@ -63,9 +64,14 @@ class Progress:
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> str:
         parts = [f"step {step}/{self._num_steps}", f"loss {loss:.5f}"]
-        parts.append(f"{samples_per_s:,.0f} samples/s")
+        parts += _rate(samples_per_s)
         parts += [f"{name} {value:.4g}" for name, value in extra.items()]
         eta = self.eta_s(step)
         if eta is not None:
             parts.append(f"ETA {tqdm.format_interval(eta)}")
         return ", ".join(parts)
+
+
+def _rate(samples_per_s: float) -> list[str]:
+    """Nothing where no step was timed, as in a run of one."""
+    return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

@@ -1,4 +1,4 @@
-"""What a run leaves to read: log lines, metrics.jsonl, TensorBoard, and the two summaries.
+"""What a run leaves to read: log lines, metrics.jsonl, start.txt, TensorBoard, a last summary.
 
 Only rank 0 writes files; the others hold a writer that does nothing. No training logic here.
 """
@@ -7,7 +7,9 @@ import json
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +19,7 @@ from tqdm import tqdm
 from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
 from sbpflow.runtime.versions import summary as version_summary
+from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.run_folder import PLAN_FILE, set_aside
@@ -30,6 +33,7 @@ Event = Literal["step", "eval", "final"]
 Value = float | int | str | None
 METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
+START_FILE = "start.txt"
 
 
 class _BesideTheBar(logging.Handler):
@@ -67,7 +71,8 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = None if append else set_aside(folder, [METRICS_FILE, BOARD_FOLDER, PLAN_FILE])
+        names = [METRICS_FILE, BOARD_FOLDER, PLAN_FILE, START_FILE]
+        earlier = None if append else set_aside(folder, names)
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
@@ -80,14 +85,17 @@ class MetricsWriter:
             self._board.close()
 
     def write(self, event: Event, values: Mapping[str, Value]) -> None:
-        """One line, on disk when this returns; NaN and infinity are written as null.
+        """One line with the time, on disk when this returns; NaN and infinity become null.
 
         ``values`` names its own ``step`` (or ``steps``, in the final event), TensorBoard's x axis.
         """
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps({"event": event, **finite}, allow_nan=False) + "\n")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._file.write(
+            json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
+        )
         self._file.flush()
         step = finite.get("step", finite.get("steps"))
         tag = finite.get("split", event)
@@ -125,13 +133,25 @@ class Report:
         sections: Mapping[str, str],
         best: tuple[float, float] | None = None,
     ) -> None:
-        """Logs the start summary. ``devices`` has one name per rank; ``sections`` maps a title
-        (layouts, kernels, memory per rank) to lines of text; ``best`` is the (AUC, logloss) that
-        generated data allows.
+        """Logs a short start summary and writes the whole to START_FILE.
+
+        ``devices`` has one name per rank; ``sections`` maps a title (layouts, kernels, memory per
+        rank) to lines of text; ``best`` is the (AUC, logloss) that generated data allows.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
-        logger.info("%s", start_summary(config, devices, sections))
         self._metrics = MetricsWriter(self._folder, rank=rank)
+        if rank == 0:
+            whole = start_summary(config, devices, sections)
+            (self._folder / START_FILE).write_text(whole + "\n", encoding="utf-8")
+            logger.info("%s", start_line(config, devices, num_steps))
+        self._rates = {
+            f"lr_{name}": chosen.lr
+            for name, chosen in (
+                ("sparse", config.optimizer.sparse),
+                ("dense", config.optimizer.dense),
+            )
+        }
+        self._rate_factor = rate_factor(config.optimizer.schedule)
         self._progress = Progress(num_steps, visible=rank == 0, bar=config.train.progress)
 
     def __enter__(self) -> "Report":
@@ -163,7 +183,10 @@ class Report:
         extra: Mapping[str, float] | None = None,
     ) -> None:
         """A log interval is over; ``extra`` may split its time, by names that end in ``_ms``."""
+        factor = self._rate_factor(step)
+        rates = {name: lr * factor for name, lr in self._rates.items()}
         values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **(extra or {})}
+        values |= rates
         self._progress.interval(step, loss, samples_per_s, extra or {})
         self._metrics.write("step", {**values, "eta_s": self._progress.eta_s(step)})
 
@@ -215,6 +238,22 @@ class Report:
         logger.info("%s", end_summary(values, written, notes or {}))
 
 
+def start_line(config: Config, devices: Sequence[str], num_steps: int) -> str:
+    """What is about to run, on four lines: a user should see the first step below them."""
+    kinds = "; ".join(f"{count} x {name}" for name, count in Counter(devices).items())
+    several = "s" if len(devices) > 1 else ""
+    versions = version_summary()
+    return "\n".join(
+        [
+            f"start: {config.model.name} on {len(devices)} rank{several} ({kinds})",
+            f"  {num_steps:,} steps of {config.data.batch_size * config.train.accumulate:,} rows "
+            f"from {config.data.path}, seed {config.run.seed}",
+            f"  python {versions['python']}, torch {versions['torch']}",
+            f"  configuration, versions and plan: {config.run.dir / START_FILE}",
+        ]
+    )
+
+
 def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
     """What is about to run: resolved config, versions, devices, then the caller's sections."""
     blocks = {
@@ -223,7 +262,7 @@ def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str,
         "devices": "\n".join(f"rank {rank}: {device}" for rank, device in enumerate(devices)),
         **sections,
     }
-    return "start\n" + "\n".join(_block(title, body) for title, body in blocks.items())
+    return "\n".join(_block(title, body) for title, body in blocks.items())
 
 
 def end_summary(values: Mapping[str, Value], files: Sequence[str], notes: Mapping[str, str]) -> str:

@@ -45,7 +45,7 @@ PUSH = Move("push", "gradients summed by row", starts=(ROW_GRADIENTS,))
 COLLECT = Move("collect", "gradients kept for the update", waits=(ROW_GRADIENTS,))
 SEND_DENSE = Move("send_dense", "dense gradients into buckets", starts=(DENSE_GRADIENTS,))
 UPDATE = Move("update", "one optimizer step on the rows")
-RECEIVE_DENSE = Move("receive_dense", "and out of them", waits=(DENSE_GRADIENTS,))
+RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
 OF_A_BATCH = (BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)

@@ -25,7 +25,11 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
     content = {
         "source": "test",
         "dense": [{"name": "I1"}, {"name": "I2"}],
-        "fields": [{"name": n, "rows": num_rows * 10} for n in ("C1", "C2", "C1xC2")],
+        "fields": [
+            {"name": "C1", "rows": num_rows * 10},
+            {"name": "C2", "rows": num_rows * 10},
+            {"name": "C1xC2", "rows": num_rows * 10, "parts": ["C1", "C2"]},
+        ],
         "splits": shards,
     }
     write_manifest(folder, content)

@@ -5,7 +5,6 @@ import gzip
 import numpy as np
 import polars as pl
 import pytest
-from data.prepare.parquet import PIECE_ROWS
 
 from data.__main__ import main
 from data.format.ids import HashedIds
@@ -13,6 +12,7 @@ from data.format.schema import CRITEO
 from data.prepare.options import PrepareOptions
 from data.prepare.prepare import prepare
 from data.prepare.split import parse_split
+from data.prepare.tables import PIECE_ROWS
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import (
     all_words,

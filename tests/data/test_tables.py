@@ -251,3 +251,17 @@ def test_two_runs_into_one_output_do_not_meet(tmp_path, capsys):
         assert main(["prepare", *map(str, words)]) == 2
         assert "is being made by another run (process" in capsys.readouterr().err
     assert not (tmp_path / "s.work.lock").exists()
+
+
+def test_names_with_an_x_are_crossed_and_two_readings_are_refused(tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("".join(f"{n % 2},{n % 3},{n % 5},1\n" for n in range(90)))
+    schema = tmp_path / "schema.yaml"
+    words = ["prepare", "--input", tmp_path / "rows.csv", "--schema", schema]
+    words += ["--output", tmp_path / "set", "--crosses", "sexxtax"]
+    schema.write_text("sparse: {sex: integer, tax: integer, x: integer}\nseparator: ','\n")
+    assert main([*map(str, words)]) == 0
+    cross = load_manifest(tmp_path / "set").field("sexxtax")
+    assert (cross.parts, cross.rows) == (("sex", "tax"), 17)
+    schema.write_text("sparse: {se: integer, sex: integer, tax: integer, xtax: integer}\n")
+    assert main([*map(str, words)]) == 2
+    assert "'sexxtax' can be se with xtax or sex with tax" in capsys.readouterr().err

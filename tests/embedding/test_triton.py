@@ -15,7 +15,6 @@ from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.embedding.storage.runs import Runs
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.embedding.storage.triton_storage import TritonStorage
 
@@ -97,7 +96,7 @@ def test_lookup_pools_as_torch_does(case, width, row_dtype):
 @given(accesses(), st.sampled_from([1, 5, 16]))
 def test_runs_say_which_positions_hold_the_same_row(case, width):
     _, access, _ = case
-    runs = Runs.of(access)
+    runs = access.runs()
     keys = runs.keys.tolist()
     assert keys == sorted(access.addresses.tolist())
     for at, (start, stop) in enumerate(zip(runs.start.tolist(), runs.stop.tolist(), strict=True)):

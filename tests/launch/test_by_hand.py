@@ -1,6 +1,7 @@
 """Ranks started without torchrun, and the parts of launch that need no process."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from sbpflow.errors import (
     SbpError,
     TrainingError,
 )
+from sbpflow.runtime import devices
 from sbpflow.runtime import store as run_store
 from sbpflow.runtime.exit_messages import Meeting, Reason, compose
 from sbpflow.runtime.launch import ArgumentParser, classify
@@ -85,6 +87,34 @@ def test_one_rank_needs_no_place_to_meet(tmp_path):
     assert (process.returncode, output) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("cuda", "driver", "said"),
+    [
+        (None, False, ""),
+        (None, True, r"torch \S+ is a CPU build though an NVIDIA driver is here; install a CUDA"),
+        ("13.0", True, r"torch \S+ cannot use CUDA: driver too old$"),
+        ("13.0", False, r"torch \S+ cannot use CUDA: driver too old; no NVIDIA driver is loaded$"),
+    ],
+)
+def test_auto_says_why_it_takes_the_cpu(monkeypatch, tmp_path, caplog, cuda, driver, said):
+    def fail() -> None:
+        raise RuntimeError("driver too old.\nmore")
+
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / ("version" if driver else "none"))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with World.start("auto") as world:
+        assert world.device.type == "cpu"
+    found = [text for text in caplog.messages if text.startswith("device auto: this run is on")]
+    assert len(found) == bool(said)
+    assert all(re.search(said, text) for text in found)
+    caplog.clear()
+    with World.start("cpu"):
+        assert not caplog.messages, "who asked for the CPU needs no reason"
+
+
 def test_a_local_rank_below_0_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-5")
     with pytest.raises(ConfigError, match="LOCAL_RANK=-5 in the environment; use 0 or more"):
@@ -146,6 +176,19 @@ def test_rank_0_alone_names_all_others(tmp_path):
     assert codes == [3]
     assert output.count("error: ranks 1, 2, 3 did not join: 1 of 4 ranks were there") == 1
     assert "Traceback" not in output
+
+
+def test_a_rank_number_that_two_processes_have_is_refused(tmp_path):
+    """The third process would wait for the rank that nobody is."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 3}
+    ranks = [start("world", tmp_path, RANK=rank, TIMEOUT_S=40, **address) for rank in (0, 1, 1)]
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    codes = [process.returncode for process in ranks]
+    assert 2 in codes[1:]
+    assert set(codes) <= {2, 3}, "no rank hangs or starts"
+    said = "".join(outputs)
+    assert "error: RANK=1: process " in said
+    assert "has this number already" in said
 
 
 def test_ranks_that_all_come_start(tmp_path):

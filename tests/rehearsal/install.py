@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import time
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.rehearsal.journal import note
-from tests.rehearsal.memory import IN_FLIGHT, PINNED
+from tests.rehearsal.journal import count_op, note
+from tests.rehearsal.memory import IN_FLIGHT, PINNED, check_access
 from tests.rehearsal.tensor import Mode, Rehearsed
 from tests.rehearsal.transfers import rehearsed
 
@@ -23,6 +25,7 @@ def install() -> None:
     _claim_factories()
     _claim_collectives()
     _plan_without()
+    _claim_kernels()
     foreach_types: Any = vars(importlib.import_module("torch.optim.optimizer"))
     foreach_types["_foreach_supported_types"].append(Rehearsed)
     torch.autograd.set_multithreading_enabled(False)
@@ -102,6 +105,7 @@ def _claim_device() -> None:
     cuda.set_device = _set_device
     cuda.current_device = lambda: Rehearsed.index
     cuda.get_device_name = lambda *_: "rehearsed CUDA device"
+    cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.stream = lambda stream: contextlib.nullcontext()
@@ -176,3 +180,38 @@ def _plan_without() -> None:
     planning.dense_steps = dense_steps
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
+
+
+class _Launcher:
+    """Launches Triton's interpreter on the host's numbers; a kernel counts as one op."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._kernels, name)
+
+        class Grid:
+            def __getitem__(self, grid: Any) -> Any:
+                def launch(*args: Any, **kwargs: Any) -> None:
+                    count_op(f"triton.{name}")
+                    for leaf in tree_leaves((args, kwargs)):
+                        if isinstance(leaf, Tensor):
+                            assert isinstance(leaf, Rehearsed), f"{name}: a CPU tensor"
+                            check_access(name, leaf.host, writes=True)
+                    hosts, named = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
+                    with _disable_current_modes():
+                        kernel[grid](*hosts, **named)
+
+                return launch
+
+        return Grid()
+
+
+def _claim_kernels() -> None:
+    if importlib.util.find_spec("triton") is None:
+        return
+    from sbpflow.embedding.storage import triton_storage
+
+    patched: Any = triton_storage
+    patched._launch = _Launcher(patched._launch)

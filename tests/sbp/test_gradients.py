@@ -247,6 +247,7 @@ def test_a_rank_without_a_part_says_that_the_others_require_grad(ranks):
     assert values == [[0.0] * 3, [1.0] * 3, []]
 
 
+@pytest.mark.checked
 def test_ranks_that_differ_in_what_requires_grad_are_named(ranks):
     """Every rank raises at the conversion; without the checked mode the others would wait."""
     with pytest.raises(RanksFailed) as caught:

@@ -5,7 +5,6 @@ that hold them.
 """
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -387,6 +386,7 @@ def _look_up(world, table_sbp, ids_sbp, ranks, bad):
     return "no error"
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("bad", BAD_IDS.values(), ids=BAD_IDS)
 @pytest.mark.parametrize("ids_sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("table_sbp", ["B", "S(0)", "S(1)", "P"])
@@ -401,6 +401,7 @@ def test_an_id_that_is_no_row_is_the_same_error_everywhere(ranks, table_sbp, ids
         assert text in messages[0]
 
 
+@pytest.mark.checked
 def test_an_id_that_is_no_row_on_a_grid(ranks):
     for nd_sbps in (
         ("(S(0), S(1))", "(B, B)"),
@@ -425,7 +426,7 @@ JOB = """
         from tests.oracle import line_layout
         from sbpflow.sbp.sbp import Broadcast, Split
 
-        world = World.start("cpu", timeout_s=120)
+        world = World.start("cpu", timeout_s=1200)
         boxing = Boxing(world)
         table = GlobalTensor.from_full(torch.ones(7, 4), line_layout("cpu", 2, Broadcast()), boxing)
         ids = torch.tensor([0, 1, 2, 7])
@@ -440,14 +441,12 @@ JOB = """
 
 def test_without_the_checked_mode_one_rank_ends_all(tmp_path):
     """Only rank 1 has the bad id, and rank 0 waits for its sum: one message, and both are gone."""
-    started = time.monotonic()
-    done = run_script(tmp_path, JOB, timeout=100)
+    done = run_script(tmp_path, JOB, timeout=300)  # a quarter of what a collective would wait
     assert done.returncode != 0
     assert done.stdout.count("ready") == 2
-    message = "error: gather: ids[3] is 7, but the table has 7 rows; ids must be 0..6 [rank 1]"
+    message = "SbpError: gather: ids[3] is 7, but the table has 7 rows; ids must be 0..6\n[rank 1]"
     assert done.stderr.count(message) == 1
-    assert "Traceback" not in done.stderr.split(message)[0]
-    assert time.monotonic() - started < 60  # half of what a collective would wait
+    assert done.stderr.split(message)[0].count("Traceback") == 1, "of the rank that was wrong"
 
 
 def _too_deep(world):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sbpflow.tensor import ops
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ["sbp", "boxing", "runtime", "tensor"]
 BESIDE = {"runtime/doctor", "runtime/versions", "runtime/launch"}  # tools around a run
@@ -78,6 +80,13 @@ def test_public_functions_say_what_they_do(name):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             exempt = node.name in ("forward", "backward") or _is_property(node)
             assert exempt or ast.get_docstring(node), f"{name}.{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("op", ops.__all__)
+def test_every_op_has_its_diagram(op):
+    """What layouts it takes and gives, on one line, as in ``S(i) -> S(i), B -> B``."""
+    lines = (getattr(ops, op).__doc__ or "").splitlines()
+    assert any("->" in line and line.strip().startswith("``") for line in lines), op
 
 
 def _is_property(node):

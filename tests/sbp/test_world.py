@@ -95,6 +95,7 @@ def _different_steps(world):
     boxing.run(mine, torch.zeros(3, 4))
 
 
+@pytest.mark.checked
 def test_a_rank_that_takes_a_different_step_is_named(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(2, _different_steps)
@@ -113,6 +114,7 @@ def _skipped_step(world):
             boxing.run(steps, torch.zeros(2, 4))
 
 
+@pytest.mark.checked
 def test_a_skipped_step_is_named(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _skipped_step)
@@ -125,6 +127,7 @@ def _other_channel(world):
     Boxing(world).run(steps, torch.zeros(3, 4), channel="ids" if world.rank else "vectors")
 
 
+@pytest.mark.checked
 def test_a_channel_is_part_of_the_step(ranks):
     with pytest.raises(RanksFailed, match=r"channel vectors.*channel ids"):
         ranks(2, _other_channel)
@@ -216,6 +219,7 @@ def _one_refuses_many_sizes(world):
     world.check(LONG_ID, step, f"{src} has no part of {'3 x ' * 300}end" if world.rank else "")
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize(
     ("size", "fn", "reason"),
     [
@@ -394,6 +398,7 @@ def convert_differently(world, case):
     return "no error"
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("case", ["layouts", "dtypes", "parts"])
 def test_equal_sizes_of_different_steps_are_not_mixed_up(ranks, case):
     messages = ranks(2, convert_differently, case)

@@ -32,7 +32,6 @@ def folder(tmp_path_factory):
 
 def _train(world: World, folder, scheme: str, backend: str):
     """Losses of some steps, and the scores of the val part afterwards."""
-    world.checked = False
     manifest = load_manifest(folder)
     config = replace(
         make_config(scheme, "adagrad"),

@@ -65,7 +65,6 @@ def test_ftrl_has_no_schedule():
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
     """Train on 12 batches of 30 rows, or on the same rows in larger ones; what comes out."""
-    world.checked = False
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []
@@ -112,7 +111,6 @@ def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, spars
 
 def mask_seeds(world: World, together: int) -> list[int]:
     """The seed of every training pass over 6 batches, ``together`` of them to a step."""
-    world.checked = False
     job = make_job(world, make_config("dp", "sgd"))
     model = type(job.model)
     seeds, real = [], model.forward

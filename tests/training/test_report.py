@@ -9,9 +9,11 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 from models.registry import MODELS
 from sbpflow.config.load import load_config
@@ -64,6 +66,10 @@ def test_metrics_file_holds_the_documented_events(config):
         "samples_per_s": 1000.0,
     }.items() <= step.items()
     assert step["data_ms"] == 1.5
+    assert (step["lr_sparse"], step["lr_dense"]) == (0.05, 1e-3)
+    for event in (step, score, final):
+        age = datetime.now(UTC) - datetime.fromisoformat(event.pop("time"))
+        assert 0 <= age.total_seconds() < 600
     assert {"event": "eval", "step": 4, "split": "val", "auc": 0.7}.items() <= score.items()
     assert final == {
         "event": "final",
@@ -80,7 +86,14 @@ def test_metrics_file_holds_the_documented_events(config):
 def test_summaries_show_config_versions_devices_sections_and_result(config, caplog):
     caplog.set_level(logging.INFO)
     run_report(config)
-    start = next(record.getMessage() for record in caplog.records if "config:" in record.message)
+    short = next(text for text in caplog.messages if text.startswith("start: "))
+    assert short.splitlines() == [
+        "start: wdl on 2 ranks (1 x cpu of host a; 1 x cpu of host b)",
+        "  4 steps of 16,384 rows from None, seed 7",
+        f"  python {platform.python_version()}, torch {torch.__version__}",
+        f"  configuration, versions and plan: {config.run.dir / 'start.txt'}",
+    ]
+    start = (config.run.dir / "start.txt").read_text()
     for part in ("hidden: [8, 4]", "torch 2.", "rank 1: cpu of host b", "  deep.C1 S(1)@[0, 1]"):
         assert part in start
     end = caplog.records[-1].getMessage()
@@ -192,7 +205,9 @@ def test_lines_are_valid_json_even_for_nan(tmp_path):
     writer.write("step", {"step": 1, "loss": float("nan"), "samples_per_s": float("inf")})
     text = (tmp_path / "metrics.jsonl").read_text()  # before close: a killed run keeps its lines
     writer.close()
-    assert json.loads(text) == {"event": "step", "step": 1, "loss": None, "samples_per_s": None}
+    line = json.loads(text)
+    del line["time"]
+    assert line == {"event": "step", "step": 1, "loss": None, "samples_per_s": None}
     assert "NaN" not in text
 
 
@@ -242,6 +257,22 @@ def test_no_bar_for_other_ranks_or_when_switched_off(monkeypatch, visible, bar):
     progress.advance(1)
     progress.close()
     assert screen.getvalue() == ""
+
+
+def test_a_run_of_one_step_shows_no_rate(caplog):
+    caplog.set_level(logging.INFO)
+    Progress(1, visible=True).interval(1, 0.25, float("nan"), {"epoch": 1})
+    assert caplog.messages == ["step 1/1, loss 0.25000, epoch 1"]
+
+
+def test_a_rate_that_follows_a_schedule_is_written(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"run: {{dir: {tmp_path}}}\noptimizer: {{schedule: {{warmup_steps: 4}}}}\n")
+    given = load_config(path, models=MODELS)
+    with Report(given, rank=0, num_steps=4, devices=["cpu"], sections={}) as report:
+        report.step(1, 0.5, 10.0)
+    (step,) = events(given)
+    assert step["lr_dense"] == pytest.approx(1e-3 / 5)
 
 
 def test_a_log_line_per_interval_without_a_terminal(caplog):

@@ -32,6 +32,7 @@ from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
+from sbpflow.training.loop import is_logged
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.run_folder import RunLock
 from sbpflow.training.step_schedule import SERIAL
@@ -63,7 +64,8 @@ def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_
     assert compared == ["replicas"]
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # 4,800 rows in batches of 1,000: five steps an epoch, the last of 800
-    assert [e["step"] for e in events if e["event"] == "step"] == [3, 6, 9, 10]
+    assert [e["step"] for e in events if e["event"] == "step"] == [2, 3, 6, 9, 10]
+    assert [e["epoch"] for e in events if e["event"] == "step"] == [1, 1, 2, 2, 2]
     scores = [(e["step"], e["split"], e["num_rows"]) for e in events if e["event"] == "eval"]
     assert scores == [(4, "val", 600), (8, "val", 600), (10, "val", 600), (10, "test", 600)]
     final = events[-1]
@@ -92,8 +94,12 @@ def test_two_ranks_train_and_report_once(synth_set, tmp_path):
     )
     text = done.stdout + done.stderr
     assert text.count("INFO end") == 1
-    assert "S(0)@[0, 1]  unique" in text
-    assert "rank 1: cpu" in text
+    before_the_first = text[text.index("INFO start") : text.index("step 2/5")]
+    assert before_the_first.count("\n") < 12
+    assert "2 x cpu" in before_the_first
+    start = (tmp_path / "start.txt").read_text()
+    assert "S(0)@[0, 1]  unique" in start
+    assert "rank 1: cpu" in start
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert events[-1]["steps"] == 5
     assert 0.4 < events[-1]["auc"] < 1
@@ -206,6 +212,8 @@ def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
     assert calls == [
         ("epoch", 0),
         ("flush", 2),
+        ("log", 2, 2.0),
+        ("flush", 2),
         ("score", "val", 2),
         ("epoch", 1),
         ("flush", 4),
@@ -217,6 +225,15 @@ def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
         ("score", "val", 6),
         ("score", "test", 6),
     ]
+
+
+def test_the_steps_that_are_logged():
+    assert [step for step in range(1, 301) if is_logged(step, 100)] == [
+        *(2, 5, 10, 20, 50),
+        *(100, 200, 300),
+    ]
+    assert [step for step in range(1, 10) if is_logged(step, 3)] == [2, 3, 6, 9]
+    assert [step for step in range(1, 4) if is_logged(step, 1)] == [1, 2, 3]
 
 
 def test_max_steps_ends_a_run_inside_an_epoch(monkeypatch):

@@ -43,7 +43,6 @@ ANOTHER = StepSchedule(
 
 def train(world: World, config: Any, schedules: list[StepSchedule], announce: bool) -> Any:
     """12 batches as 6 steps, the schedules taking turns; losses, pieces and dense parameters."""
-    world.checked = False
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []
@@ -152,7 +151,6 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
     """What is said of a step that fails half-way, and of the next one."""
-    world.checked = False
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     said = []
@@ -172,7 +170,6 @@ def test_there_is_no_step_after_one_that_failed(ranks):
 
 
 def another_than_announced(world: World, config: Any) -> tuple[list[float], list[str]]:
-    world.checked = False
     job = make_job(world, config)
     first, second = (b.part(world.rank, world.size) for b in make_batches(6, 30)[:2])
     losses, said = [float(job.trainer.step(first, second))], []
@@ -211,7 +208,6 @@ def test_a_bad_id_says_which_step_it_is_of(ranks):
 
 
 def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]:
-    world.checked = False
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(6, 30)[:2]]
     none = replace(batches[0], labels=torch.empty(0), dense=torch.empty(0, 3),
@@ -240,7 +236,6 @@ def test_batches_without_rows_are_left_out(ranks):
 
 
 def train_two(world: World, config: Any) -> list[float]:
-    world.checked = False
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(6, 30)[:2]]
     return [float(job.trainer.step(batch)) for batch in batches]

@@ -129,7 +129,6 @@ def to_device(rows: Rows, device: torch.device) -> Rows:
 
 def train(world: World, config: Config, steps: int) -> dict[str, Any]:
     """Losses, and this rank's shards and dense parameters at the end."""
-    world.checked = False  # for speed; conversions are checked in their own tests
     job = make_job(world, config)
     losses = [
         float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))

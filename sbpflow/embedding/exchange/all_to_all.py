@@ -25,11 +25,10 @@ class Exchange:
         self._world = world
         self._channel = channel
 
-    def start_counts(self, step: ExchangeStep, counts: Sequence[int]) -> Pending:
-        """Tell every rank a number: ``wait()`` gives [ranks] int64, what each told this one."""
-        send = torch.tensor(counts, dtype=torch.int64, device=self._world.device)
-        ones = [1] * len(counts)
-        return self.start(step, send, ones, ones)
+    def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
+        """Tell every rank a number, of [ranks] int64: ``wait()`` gives what each told this one."""
+        ones = [1] * counts.numel()
+        return self.start(step, counts, ones, ones)
 
     def start(
         self, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]

@@ -47,6 +47,7 @@ class GroupInFlight:
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
+    counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
 
     def look_up(self, storage: Storage, access: Access) -> Tensor:
         """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
@@ -86,15 +87,29 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> BatchT:
-        """See the module; ``num_rows`` counts the whole batch."""
+        """Sort and count the ids of this rank's samples, and send what others need of that.
+
+        ``num_rows`` counts the whole batch.
+        """
+
+    def counts(self, batch: BatchT) -> Tensor | None:
+        """What the host must know of the batch before ``advance``, int64; ``None``: nothing.
+
+        Takes what ``begin`` sent on its way.
+        """
+        del batch
+        return None
 
     @abstractmethod
     def advance(self, batch: BatchT) -> None:
-        """See the module."""
+        """Take what the ranks counted, and send the ids themselves where they travel."""
 
     @abstractmethod
     def look_up(self, batch: BatchT) -> None:
-        """See the module. ``batch.everywhere`` is set by now, where this rank needs it."""
+        """Read the rows that are stored here, and send them as vectors, rows or terms.
+
+        ``batch.everywhere`` is set by now, where this rank needs it.
+        """
 
     @abstractmethod
     def vectors(self, batch: BatchT) -> Tensor:

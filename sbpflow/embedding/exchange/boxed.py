@@ -100,7 +100,9 @@ class AddressedGroup(Group[BatchT]):
         if ids is None:
             raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
         samples, pooled = ids.num_samples, self.plan.pooled
-        batch.accesses = [m.addresses.access(ids, pooled=pooled) for m in self.members]
+        batch.accesses = [
+            m.addresses.access(ids, pooled=pooled, absent=m.storage.absent) for m in self.members
+        ]
         parts = [
             batch.look_up(member.storage, access).view(samples, self._width(member))
             for member, access in zip(self.members, batch.accesses, strict=True)
@@ -189,7 +191,8 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
             return
         whole: list[Tensor] = []
         for access, member, part in zip(batch.accesses, self.members, parts, strict=True):
-            rows, sums = access.row_gradients(part)
+            fixed = member.storage.absent is not None
+            rows, sums = access.spread_gradients(part) if fixed else access.row_gradients(part)
             size, width = member.storage.weights.shape
             table = part.new_zeros(size, width + 1)
             counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
@@ -206,12 +209,24 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
         sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
         for member, own, part in zip(self.members, batch.accesses, flat.split(sizes), strict=True):
             table = part.view(-1, member.stack.dim + 1)
-            rows = table[:, -1].nonzero().squeeze(1)  # of any rank, the looked up ones among them
+            rows, sums = _touched(table, member.storage.absent)
             member.storage.prefetch(rows)
             member.storage.release(own.addresses)
             accesses.append(Access(rows))
-            grads.append(table[:, :-1].index_select(0, rows))
+            grads.append(sums)
         self.keep(batch, accesses, grads)
+
+
+def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
+    """(addresses, gradients) of the rows of ``table`` [rows, width + 1] that some rank counted in
+    the last column, the looked up ones among them; of all rows, if others may be ``absent``.
+    """
+    counts, sums = table[:, -1], table[:, :-1]
+    if absent is not None:
+        rows = torch.arange(table.shape[0], device=table.device)
+        return torch.where(counts > 0, rows, absent), sums
+    rows = counts.nonzero().squeeze(1)
+    return rows, sums.index_select(0, rows)
 
 
 class ColumnOrder:

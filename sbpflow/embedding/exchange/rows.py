@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,10 +26,13 @@ from sbpflow.embedding.storage.choose import deduplicator
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """``asked`` counts the rows this rank names to each rank, ``into`` those they name to it."""
+    """``asked`` counts the rows this rank names to each rank, ``into`` those they name to it; both
+    are in ``named`` and ``counts`` first.
+    """
 
     wanted: Access  # of the local samples
-    asked: list[int]
+    named: Tensor  # [ranks] int64
+    asked: list[int] = field(default_factory=list[int])
     into: list[int] = field(default_factory=list[int])
     rows: Tensor | None = None  # [unique rows wanted here, dim], after they came
 
@@ -61,6 +63,13 @@ class RowGroup(Group[RowsInFlight]):
 
     def storages(self) -> list[tuple[Stack, Storage]]:
         return [(self._stack, self._storage)]
+
+    def counts(self, batch: RowsInFlight) -> Tensor | None:
+        """[ranks] named to each, then [ranks] named by each if that is told."""
+        if batch.pending is None:
+            return batch.named
+        step = self._steps(batch.num_rows).counts
+        return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
         """Expand ``batch.rows`` to the samples' vectors."""
@@ -100,30 +109,29 @@ class UniqueGroup(RowGroup):
             address_dtype=plan.address_dtype(),
         )
         self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
-        inner = self._addresses.bases[1:-1]
-        self._cuts = torch.tensor(inner, dtype=plan.address_dtype(), device=self.world.device)
-        self._bases = torch.tensor(
-            self._addresses.bases[:-1], dtype=plan.address_dtype(), device=self.world.device
+        bases = torch.tensor(
+            self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
         )
+        self._bases, self._ends = bases[:-1], bases[1:].clone()
+        self._zero = torch.zeros(1, dtype=torch.int64, device=self.world.device)
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
         wanted = self._deduplicated(self._addresses.access(local))
-        unique = wanted.rows()
-        cuts = torch.searchsorted(unique, self._cuts).tolist()
-        asked = [stop - start for start, stop in pairwise([0, *cuts, unique.numel()])]
+        named = wanted.unique_below(self._ends).diff(prepend=self._zero)
         batch = RowsInFlight(
-            local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
+            local=local, num_rows=num_rows, training=training, wanted=wanted, named=named
         )
-        batch.pending = self._ids.start_counts(self._steps(num_rows).counts, asked)
+        batch.pending = self._ids.start_counts(self._steps(num_rows).counts, named)
         return batch
 
     def advance(self, batch: RowsInFlight) -> None:
-        steps = self._steps(batch.num_rows)
-        batch.into = received(steps.counts, batch.take_pending(), self.world.size).tolist()
+        steps, size = self._steps(batch.num_rows), self.world.size
+        batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
+        batch.wanted.num_unique = sum(batch.asked)
         unique = batch.wanted.rows()
-        per_owner = torch.tensor(batch.asked, device=unique.device)
-        shift = torch.repeat_interleave(self._bases, per_owner, output_size=unique.numel())
-        batch.pending = self._ids.start(steps.ids, unique - shift, batch.asked, batch.into)
+        owner = torch.searchsorted(self._ends, unique, right=True)
+        rows = unique - self._bases.index_select(0, owner)
+        batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
 
     def look_up(self, batch: RowsInFlight) -> None:
         asked, into = batch.asked, batch.into
@@ -159,23 +167,29 @@ class LocalRowsGroup(RowGroup):
         self._addresses = OwnerAddresses(
             self._stack, 1, self.world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
         )
+        self._ends = torch.tensor(
+            self._addresses.bases[1:], dtype=plan.address_dtype(), device=self.world.device
+        )
         self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
         wanted = self._deduplicated(self._addresses.access(local))
-        asked = [wanted.rows().numel()] * self.world.size  # each rank is told all of them
+        # Each rank is told all of them.
+        named = wanted.unique_below(self._ends).repeat(self.world.size)
         batch = RowsInFlight(
-            local=local, num_rows=num_rows, training=training, wanted=wanted, asked=asked
+            local=local, num_rows=num_rows, training=training, wanted=wanted, named=named
         )
         if training:
-            batch.pending = self._ids.start_counts(self._steps(num_rows).counts, asked)
+            batch.pending = self._ids.start_counts(self._steps(num_rows).counts, named)
         return batch
 
     def advance(self, batch: RowsInFlight) -> None:
-        if batch.pending is None:
+        size = self.world.size
+        batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
+        batch.wanted.num_unique = batch.asked[0]
+        if not batch.training:
             return
         steps = self._steps(batch.num_rows)
-        batch.into = received(steps.counts, batch.take_pending(), self.world.size).tolist()
         rows = self._for_all(batch.wanted.rows())
         batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
 

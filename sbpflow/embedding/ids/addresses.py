@@ -157,8 +157,10 @@ class LocalAddresses:
         """Vectors of a sample that are looked up here."""
         return len(self.bags.uses)
 
-    def access(self, ids: BatchIds, *, pooled: bool) -> Access:
-        """A bag per (sample, use), or per sample if ``pooled``; rows held elsewhere stay out."""
+    def access(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Access:
+        """A bag per (sample, use), or per sample if ``pooled``; rows held elsewhere stay out, or
+        have the address ``absent``.
+        """
         bags = self.bags
         if self._ragged:
             lists = bags.lists(ids)
@@ -176,6 +178,8 @@ class LocalAddresses:
         if self._whole:
             return Access(addresses, offsets, weights)
         here = ((wanted >= starts) & (wanted < stops)).reshape(-1)
+        if absent is not None:
+            return Access(torch.where(here, addresses, absent), offsets, weights)
         ends = _ends(here)
         kept = None if weights is None else weights[here]
         return Access(

@@ -34,6 +34,13 @@ class Storage(Protocol):
         """Optimizer state by name, [rows] or [rows, width], writable like ``weights``."""
         ...
 
+    @property
+    def absent(self) -> int | None:
+        """An address that reads as zeros and is never stored, for rows that are elsewhere; ``None``
+        if such must be left out.
+        """
+        ...
+
     def prefetch(self, addresses: Tensor) -> None:
         """Rows that will be looked up soon."""
         ...

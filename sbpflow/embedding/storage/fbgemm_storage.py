@@ -37,6 +37,11 @@ class FbgemmStorage:
                 tensor.fill_(optimizer.initial_accumulator)
 
     @property
+    def absent(self) -> None:
+        """TBE would train such a row."""
+        return None
+
+    @property
     def weights(self) -> Tensor:
         # .data: writes through the view itself would invalidate a graph waiting for its backward.
         return self._tbe.split_embedding_weights()[0].data

@@ -24,7 +24,8 @@ class TorchStorage:
 
     ``dtype`` is that of the arithmetic and of the state, ``dim`` the width of the logical table.
     Rows of half precision (``row_dtype``) are widened to it on reading and rounded at random, with
-    the exact value as the mean, on writing; ``noise`` draws for them.
+    the exact value as the mean, on writing; ``noise`` draws for them. ``fixed_size`` is for CUDA,
+    and the default there: no op has a size that the addresses decide.
     """
 
     kernel = "torch"
@@ -41,15 +42,23 @@ class TorchStorage:
         row_dtype: torch.dtype | None = None,
         sum_over_columns: SumOverColumns | None = None,
         noise: RowNoise | None = None,
+        fixed_size: bool | None = None,
     ) -> None:
-        self.weights = huge_pages.zeros((rows, width), row_dtype or dtype, device)
-        shape = optimizer.state_shape(rows, width)
-        self.state = {
+        if fixed_size is None:
+            fixed_size = device.type == "cuda"
+        # Then what is not stored here is not left out: it has a row of zeros behind the others.
+        self.absent = rows if fixed_size else None
+        kept = rows if self.absent is None else rows + 1
+        self._weights = huge_pages.zeros((kept, width), row_dtype or dtype, device)
+        shape = optimizer.state_shape(kept, width)
+        self._state = {
             name: huge_pages.zeros(shape, dtype, device) for name in optimizer.state_names
         }
-        for name, state in self.state.items():
+        for name, state in self._state.items():
             if start := optimizer.initial_state(name):
                 state.fill_(start)
+        self.weights = self._weights[:rows]
+        self.state = {name: state[:rows] for name, state in self._state.items()}
         self.dtype = dtype
         self.optimizer = optimizer
         self._dim = dim
@@ -65,8 +74,8 @@ class TorchStorage:
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
         if self.weights.dtype == self.dtype:
-            return sum_bags(self.weights, access)
-        rows = self.weights.index_select(0, access.addresses).to(self.dtype)
+            return sum_bags(self._weights, access)
+        rows = self._weights.index_select(0, access.addresses).to(self.dtype)
         if access.offsets is None and access.weights is None:
             return rows
         return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
@@ -81,8 +90,11 @@ class TorchStorage:
         self.step_rows(rows, summed, self._squares(summed), lr, step)
 
     def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows ascending, their gradients summed over the batch)."""
-        return access.row_gradients(grads)
+        """(unique rows ascending, their gradients summed over the batch); of a fixed size the last
+        row and its sum come again and again.
+        """
+        fixed = self.absent is not None
+        return access.spread_gradients(grads) if fixed else access.row_gradients(grads)
 
     def row_squares(self, grads: Tensor) -> Tensor:
         """[touched]: each row's sum of squares over the columns that are here."""
@@ -93,12 +105,13 @@ class TorchStorage:
     ) -> None:
         """One step of the rule on unique ``rows``; ``squares`` are means, for rowwise rules."""
         rows = rows.to(torch.int64)
-        for start in range(0, rows.numel(), CHUNK_ROWS):
-            part = slice(start, start + CHUNK_ROWS)
-            weights = self.weights.index_select(0, rows[part]).to(self.dtype)
+        count = CHUNK_ROWS if self.absent is None else max(rows.numel(), 1)
+        for start in range(0, rows.numel(), count):
+            part = slice(start, start + count)
+            weights = self._weights.index_select(0, rows[part]).to(self.dtype)
             block = RowBlock(
                 weights=weights,
-                state=self.state,
+                state=self._state,
                 rows=rows[part],
                 grads=grads[part],
                 lr=lr,
@@ -106,7 +119,9 @@ class TorchStorage:
                 squares=None if squares is None else squares[part],
             )
             apply_step(self.optimizer, block)
-            self.weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
+            self._weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
+        if self.absent is not None:
+            self._weights[-1:].zero_()
 
     def noise_of_rows(self) -> RowNoise:
         """What rounds rows of half precision."""

@@ -1,4 +1,5 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 """Triton kernels of a storage: lookup with pooling; segment sum, sparse rule and rounding in one.
 
 Imported only where Triton is installed. One launch per kernel and step, of a size that the batch's

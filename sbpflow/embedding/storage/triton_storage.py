@@ -15,7 +15,6 @@ from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.embedding.storage.runs import Runs
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.streams import step_keys
 
@@ -36,6 +35,8 @@ _ROWS_AS = {
 
 class TritonStorage(TorchStorage):
     """Rows of float32, bfloat16 or float16 and state of float32, as ``TorchStorage`` holds them."""
+
+    kernel = "triton"
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class TritonStorage(TorchStorage):
             row_dtype=row_dtype,
             sum_over_columns=sum_over_columns,
             noise=noise,
+            fixed_size=True,
         )
         # Tiles are of whole powers of two; of wide rows fewer positions, to stay in registers.
         self._columns = _power_of_two(width)
@@ -92,14 +94,16 @@ class TritonStorage(TorchStorage):
             if self.optimizer.name == "rowwise_adagrad":
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
-        runs, width = Runs.of(access), self.weights.shape[1]
+        runs, width = access.runs(), self.weights.shape[1]
         grads = grads.contiguous()
         count = runs.keys.numel()
-        scale = {"scale": grads if runs.scale is None else runs.scale}
+        weights = access.weights
+        scale = {"scale": grads if weights is None else weights.index_select(0, runs.order)}
         tile = {"SPLIT": kernels.SPLIT, "BLOCK": self._block, "COLUMNS": self._columns}
-        flags = {"HAS_SCALE": runs.scale is not None, **tile}
+        flags = {"HAS_SCALE": weights is not None, **tile}
         partial = grads.new_empty(count // kernels.SPLIT + 1, width, dtype=torch.float32)
-        where = {"start": runs.start, "stop": runs.stop, "source": runs.source, **scale}
+        source = access.bags_of(runs.order)
+        where = {"start": runs.start, "stop": runs.stop, "source": source, **scale}
         grid = self._grid(count)
         _launch.sum_long_runs[grid](
             **where, grads=grads, partial=partial, n=count, width=width, **flags
@@ -177,15 +181,14 @@ class TritonStorage(TorchStorage):
                 "HALVINGS": 1,
                 "ROWS_AS": rows_as,
             }
-        if self._noise is None:
-            raise RuntimeError("rows of half precision need the noise that rounds them")
-        shards = self._noise.bases.numel()
+        noise_of = self.noise_of_rows()
+        shards = noise_of.bases.numel()
         return {
-            "noise_keys": step_keys(self._noise.keys, step),
-            "noise_bases": self._noise.bases,
-            "noise_shift": self._noise.shift,
-            "words_per_row": self._noise.words_per_row,
-            "first_column": self._noise.first_column,
+            "noise_keys": step_keys(noise_of.keys, step),
+            "noise_bases": noise_of.bases,
+            "noise_shift": noise_of.shift,
+            "words_per_row": noise_of.words_per_row,
+            "first_column": noise_of.first_column,
             "SHARDS": shards,
             "HALVINGS": max(1, math.ceil(math.log2(shards))) + 1,
             "ROWS_AS": rows_as,

@@ -24,7 +24,10 @@ Kernel = Callable[..., Tensor]
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
-    """Elementwise; not linear, so P is not taken."""
+    """Elementwise; not linear, so P is not taken.
+
+    ``S(i) -> S(i), B -> B``
+    """
     return nonlinear("relu", torch.relu, x, out=out, id=id)
 
 
@@ -36,7 +39,10 @@ def nonlinear(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Any elementwise function of one tensor: S(i) -> S(i), B -> B."""
+    """Any elementwise function of one tensor.
+
+    ``S(i) -> S(i), B -> B``
+    """
     check_tensors(op, x)
     return apply(_elementwise(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
 
@@ -50,7 +56,10 @@ def _elementwise(op: str, ndim: int, more: str = "") -> Rule:
 def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64."""
+    """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64.
+
+    ``S(i) -> S(i), B -> B; widening also P -> P``
+    """
     check_tensors("cast", x)
     _check_dtype(dtype)
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
@@ -67,6 +76,8 @@ def dropout(
     x: GlobalTensor, p: float, seed: int, *, training: bool = True, id: str | None = None
 ) -> GlobalTensor:
     """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
+
+    ``S(i) -> S(i), B -> B``
 
     The mask is a function of ``seed``, ``id`` and the position of the part, so ranks that hold the
     same data draw the same mask. Pass another seed at every step, and another ``id`` at every call
@@ -93,14 +104,20 @@ def dropout(
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a + b``, of one dtype, dims of size 1 broadcast; linear in both, so P + P -> P."""
+    """``a + b``, of one dtype, dims of size 1 broadcast; linear in both, so P + P -> P.
+
+    ``S(i) x S(i) -> S(i), B x B -> B, P x P -> P; with a dim of size 1 also S(i) x B -> S(i)``
+    """
     return _binary("add", torch.add, a, b, "P,P->P", out, id)
 
 
 def mul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a * b``, of one dtype, dims of size 1 broadcast; linear in each, so P x B -> P."""
+    """``a * b``, of one dtype, dims of size 1 broadcast; linear in each, so P x B -> P.
+
+    ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P``
+    """
     return _binary("mul", torch.mul, a, b, "P,B->P; B,P->P", out, id)
 
 
@@ -146,7 +163,10 @@ def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
 
 
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
-    """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype."""
+    """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype.
+
+    ``S(i) -> S(i), B -> B, P -> P``
+    """
     check_tensors("scale", x)
     if isinstance(factor, GlobalTensor | Tensor):
         raise SbpError("scale: the factor is a tensor, not a number; ops.mul multiplies tensors")

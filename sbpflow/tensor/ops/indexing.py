@@ -17,6 +17,8 @@ def gather(
 ) -> GlobalTensor:
     """Rows ``table [r, d]`` at ``ids [..]``, of a whole-number dtype: ``[.., d]``.
 
+    ``table x ids: B x S(i) -> S(i), S(0) x B -> P, S(1) x B -> S(last), P x B -> P``
+
     A rank that holds some of the rows gives zeros for the others, so a row split comes out as P.
     Every rank looks for ids outside 0..r-1 among those it looks up and raises SbpError with the
     first: all ranks alike where ids are B; where they are split, the one that has it, and in the

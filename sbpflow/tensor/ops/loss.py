@@ -25,6 +25,8 @@ def bce_with_logits(
 ) -> GlobalTensor:
     """Binary cross entropy; ``reduction`` "none", "sum" or "mean" over the full tensor.
 
+    ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
+
     The mean divides by the global count, so uneven parts are weighted right; it comes out as P if
     the logits are split. Labels may be of another dtype; they are taken as that of the logits.
     """

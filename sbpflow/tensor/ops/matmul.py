@@ -34,6 +34,8 @@ def linear_of_parts(
 ) -> GlobalTensor:
     """``concat(xs, 1) @ weight.T + bias``: each ``xs`` [b, k_i], weight [n, sum of k_i], bias [n].
 
+    ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
+
     On CPU the concatenation is not made: it costs a copy each way, and a width such as 429 makes
     the product of its gradient twice as slow as one of 416 does. On CUDA it is, with zeros to a
     multiple of 8, for narrow products and unaligned rows miss the tensor cores. Where the weight is
@@ -94,7 +96,10 @@ def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tenso
 def matmul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a [.., k] @ b [k, n]``, of one dtype."""
+    """``a [.., k] @ b [k, n]``, of one dtype.
+
+    ``S(i) x B -> S(i), B x S(1) -> S(last), S(last) x S(0) -> P, P x B -> P, B x P -> P``
+    """
     check_ndim("matmul", "the first operand", a, 1, at_least=True)
     check_ndim("matmul", "the second operand", b, 2)
     check_same_dtype("matmul", [a, b])
@@ -114,6 +119,8 @@ def linear(
     id: str = "linear",
 ) -> GlobalTensor:
     """``x [.., k] @ weight [n, k].T + bias [n]``, of one dtype.
+
+    ``S(i) x B -> S(i), B x S(0) -> S(last), S(last) x S(1) -> P, P x B -> P, B x P -> P``
 
     Without the bias, P comes out of x S(k), weight S(1). A bias never meets P: the product is
     brought to S or B first, or computed there, whichever sends less.
@@ -163,7 +170,10 @@ def _apart(
 def bias_add(
     x: GlobalTensor, bias: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``x [.., n] + bias [n]``; P is not taken: every term would add the bias once more."""
+    """``x [.., n] + bias [n]``; P is not taken: every term would add the bias once more.
+
+    ``S(i) x B -> S(i), S(last) x S(0) -> S(last), B x B -> B``
+    """
     check_ndim("bias_add", "x", x, 1, at_least=True)
     check_same_dtype("bias_add", [x, bias])
     return apply(_bias_rule(x.ndim), [x, bias], x.shape, lambda _, p: p[0] + p[1], out=out, id=id)

@@ -30,6 +30,8 @@ def reduce_sum(
 ) -> GlobalTensor:
     """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P.
 
+    ``S(kept) -> S(kept), S(summed) -> P, B -> B, P -> P``
+
     Whole numbers add up in int64, as torch has it.
     """
     check_tensors("reduce_sum", x)
@@ -50,6 +52,8 @@ def reduce_max(
     id: str | None = None,
 ) -> GlobalTensor:
     """Maximum over ``dims`` (all by default); over a split dim each rank has its own: P(max).
+
+    ``S(kept) -> S(kept), S(reduced) -> P(max), B -> B``
 
     A dtype that P does not take, such as bool, has no such terms: it is brought to B or to S along
     a dim that stays first.
@@ -83,6 +87,8 @@ def reduce_mean(
     id: str | None = None,
 ) -> GlobalTensor:
     """Mean over ``dims`` of the full tensor: the sum by the global count.
+
+    ``S(kept) -> S(kept), S(averaged) -> P, B -> B, P -> P``
 
     So uneven parts weigh what they hold; over a split dim it comes out as P. Half types are summed
     and divided in float32 and only then rounded, so no sum of theirs overflows, and terms travel in

@@ -26,6 +26,8 @@ from sbpflow.tensor.signature import Choice
 def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = None) -> GlobalTensor:
     """View as ``shape`` (one entry may be -1; a whole number alone is the only dim).
 
+    ``S(i) -> S(j) where dim i begins dim j, B -> B, P -> P``
+
     A split survives where its dim starts a group of dims that are merged or cut: [b, f, d] split
     along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim. Other
     splits are converted first: where pieces do not divide, or where two axes split one dim into
@@ -44,7 +46,10 @@ def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = Non
 
 
 def flatten(x: GlobalTensor, start: int = 0, *, id: str | None = None) -> GlobalTensor:
-    """Merge all dims from ``start`` on."""
+    """Merge all dims from ``start`` on.
+
+    ``S(i) -> S(i) up to start, B -> B, P -> P``
+    """
     check_tensors("flatten", x)
     start = checked_dim(x, start, "flatten") if x.ndim else 0
     return reshape(x, (*x.shape[:start], math.prod(x.shape[start:])), id=id)
@@ -94,7 +99,10 @@ def _reshape_groups(
 def concat(
     tensors: Sequence[GlobalTensor], dim: int, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Join along ``dim``, which no operand may be split along; P if all are P."""
+    """Join along ``dim``, which no operand may be split along; P if all are P.
+
+    ``S(i) x .. -> S(i) for i other than dim, B x .. -> B, P x .. -> P``
+    """
     check_list("concat", tensors, "dim")
     first = tensors[0]
     dim = checked_dim(first, dim, "concat")

@@ -1,0 +1,23 @@
+"""Times work on a CUDA device by its own events: medians of repeats, after a warm-up."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def timed_ms(work: Callable[[], object], *, steps: int, repeats: int = 5) -> dict[str, float]:
+    """ms of one call of ``work``: the median of ``repeats`` stretches of ``steps`` calls, the
+    least and the most.
+    """
+    work()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / steps)
+    times.sort()
+    return {"ms": times[repeats // 2], "min_ms": times[0], "max_ms": times[-1]}

@@ -1,0 +1,161 @@
+"""Everything that waits for a GPU, in one run: tests, NCCL, the DLPerf sweep, kernels, a trace.
+
+Each part is a process of its own with a time limit, and runs whatever became of the others; a line
+for each goes to benchmarks/results/gpu.jsonl, figures to files named as the parts' modules. Parts
+whose packages are absent are left out, and said to be.
+
+    make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 450.0  # of all parts together
+LEAST_S = 10.0  # with less than this left a part is not begun
+
+NEEDED = {
+    "torch": "a build for CUDA 13, for example torch==2.11.0",
+    "numpy": "pip install numpy",
+    "yaml": "pip install pyyaml",
+    "tqdm": "pip install tqdm",
+    "pytest": "pip install pytest",
+}
+# What runs without them, and how.
+USED = {
+    "triton": "rows are updated by torch's own kernels, slower",
+    "hypothesis": "the Triton kernels' tests are left out",
+    "fbgemm_gpu": "no comparison with FBGEMM's kernels",
+    "nvidia.dali": "data.loader: auto reads with memmap",
+    "polars": "data are not prepared from text here; these parts make their own",
+    "torchrec": "no comparison with TorchRec",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, the seconds it may take, and the packages without which it is left out."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    needs: tuple[str, ...] = ()
+    after: str = ""  # a part whose failure makes this one pointless
+
+
+def _pytest(*words: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-p", "no:cacheprovider", *words)
+
+
+GPU_TESTS = ("tests/sbp/test_cuda.py", "tests/training/test_gpu.py")
+PARTS = (
+    Part("gpu tests", _pytest("-m", "gpu", *GPU_TESTS), 90),
+    Part("kernel tests", _pytest("tests/embedding/test_triton.py"), 90, ("triton", "hypothesis")),
+    Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
+    Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
+    Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
+    Part("trace", ("-m", "benchmarks.gpu_trace"), 40),
+    Part("collective", ("-m", "benchmarks.gpu_ranks", "collective"), 40),
+    Part("nccl tests", _pytest("-m", "nccl", *GPU_TESTS), 90, after="collective"),
+    Part("overlap", ("-m", "benchmarks.gpu_ranks", "overlap"), 60, after="collective"),
+)
+
+
+def is_there(name: str) -> bool:
+    """Whether a package is installed; nothing but its parents is imported."""
+    parent, _, _ = name.rpartition(".")
+    return not (parent and not is_there(parent)) and importlib.util.find_spec(name) is not None
+
+
+def shortcomings() -> tuple[list[str], list[str]]:
+    """(lines on what must be there and is not, lines on what would be used and is not)."""
+    fatal = [f"make gpu needs {name}: {how}" for name, how in NEEDED.items() if not is_there(name)]
+    if not fatal:
+        import torch
+
+        if not torch.cuda.is_available():
+            fatal.append(f"make gpu needs a CUDA device; torch {torch.__version__} sees none")
+    return fatal, [f"{name} is absent: {what}" for name, what in USED.items() if not is_there(name)]
+
+
+def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
+    """(whether it succeeded, why not); its process group is gone afterwards."""
+    process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
+    try:
+        status = process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return False, f"not done after {limit_s:.0f} s"
+    finally:
+        _end(process)
+    return status == 0, "" if status == 0 else f"exit code {status}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ranks that a part started are in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def run_parts(
+    parts: Sequence[Part],
+    add: Callable[..., None],
+    *,
+    limit_s: float,
+    run: Callable[[Part, float], tuple[bool, str]] = run_part,
+) -> bool:
+    """Run them in turn, whatever became of those before; ``add`` takes a line for each."""
+    begin = time.monotonic()
+    passed: dict[str, bool] = {}
+    for part in parts:
+        left = limit_s - (time.monotonic() - begin)
+        absent = [name for name in part.needs if not is_there(name)]
+        why = f"left out: {', '.join(absent)} absent" if absent else ""
+        if part.after and not passed.get(part.after, True):
+            why = f"left out: {part.after} failed"
+        if left < LEAST_S:
+            why = f"left out: {limit_s:.0f} s are over"
+        start = time.monotonic()
+        if not why:
+            sys.stdout.write(f"== {part.name}\n")
+            sys.stdout.flush()
+            passed[part.name], why = run(part, min(part.limit_s, left))
+        add(
+            benchmark="part",
+            part=part.name,
+            passed=passed.get(part.name),
+            why=why,
+            seconds=round(time.monotonic() - start, 1),
+        )
+    return all(passed.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
+    args = parser.parse_args(argv)
+    fatal, absent = shortcomings()
+    for line in (*fatal, *absent):
+        sys.stderr.write(line + "\n")
+    if fatal:
+        return 2
+    from benchmarks.record import Results
+
+    parts = [part for part in PARTS if args.only is None or part.name in args.only]
+    results = Results("gpu", recorded=args.only is None)
+    return 0 if run_parts(parts, results.add, limit_s=args.limit_s) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

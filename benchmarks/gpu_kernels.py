@@ -1,0 +1,94 @@
+"""The storages against one another on a GPU: Triton, torch and, where installed, FBGEMM.
+
+Lookup and update of 26 x 16384 Zipf-like ids of 16 columns, beside the time that the bytes alone
+would take (docs/decisions/gpu.md). Results are compared before anything is timed.
+
+    python -m benchmarks.gpu_kernels [--ids N] [--rows N]
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.device_timer import timed_ms
+from benchmarks.record import Results
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
+from sbpflow.embedding.storage.torch_storage import TorchStorage
+from sbpflow.runtime.versions import import_fbgemm
+
+IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
+RULES = ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl")
+IN_FBGEMM = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, Storage]]:
+    """One after the other, for two large ones need not fit."""
+    optimizer = SparseOptimizer(name=rule, lr=0.01)
+    shared = {"dim": WIDTH, "optimizer": optimizer, "device": device}
+    yield "torch", TorchStorage(rows, WIDTH, dtype=torch.float32, **shared)
+    try:
+        from sbpflow.embedding.storage.triton_storage import TritonStorage
+    except ImportError:
+        pass
+    else:
+        yield "triton", TritonStorage(rows, WIDTH, **shared)
+    if rule in IN_FBGEMM and import_fbgemm() is not None:
+        yield "fbgemm", FbgemmStorage(rows, WIDTH, optimizer=optimizer, device=device)
+
+
+def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
+    """Exponent 4 gives a Zipf-like concentration, with runs of thousands."""
+    generator = torch.Generator(device).manual_seed(1)
+    uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+    return (uniform**4 * rows).to(torch.int64)
+
+
+def measure(
+    rule: str, *, ids: int, rows: int, device: torch.device, steps: int = 20
+) -> Iterator[dict[str, object]]:
+    """A line per kernel; AssertionError where one differs from torch's by more than rounding."""
+    addresses = make_ids(ids, rows, device)
+    grads = torch.randn(ids, WIDTH, device=device)
+    expected: Tensor | None = None
+    for name, storage in storages(rule, rows, device):
+        storage.update(Access(addresses), grads, 0.01, 1)
+        found = storage.lookup(Access(addresses))
+        expected = found if expected is None else expected
+        # Runs of thousands of float32 gradients, added in another order.
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        del found
+        access = Access(addresses)
+        lookup = timed_ms(lambda s=storage, a=access: s.lookup(a), steps=steps)
+        update = timed_ms(
+            lambda s=storage: s.update(Access(addresses), grads, 0.01, 2), steps=steps
+        )
+        yield {
+            "kernel": name,
+            "rule": rule,
+            "ids": ids,
+            "unique": int(torch.unique(addresses).numel()),
+            "rows": rows,
+            "lookup_ms": lookup["ms"],
+            "update_and_sort_ms": update["ms"],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ids", type=int, default=IDS)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    args = parser.parse_args()
+    results = Results("gpu_kernels", recorded=(args.ids, args.rows) == (IDS, ROWS))
+    for rule in RULES:
+        for line in measure(rule, ids=args.ids, rows=args.rows, device=torch.device("cuda")):
+            results.add(benchmark="storage_kernels", **line)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

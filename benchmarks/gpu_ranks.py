@@ -1,0 +1,100 @@
+"""Several NCCL ranks, on one card if need be: a small collective first, then what overlap hides.
+
+NCCL's documentation does not support two ranks on one device; each gets a host name of its own, as
+the tests have it, and the small collective says whether that works before more is tried. On one
+card the overlap figure is of loopback traffic, not of a network.
+
+    python -m benchmarks.gpu_ranks collective|overlap [--ranks N] [--rows N] [key=value ...]
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks.gpu_dlperf import FIRST_ROWS, batches, make_job
+from benchmarks.record import Results
+from models.registry import MODELS
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.config.load import load_config
+from sbpflow.config.schema import Config
+from sbpflow.runtime.world import Rendezvous, World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial
+from sbpflow.training.overlap import FIRST_STEP, MIN_RUN_STEPS, OverlapWatch
+
+TIMEOUT_S = 60.0
+WATCHED_STEPS = 60  # steps 11 to 50 are timed
+
+
+def collective(world: World) -> dict[str, object]:
+    """One all-reduce of four numbers, checked."""
+    line = Placement.line("cuda", world.size)
+    src, dst = Layout(line, (Partial(),)), Layout(line, (Broadcast(),))
+    steps = plan_boxing(src, dst, (4,), torch.float32, id="small", backend="nccl")
+    start = time.perf_counter()
+    mine = torch.full((4,), float(world.rank + 1), device=world.device)
+    out = Boxing(world).run(steps, mine)
+    expected = float(sum(range(1, world.size + 1)))
+    if out is None or not bool((out == expected).all()):
+        raise RuntimeError(f"an all-reduce over {world.size} ranks gave {out}, not {expected}")
+    return {"first_all_reduce_s": time.perf_counter() - start}
+
+
+def overlap(world: World, rows: int, config: Config) -> dict[str, object]:
+    """What ``OverlapWatch`` says of steps 11 to 50."""
+    job, fields = make_job(rows, config, world)
+    source = batches(config, fields, world.device, rank=world.rank, size=world.size)
+    watch = OverlapWatch(job.trainer, world.size, MIN_RUN_STEPS, world.device)
+    coming = next(source)
+    for step in range(1, WATCHED_STEPS + 1):
+        batch, coming = coming, next(source)
+        with watch.step(step):
+            job.trainer.step(batch, coming if step < WATCHED_STEPS else None)
+    return {"rows": rows, "first_step": FIRST_STEP, "overlap": watch.summary()}
+
+
+def _rank(rank: int, args: argparse.Namespace, store: str) -> None:
+    os.environ["NCCL_HOSTID"] = f"sbpflow-{rank}"
+    meeting = Rendezvous(
+        init_method=f"file://{store}",
+        rank=rank,
+        size=args.ranks,
+        local_rank=rank % torch.cuda.device_count(),
+    )
+    with World.start("cuda", timeout_s=TIMEOUT_S, rendezvous=meeting) as world:
+        if args.what == "collective":
+            figures = collective(world)
+        else:
+            overrides = ["parallel.device=cuda", *args.overrides]
+            config = load_config("configs/dlperf.yaml", overrides, models=MODELS)
+            figures = overlap(world, args.rows, config)
+        if rank == 0:
+            results = Results(f"gpu_{args.what}", recorded=args.rows == FIRST_ROWS)
+            cards = torch.cuda.device_count()
+            results.add(benchmark=args.what, world_size=args.ranks, cards=cards, **figures)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("collective", "overlap"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=FIRST_ROWS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (args, str(Path(folder) / "store")), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A Chrome trace of three training steps of the DLPerf shape: where a step's time goes.
+
+python -m benchmarks.gpu_trace [--rows N] [--output FILE] [key=value ...]
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_dlperf import FIRST_ROWS, batches, make_job
+from benchmarks.record import RESULTS, Results
+from models.registry import MODELS
+from sbpflow.config.load import load_config
+from sbpflow.config.schema import Config
+from sbpflow.runtime.world import World
+
+TRACED_STEPS = 3
+
+
+def trace(rows: int, config: Config, world: World, output: Path) -> dict[str, object]:
+    """Steps 6 to 8; the five longest kernels are in the result."""
+    job, fields = make_job(rows, config, world)
+    source = batches(config, fields, world.device)
+    for _ in range(5):
+        job.trainer.step(next(source))
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as made:
+        for _ in range(TRACED_STEPS):
+            job.trainer.step(next(source))
+        torch.cuda.synchronize()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    made.export_chrome_trace(str(output))
+    events = sorted(made.key_averages(), key=lambda e: e.self_device_time_total, reverse=True)
+    longest = {e.key: e.self_device_time_total / 1e3 / TRACED_STEPS for e in events[:5]}
+    return {"rows": rows, "trace": output.name, "longest_ms_per_step": longest}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=FIRST_ROWS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_trace.json")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    config = load_config(
+        "configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides], models=MODELS
+    )
+    results = Results("gpu_trace", recorded=args.rows == FIRST_ROWS)
+    with World.start("cuda") as world:
+        results.add(benchmark="trace", **trace(args.rows, config, world, args.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What the host must know of a batch before its rows can travel: all groups' counts in one read.
+
+On CUDA a stream of its own takes them, so that neither the host nor the batch before waits; on CPU
+they are read where they are needed, for a transfer's wait there is the host's.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
+from sbpflow.runtime.late_read import LateRead
+
+
+class CountReader:
+    """Reads the counts of batch after batch, for the groups of a collection."""
+
+    def __init__(self, groups: Sequence[AnyGroup], device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, parts: Sequence[GroupInFlight]) -> "CountsUnderWay":
+        """After the groups' ``begin``."""
+        under_way = CountsUnderWay(self, parts)
+        if self._stream is not None:
+            under_way.copy()
+        return under_way
+
+    def counts_of(self, parts: Sequence[GroupInFlight]) -> list[Tensor | None]:
+        """Of each group, as its ranks told them."""
+        return [group.counts(part) for group, part in zip(self._groups, parts, strict=True)]
+
+    def beside(self) -> AbstractContextManager[object]:
+        """The stream that takes them, after what the current one was told."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+
+class CountsUnderWay:
+    """One batch's counts."""
+
+    def __init__(self, reader: CountReader, parts: Sequence[GroupInFlight]) -> None:
+        self._reader, self._parts = reader, parts
+        self._late: LateRead | None = None
+        # Kept until they were read: of the side stream's reads the allocator knows nothing.
+        self._found: list[Tensor | None] | None = None
+
+    def copy(self) -> None:
+        """Send them to the host."""
+        with self._reader.beside():
+            self._found = self._reader.counts_of(self._parts)
+            told = [counts for counts in self._found if counts is not None]
+            self._late = LateRead(torch.cat(told)) if told else None
+
+    def finish(self) -> None:
+        """Give every group's part its ``counts``."""
+        if self._found is None:
+            self.copy()
+        numbers: list[int] = [] if self._late is None else self._late.wait().tolist()
+        at = 0
+        for part, counts in zip(self._parts, self._found or [], strict=True):
+            size = 0 if counts is None else counts.numel()
+            part.counts, at = numbers[at : at + size], at + size
+        self._found = self._late = None

@@ -1,0 +1,52 @@
+"""Which device a rank gets, and why it is not a GPU where one might be expected."""
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from sbpflow.errors import ConfigError
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of a rank for "auto", "cpu" or "cuda"; ConfigError if it is not there."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use cpu")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank}, but this host has {count} CUDA device(s), and NCCL takes "
+            f"one rank for each; start at most {count} on it, for example torchrun "
+            f"--nproc-per-node {count}, or use parallel.device=cpu"
+        )
+    chosen = torch.device("cuda", local_rank)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def why_no_cuda() -> str:
+    """What keeps torch from CUDA on a machine, or with a build, that is made for it; else ""."""
+    driver = _DRIVER.exists()
+    if torch.version.cuda is None:
+        if not driver:
+            return ""
+        return (
+            f"torch {torch.__version__} is a CPU build though an NVIDIA driver is here; install a "
+            "CUDA build, or say parallel.device=cpu"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+        there = "" if driver else "; no NVIDIA driver is loaded"
+        return f"torch {torch.__version__} cannot use CUDA: {reason}{there}"
+    return f"torch {torch.__version__} sees no CUDA device; see CUDA_VISIBLE_DEVICES"
