@@ -18,8 +18,8 @@ INDEX_NS = 5.0  # find the place of an id among the unique ones
 READ_NS, READ_NS_PER_COLUMN = 5.0, 0.15
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.25
 STEP_NS, STEP_NS_PER_COLUMN = 10.0, 1.25  # read, rule, write of a row
-COPY_NS_PER_BYTE = 0.25
-STACK_MS, TRANSFER_MS = 0.25, 0.15
+COPY_NS_PER_BYTE = 0.1
+GROUP_MS, STACK_MS, TRANSFER_MS = 1.0, 0.4, 0.3
 LOOPBACK_GB_PER_S = 2.0
 
 
@@ -93,7 +93,7 @@ def price_plan(
     busiest = max(ranks.values(), key=lambda cost: cost.work_ns)
     sent = max(cost.sent_bytes for cost in ranks.values())
     return Price(
-        work_ms=1e-6 * busiest.work_ns + STACK_MS * stacks,
+        work_ms=1e-6 * busiest.work_ns + GROUP_MS * len(plan.groups) + STACK_MS * stacks,
         transfer_ms=1e-6 * sent / link_gb_per_s + TRANSFER_MS * calls,
         sent_bytes=int(sent),
     )
