@@ -10,6 +10,7 @@ plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel.
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -96,6 +97,7 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     """Start the ranks for one precision and report."""
+    load = round(os.getloadavg()[0], 1)  # processes that wanted a core over the minute before
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
@@ -123,6 +125,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             step_ms=round(value, 2),
             cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # of rank 0, all its threads
             samples_per_s=round(1e3 * ranks * rows / value),
+            load=load,
         )
     results.add(
         benchmark="vs_torchrec_ratio",
@@ -135,6 +138,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
         losses_apart=found["apart"],
+        load=load,
     )
 
 

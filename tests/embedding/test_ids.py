@@ -341,5 +341,7 @@ def test_a_batch_of_another_shape_is_refused():
     given = as_batch()
     with pytest.raises(DataError, match=r"a matrix \[2, 2\] with 2 lists; use \[samples, 3\]"):
         reader(make_plan()).read(BatchIds(given.matrix[:, :2], given.lists, BOUNDS))
+    with pytest.raises(DataError, match="features have different numbers of samples"):
+        reader(make_plan()).read(BatchIds(given.matrix[:1], given.lists, BOUNDS))
     with pytest.raises(DataError, match="with 0 lists"):
         reader(make_plan()).read(BatchIds(given.matrix, None, BOUNDS))

@@ -177,13 +177,14 @@ class IdReader:
                 and _none_above(bounds.lists, rows)
                 and _none_above(bounds.lengths, most)
             )
-        num_lists = 0 if lists is None else lists.lengths.shape[1]
+        rows = ids.matrix.shape[:1]
+        shape = (*rows, 0) if lists is None else tuple(lists.lengths.shape)
         weighted = lists is not None and lists.weights is not None
         return (
             self._known_to_fit
+            and shape == (*rows, len(self._ragged))
             and ids.matrix.dtype == plan.ids_dtype
             and ids.matrix.shape[1:] == (len(bounds.columns),)
-            and num_lists == len(self._ragged)
             and weighted == any(plan.features[n].weighted for n in self._ragged)
             and (lists is None or lists.values.dtype == plan.ids_dtype)
         )
