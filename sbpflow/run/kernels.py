@@ -63,7 +63,8 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
             if times is None or set(times) != set(names):
                 times = measure(shape, names)
                 profile.keep(shape, times)
-                LOG.info("measured kernels of %s and alike: %s", stack.tables[0].name, times)
+                said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+                LOG.info("measured kernels of %s and alike: %s", stack.tables[0].name, said)
             for name, ms in times.items():
                 found[row, KERNEL_NAMES.index(name)] = ms
     agreed = _of_rank_0(found, boxing)
