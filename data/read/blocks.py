@@ -19,7 +19,7 @@ from data.format.shards import SplitRows
 from data.read.batch import Ids
 from data.read.crosses import CrossColumns
 from data.read.order import Runs
-from sbpflow.embedding.ids.reader import BatchIds, IdBounds, Lists
+from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
 from sbpflow.run.model import HashedColumn
 
 Words = NDArray[np.int32]

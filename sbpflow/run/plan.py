@@ -40,6 +40,14 @@ class DenseParameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PricedPlan:
+    """A plan that ``scheme: auto`` compared, and the milliseconds it was priced at."""
+
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Everything static about a run: what ``explain`` prints and the trainer executes.
 
@@ -58,6 +66,7 @@ class RunPlan:
     schedule: StepSchedule
     batch_size: int
     accumulate: int
+    priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
 
     @property
     def world_size(self) -> int:

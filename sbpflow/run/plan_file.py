@@ -22,7 +22,7 @@ from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
-from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -51,6 +51,7 @@ _CLASSES: dict[str, type[Any]] = {
         OutputConfig,
         Partial,
         Placement,
+        PricedPlan,
         RunPlan,
         SparseOptimizer,
         Split,

@@ -15,7 +15,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import Conversion
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout

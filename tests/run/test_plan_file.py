@@ -23,7 +23,7 @@ def plan_of(scheme, **more):
     return plan_run(config, FIELDS, world_size=4, device_type="cpu")[1]
 
 
-@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3", "auto"])
 def test_a_plan_survives_its_file(scheme):
     plan = plan_of(scheme, dim=8, dense_layouts={"mlp.0.weight": "S(1)"})
     assert plan_from_json(plan_to_json(plan)) == plan
