@@ -47,7 +47,12 @@ def check_rows(manifest: Manifest, shard: Shard) -> None:
         bad = ~np.isfinite(values) | (values < np.float32(low)) | (values > np.float32(high))
         _refuse(path, entry["name"], values, bad, f"finite, from {low:g} to {high:g}")
     column = 1 + len(manifest.dense)
-    for field in manifest.fixed:
+    limits = np.repeat([f.rows for f in manifest.fixed], [f.hot for f in manifest.fixed])
+    all_ids = words[:, column:]
+    in_range = not all_ids.size or bool(
+        (all_ids.min(axis=0) >= 0).all() and (all_ids.max(axis=0) < limits).all()
+    )
+    for field in () if in_range else manifest.fixed:
         ids = words[:, column : column + field.hot]
         bad = ((ids < 0) | (ids >= field.rows)).any(axis=1)
         _refuse(path, f"{field.name} id", ids, bad, f"0..{field.rows - 1}, rows of its table")

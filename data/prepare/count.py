@@ -4,7 +4,9 @@ Everything is written into the set in one step and recorded, so that a run that 
 nothing twice. With ``--like`` ids and constants are another set's; ``--grow`` adds ids to them.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,10 +121,16 @@ def build_vocabularies(
             return made
 
         missing = {} if options.is_encode else _padding(staged, options)
+        waiting: deque[Future[Kept]] = deque()
         by_name: dict[str, Kept] = {}
-        for name, counted in _counts(staged, options, folder / "spill"):
-            counted = replace(counted, missing=counted.missing + missing.get(name, 0))
-            by_name[name] = build(name, counted)
+        with ThreadPoolExecutor(options.workers) as pool:
+            for name, counted in _counts(staged, options, folder / "spill"):
+                counted = replace(counted, missing=counted.missing + missing.get(name, 0))
+                waiting.append(pool.submit(build, name, counted))
+                if len(waiting) > options.workers:
+                    done = waiting.popleft().result()
+                    by_name[done.name] = done
+            by_name |= {done.name: done for done in (future.result() for future in waiting)}
         for file in spilled(folder / "spill"):
             file.unlink()
         kept = [by_name[name] for name in names]

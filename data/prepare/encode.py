@@ -35,15 +35,15 @@ class FieldIds:
             self._checks = np.zeros(vocabulary.num_rows, dtype=np.uint32)
             self._checks[vocabulary.ids] = vocabulary.checks
 
-    def lookup(self, keys: pl.Series, checks: pl.Series | None) -> NDArray[np.int32]:
-        """Ids [n]; MISSING_ID for null keys."""
-        found: Keys = keys.fill_null(0).to_numpy()
-        ids = self._table.lookup(found)
+    def lookup(
+        self, keys: Keys, missing: NDArray[np.bool_] | None, checks: NDArray[np.uint32] | None
+    ) -> NDArray[np.int32]:
+        """Ids [n]; MISSING_ID where ``missing``, if there are any."""
+        ids = self._table.lookup(keys)
         if self._checks is not None and checks is not None:
-            other = self._checks[ids] != checks.fill_null(0).to_numpy()
-            np.copyto(ids, np.int32(RARE_ID), where=other)
-        if keys.null_count():
-            np.copyto(ids, np.int32(MISSING_ID), where=keys.is_null().to_numpy())
+            np.copyto(ids, np.int32(RARE_ID), where=self._checks[ids] != checks)
+        if missing is not None:
+            np.copyto(ids, np.int32(MISSING_ID), where=missing)
         return ids
 
 
@@ -144,8 +144,11 @@ def encode_frame(
         columns = {schema.label: _bits(np.full(len(frame), np.nan))}
     buckets: dict[str, NDArray[np.int32]] = {}
     # All columns at once: a call of Polars goes through its own threads, and back.
-    dense = frame.select(schema.dense)
-    full, missing = dense.fill_null(0), dense.select(pl.all().is_null())
+    single = [name for name in options.fields if name in tables and not schema.several(name)]
+    needed = [*schema.dense, *single, *(n + CHECK for n in single if n + CHECK in frame.columns)]
+    cells = frame.select(needed)
+    full, missing = cells.fill_null(0), cells.select(pl.all().is_null())
+    has_missing = {name for name in needed if frame[name].null_count()}
     for number in options.numbers:
         values = full[number.name].to_numpy().astype(np.float32)
         mask = missing[number.name].to_numpy()
@@ -160,8 +163,10 @@ def encode_frame(
         if name in buckets:
             columns[name] = buckets[name]
         elif many is None:
-            checks = frame[name + CHECK] if name + CHECK in frame.columns else None
-            columns[name] = _counted(name, tables[name].lookup(frame[name], checks), encoded)
+            mask = missing[name].to_numpy() if name in has_missing else None
+            checks = full[name + CHECK].to_numpy() if name + CHECK in full.columns else None
+            ids = tables[name].lookup(full[name].to_numpy(), mask, checks)
+            columns[name] = _counted(name, ids, encoded)
         elif many.fixed:
             ids = _ids_of(name, lists, tables, encoded)
             for place, column in enumerate(_matrix(lists[name], ids, len(frame), many.most).T):
@@ -208,8 +213,10 @@ def _ids_of(
     encoded: Encoded,
 ) -> NDArray[np.int32]:
     values = lists[name]
-    checks = values["check"] if "check" in values.columns else None
-    return _counted(name, tables[name].lookup(values["key"], checks), encoded)
+    checks = values["check"].fill_null(0).to_numpy() if "check" in values.columns else None
+    mask = values["key"].is_null().to_numpy()
+    ids = tables[name].lookup(values["key"].fill_null(0).to_numpy(), mask, checks)
+    return _counted(name, ids, encoded)
 
 
 def _matrix(
