@@ -20,7 +20,7 @@ from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
 from sbpflow.run.dense_steps import dense_steps
-from sbpflow.run.model import Fields, ModelSpec, hashed_crosses_of
+from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
@@ -67,6 +67,11 @@ def plan_run(
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
     spec: ModelSpec = config.model.spec(fields)
+    if not spec.outputs:
+        raise ConfigError(
+            f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
+            'such as embedding_output("fields", fields.sparse, dim=8)'
+        )
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
@@ -105,7 +110,7 @@ def _plan_tables(
     shapes = {table.name: table.shape for table in tables}
     features = [
         *(field.feature() for field in fields.ids),
-        *(cross.field().feature() for cross in hashed_crosses_of(spec)),
+        *(cross.field().feature() for cross in spec.hashed_columns),
     ]
     parallel = config.parallel
 
