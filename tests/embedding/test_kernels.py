@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import KernelChoice, make_storage
-from sbpflow.embedding.storage.rounding import HALF_DTYPES, RowNoise
+from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.streams import fill_uniform, stream_key
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.rounding import HALF_DTYPES, RowNoise, round_randomly
+from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from tests.embedding.cases import Spec, join_outputs, join_tables, train
 from tests.embedding.test_equality import ALL, make_case
