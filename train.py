@@ -30,7 +30,6 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.run.explain import format_plan
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
-    from sbpflow.run.model import hashed_crosses_of
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
     from sbpflow.run.start import start_world
     from sbpflow.runtime.world import device_name, device_type_of, world_size_of_environment
@@ -58,7 +57,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         world.size,
         seed=config.run.seed,
         device=world.device,
-        crosses=hashed_crosses_of(spec),
+        crosses=spec.hashed_columns,
     )
     plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
     job = build_job(config, spec, plan, boxing)

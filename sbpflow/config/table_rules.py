@@ -30,7 +30,7 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3"]
-Kernel = Literal["auto", "fbgemm", "torch", "numba"]
+Kernel = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 WireDtype = Literal["float32", "float64", "float16", "bfloat16"]

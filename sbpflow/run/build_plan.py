@@ -18,7 +18,7 @@ from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
 from sbpflow.run.dense_steps import dense_steps
-from sbpflow.run.model import Fields, ModelSpec, hashed_crosses_of
+from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import DenseParameter, RunPlan
 from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
@@ -65,6 +65,11 @@ def plan_run(
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
     spec: ModelSpec = config.model.spec(fields)
+    if not spec.outputs:
+        raise ConfigError(
+            f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
+            'such as embedding_output("fields", fields.sparse, dim=8)'
+        )
     tables = {table.name: table for output in spec.outputs for table in output.tables}
     layouts = check(
         config,
@@ -81,7 +86,7 @@ def plan_run(
         layouts,
         features=[
             *(field.feature() for field in fields.ids),
-            *(cross.field().feature() for cross in hashed_crosses_of(spec)),
+            *(cross.field().feature() for cross in spec.hashed_columns),
         ],
         optimizer=sparse_optimizer(config.optimizer.sparse),
         dtype=dtype,

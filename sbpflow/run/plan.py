@@ -43,8 +43,8 @@ class DenseParameter:
 class RunPlan:
     """Everything static about a run: what ``explain`` prints and the trainer executes.
 
-    ``dense_conversions`` are all that the dense part asks for in a batch of ``batch_size`` rows;
-    ``dense_forward`` and ``dense_backward`` are their steps that send something, in order.
+    ``dense_conversions`` are what the dense part asks for in a batch of ``batch_size`` rows;
+    ``dense_forward`` and ``dense_backward`` are their steps that send something. All are in order.
     """
 
     embeddings: EmbeddingPlan

@@ -5,6 +5,7 @@ A dataclass is an object with its class name under "is", a dtype {"dtype": name}
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -64,7 +65,12 @@ _CLASSES: dict[str, type[Any]] = {
 
 def plan_to_json(plan: RunPlan) -> str:
     """The whole plan; ``plan_from_json`` of it gives an equal one."""
-    return json.dumps({"format": FORMAT, "plan": _encode(plan)})
+    content = _encode(plan)
+    return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def plan_from_json(text: str) -> RunPlan:
@@ -72,8 +78,10 @@ def plan_from_json(text: str) -> RunPlan:
     try:
         content = json.loads(text)
         found = content["format"]
-        plan = _decode(content["plan"]) if found == FORMAT else None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if _digest(content["plan"]) != content["sha256"]:
+            raise ValueError("its checksum does not fit: it was changed")
+        plan = _decode(content["plan"]) if found is not True and found == FORMAT else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"plan: is not what a run wrote into {PLAN_FILE} ({type(error).__name__}: {error})"
         ) from error

@@ -100,6 +100,14 @@ def _numba() -> Finding:
     return Finding("numba", "ok" if found == 2 else "broken", f"{version}, 1 + 1 is {found}")
 
 
+def _triton() -> Finding:
+    """Compiles for a GPU only, so it is not tried here."""
+    version = dist_version("triton")
+    if version is None:
+        return Finding("triton", "absent", "tables on CUDA run on the other kernels")
+    return Finding("triton", "ok", version)
+
+
 def _dali() -> Finding:
     version = dist_version("nvidia-dali-cuda130")
     if version is None:
@@ -159,6 +167,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _torch,
     _fbgemm,
     _numba,
+    _triton,
     _dali,
     _gloo,
     _cuda,

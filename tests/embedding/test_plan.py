@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
@@ -204,7 +204,10 @@ def test_fbgemm_serves_only_what_it_means_the_same(change, kernel, reason):
     # numba serves all of these, on a CPU
     assert choose_kernel("auto", StackFacts(**{**FACTS, **change}), {}).name == "numba"
     facts = StackFacts(**{**FACTS, **change, "device_type": "cuda"})
-    assert choose_kernel("auto", facts, {}).name == kernel
+    assert choose_kernel("auto", facts, {"triton": "Triton is not installed"}).name == kernel
+    # and Triton what FBGEMM does not, on CUDA, in float32
+    other = "torch" if facts.dtype == torch.float64 else "triton"
+    assert choose_kernel("auto", facts, {}).name == (kernel if kernel == "fbgemm" else other)
     assert choose_kernel("numba", facts, {}).reason == "numba compiles for CPUs"
 
 
@@ -213,7 +216,7 @@ def test_without_other_kernels_torch_serves_and_says_so(monkeypatch):
     monkeypatch.setattr("sbpflow.embedding.storage.choose.find_spec", lambda name: None)
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
-    for name, product in (("fbgemm", "FBGEMM"), ("numba", "numba")):
+    for name, product in (("fbgemm", "FBGEMM"), ("numba", "numba"), ("triton", "Triton")):
         message = rf"parallel\.kernel: {name}, but {product} is not installed"
         with pytest.raises(ConfigError, match=message):
             choose_kernels(plan, name)

@@ -180,6 +180,7 @@ def _plan_without() -> None:
     planning.dense_steps = dense_steps
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
+    kernels.find_spec = lambda name: None  # nor Triton, but by tests that ask for it
 
 
 class _Launcher:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from sbpflow.config.schema import Ftrl
-from sbpflow.embedding.ids.reader import BatchIds, IdBounds
+from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_job, to_device
 
 
@@ -83,3 +83,38 @@ def test_accumulation_does_not_wait(rehearsed_ranks):
     budget = BUDGETS[2, "2"]
     found = rehearsed_ranks(2, second_step, config, 3)
     check(found, replace(budget, ops=3 * budget.ops))
+
+
+def losses_and_step(world, config):
+    """Losses of four steps under Triton's kernels and under torch's, and a step's journal."""
+    from importlib.util import find_spec
+
+    from sbpflow.embedding.storage import choose
+
+    absent, choose.find_spec = choose.find_spec, find_spec
+    try:
+        found = second_step(world, config, 1)
+        by_kernel = []
+        for kernel in ("triton", "torch"):
+            changed = replace(config, parallel=replace(config.parallel, kernel=kernel))
+            job = make_job(world, changed)
+            assert {choice.name for choice in job.embeddings.kernels.values()} == {kernel}
+            batches = [
+                to_device(batch.part(world.rank, world.size), world.device)
+                for batch in make_batches(4, config.data.batch_size)
+            ]
+            by_kernel.append([float(job.trainer.step(batch)) for batch in batches])
+    finally:
+        choose.find_spec = absent
+    return found, by_kernel
+
+
+@pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "2"), (2, "3")])
+def test_tritons_kernels_train_as_torchs_within_the_budget(rehearsed_ranks, ranks, scheme):
+    pytest.importorskip("triton")
+    config = make_config(
+        scheme, "rowwise_adagrad", dtype="float32", dense="adam", kernel="triton", batch_size=12
+    )
+    for found, (triton, torch) in rehearsed_ranks(ranks, losses_and_step, config):
+        check([found], BUDGETS[ranks, scheme])
+        assert triton == pytest.approx(torch, rel=1e-5)  # float32 in another order

@@ -1,10 +1,12 @@
 """What runs otherwise on CUDA than on CPU, rehearsed."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import DataError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
@@ -12,6 +14,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.matmul import ALIGNED_COLUMNS, linear_of_parts
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED
+from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 WIDTHS, OUTPUTS, ROWS = (16, 13), 5, 4
 
@@ -77,3 +80,21 @@ def test_overlap_is_timed_by_the_device_and_read_when_the_run_is_over(rehearsed_
     assert during == 0
     assert at_end == {"event wait"}
     assert summary.startswith("hides ")
+
+
+def ids_in_host_memory(world):
+    collection = make_job(world, make_config("1", "sgd")).embeddings
+    ids = make_batches(1, 30)[0].ids
+    messages = []
+    for given in (ids, {one.name: ids[:, n] for n, one in enumerate(FIELDS.ids)}):
+        with pytest.raises(DataError) as refused:
+            collection.forward(given, ids.shape[0], training=False)
+        messages.append(str(refused.value))
+    assert collection.forward(ids.to(world.device), ids.shape[0], training=False)
+    return messages
+
+
+def test_ids_in_host_memory_are_refused_by_name(rehearsed_ranks):
+    ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
+    assert whole == 'ids on cpu, the tables are on cuda:0; pass .to("cuda:0")'
+    assert by_name.startswith("feature C1: ids on cpu")

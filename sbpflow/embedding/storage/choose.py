@@ -15,19 +15,20 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import HALF_DTYPES
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
-from sbpflow.embedding.storage.rounding import HALF_DTYPES, RowNoise
+from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.versions import import_fbgemm
 
 _NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
-KernelName = Literal["torch", "fbgemm", "numba"]
-KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba")
-KernelRequest = Literal["auto", "fbgemm", "torch", "numba"]
+KernelName = Literal["torch", "fbgemm", "numba", "triton"]
+KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
+KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +69,17 @@ def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
 
     Raises ConfigError if FBGEMM is installed and does not fit the installed torch.
     """
-    if request == "torch":
-        return dict.fromkeys(("fbgemm", "numba"), "parallel.kernel: torch")
+    there: dict[KernelName, tuple[str, Callable[[], bool]]] = {
+        "fbgemm": ("FBGEMM", lambda: import_fbgemm() is not None),
+        "numba": ("numba", lambda: find_spec("numba") is not None),
+        "triton": ("Triton", lambda: find_spec("triton") is not None),
+    }
     missing: dict[KernelName, str] = {}
-    if request == "numba" or import_fbgemm() is None:
-        missing["fbgemm"] = "FBGEMM is not installed"
-        if request == "numba":
-            missing["fbgemm"] = "parallel.kernel: numba"
-    if request == "fbgemm" or find_spec("numba") is None:
-        missing["numba"] = "numba is not installed"
-        if request == "fbgemm":
-            missing["numba"] = "parallel.kernel: fbgemm"
+    for name, (word, is_there) in there.items():
+        if request not in ("auto", name):
+            missing[name] = f"parallel.kernel: {request}"
+        elif not is_there():
+            missing[name] = f"{word} is not installed"
     return missing
 
 
@@ -100,6 +101,15 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     return None
 
 
+def _triton_fault(stack: StackFacts) -> str | None:
+    """Why Triton's kernels cannot serve a stack, or ``None``."""
+    if stack.device_type != "cuda":
+        return "Triton compiles for GPUs"
+    if stack.dtype != torch.float32:
+        return f"Triton's kernels have no {str(stack.dtype).removeprefix('torch.')} arithmetic"
+    return None
+
+
 def kernel_faults(
     stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> dict[KernelName, str | None]:
@@ -109,6 +119,7 @@ def kernel_faults(
         "torch": None,
         "fbgemm": missing.get("fbgemm") or _fbgemm_fault(stack),
         "numba": missing.get("numba") or no_cpu,
+        "triton": missing.get("triton") or _triton_fault(stack),
     }
 
 
@@ -120,7 +131,7 @@ def choose_kernel(
     Raises ConfigError if one is demanded and not installed. Where it is demanded and cannot serve a
     stack, torch serves it and the reason says so.
     """
-    if request in ("fbgemm", "numba") and request in missing:
+    if request in ("fbgemm", "numba", "triton") and request in missing:
         raise ConfigError(
             f"parallel.kernel: {request}, but {missing[request]}; `python -m sbpflow doctor` names "
             "the version that fits, or use parallel.kernel: torch"
@@ -135,6 +146,8 @@ def choose_kernel(
         return KernelChoice("numba", "compiled for this CPU")
     if faults["fbgemm"] is None:
         return KernelChoice("fbgemm", "same meaning, fused update")
+    if faults["triton"] is None:
+        return KernelChoice("triton", "sort, sum and rule in launches of fixed size")
     return KernelChoice("torch", faults["fbgemm"])
 
 
@@ -197,6 +210,19 @@ def make_storage(
     """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
     if choice.name == "fbgemm" and rows > 0:
         return FbgemmStorage(rows, width, optimizer=optimizer, device=device)
+    if choice.name == "triton":
+        from sbpflow.embedding.storage.triton_storage import TritonStorage
+
+        return TritonStorage(
+            rows,
+            width,
+            dim=dim,
+            optimizer=optimizer,
+            device=device,
+            row_dtype=row_dtype,
+            sum_over_columns=sum_over_columns,
+            noise=noise,
+        )
     return _torch_or_numba(choice.name)(
         rows,
         width,

@@ -256,48 +256,61 @@ def _rounded(value, noise, ROWS_AS: tl.constexpr):
 
 
 @triton.jit
+def _adagrad(sums, place, shown, grad, weight, lr, eps):
+    total = tl.load(sums + place, mask=shown, other=0.0) + grad * grad
+    tl.store(sums + place, total, mask=shown)
+    return weight - lr * (grad / (tl.sqrt_rn(total) + eps))
+
+
+@triton.jit
+def _rowwise_adagrad(sums, row, heads, grad, square, weight, lr, eps):
+    total = tl.load(sums + row, mask=heads, other=0.0) + square
+    tl.store(sums + row, total, mask=heads)
+    rate = -lr * (1.0 / (tl.sqrt_rn(total) + eps))
+    return weight + rate[:, None] * grad
+
+
+@triton.jit
+def _lazy_adam(means, squares, place, shown, grad, weight, lr, eps, rise, keep, share, root):
+    mean = tl.load(means + place, mask=shown, other=0.0)
+    mean = mean + rise * (grad - mean)
+    tl.store(means + place, mean, mask=shown)
+    square = tl.load(squares + place, mask=shown, other=0.0) * keep
+    square = square + share * grad * grad
+    tl.store(squares + place, square, mask=shown)
+    return weight - lr * (mean / (tl.sqrt_rn(square) / root + eps))
+
+
+@triton.jit
+def _ftrl(sums, linears, place, shown, grad, weight, lr, beta, l1, l2):
+    old = tl.load(sums + place, mask=shown, other=0.0)
+    total = old + grad * grad
+    tl.store(sums + place, total, mask=shown)
+    root = tl.sqrt_rn(total)
+    linear = tl.load(linears + place, mask=shown, other=0.0) + grad
+    linear = linear - (root - tl.sqrt_rn(old)) / lr * weight
+    tl.store(linears + place, linear, mask=shown)
+    beyond = linear - tl.minimum(tl.maximum(linear, -l1), l1)
+    curvature = (root + beta) / lr + l2
+    safe = tl.where(beyond == 0.0, 1.0, curvature)
+    return tl.where(beyond == 0.0, 0.0, -beyond / safe)
+
+
+# A line per argument would make this twice as long.
+# fmt: off
+@triton.jit
 def update(
-    keys,
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    squares,
-    table,
-    state_a,
-    state_b,
-    noise_keys,
-    noise_bases,
-    noise_shift,
-    n,
-    num_rows,
-    width,
-    lr,
-    decay,
-    eps,
-    a,
-    b,
-    c,
-    d,
-    squares_factor,
-    words_per_row,
-    first_column,
-    RULE: tl.constexpr,
-    ROWS_AS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
-    SHARDS: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
+    noise_keys, noise_bases, noise_shift, n, num_rows, width, lr, decay, eps, a, b, c, d,
+    squares_factor, words_per_row, first_column,
+    RULE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SUMS: tl.constexpr,
+    SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One optimizer step on every row that ``keys`` (sorted) names, where its run begins.
 
     ``HAS_SUMS``: ``grads`` [n, width] are the runs' sums already and ``squares`` [n] given. Keys of
-    ``num_rows`` and above name no row. ``a`` .. ``d`` are the rule's numbers (``rule_numbers``).
+    ``num_rows`` and above name no row. ``a`` .. ``d`` are the rule's own numbers.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -310,20 +323,8 @@ def update(
         grad = tl.load(grads + place, mask=seen, other=0.0)
     else:
         heads, grad = _sum_run(
-            start,
-            stop,
-            source,
-            scale,
-            grads,
-            partial,
-            at,
-            inside,
-            column,
-            width,
-            HAS_SCALE,
-            SPLIT,
-            BLOCK,
-            COLUMNS,
+            start, stop, source, scale, grads, partial, at, inside, column, width,
+            HAS_SCALE, SPLIT, BLOCK, COLUMNS,
         )
     heads = heads & (row < num_rows)
     shown = heads[:, None] & (column < width)[None, :]
@@ -332,49 +333,24 @@ def update(
     if RULE == 0:
         weight = weight - lr * grad
     if RULE == 1:
-        total = tl.load(state_a + place, mask=shown, other=0.0) + grad * grad
-        tl.store(state_a + place, total, mask=shown)
-        weight = weight - lr * (grad / (tl.sqrt_rn(total) + eps))
+        weight = _adagrad(state_a, place, shown, grad, weight, lr, eps)
     if RULE == 2:
         if HAS_SUMS:
             square = tl.load(squares + at, mask=heads, other=0.0)
         else:
             square = tl.sum(grad * grad, 1) * squares_factor
-        total_row = tl.load(state_a + row, mask=heads, other=0.0) + square
-        tl.store(state_a + row, total_row, mask=heads)
-        rate = -lr * (1.0 / (tl.sqrt_rn(total_row) + eps))
-        weight = weight + rate[:, None] * grad
+        weight = _rowwise_adagrad(state_a, row, heads, grad, square, weight, lr, eps)
     if RULE == 3:
-        mean = tl.load(state_a + place, mask=shown, other=0.0)
-        mean = mean + a * (grad - mean)
-        tl.store(state_a + place, mean, mask=shown)
-        square2 = tl.load(state_b + place, mask=shown, other=0.0) * b
-        square2 = square2 + c * grad * grad
-        tl.store(state_b + place, square2, mask=shown)
-        weight = weight - lr * (mean / (tl.sqrt_rn(square2) / d + eps))
+        weight = _lazy_adam(state_a, state_b, place, shown, grad, weight, lr, eps, a, b, c, d)
     if RULE == 4:
-        old = tl.load(state_a + place, mask=shown, other=0.0)
-        total = old + grad * grad
-        tl.store(state_a + place, total, mask=shown)
-        root = tl.sqrt_rn(total)
-        linear = tl.load(state_b + place, mask=shown, other=0.0) + grad
-        linear = linear - (root - tl.sqrt_rn(old)) / a * weight
-        tl.store(state_b + place, linear, mask=shown)
-        beyond = linear - tl.minimum(tl.maximum(linear, -c), c)
-        curvature = (root + b) / a + d
-        safe = tl.where(beyond == 0.0, 1.0, curvature)
-        weight = tl.where(beyond == 0.0, 0.0, -beyond / safe)
+        weight = _ftrl(state_a, state_b, place, shown, grad, weight, a, b, c, d)
     if ROWS_AS != 0:
         noise = _noise(
-            noise_keys,
-            noise_bases,
-            noise_shift,
-            row,
-            column,
-            words_per_row,
-            first_column,
-            SHARDS,
-            HALVINGS,
+            noise_keys, noise_bases, noise_shift, row, column, words_per_row, first_column,
+            SHARDS, HALVINGS,
         )
         weight = _rounded(weight, noise, ROWS_AS)
     tl.store(table + place, weight, mask=shown)
+
+
+# fmt: on

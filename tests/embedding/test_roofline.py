@@ -1,0 +1,50 @@
+"""The page of CUDA decisions counts the loads, stores and bytes of the kernels as they are."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "sbpflow" / "embedding" / "storage" / "triton_kernels.py"
+ROWS = re.compile(r"^\| `(\w+)`(?:, ([^|]*?))? \| (\d+) \| (\d+) \| (\d+)", re.MULTILINE)
+IDS, UNIQUE, WIDTH = 26 * 16384, 318_728, 16
+# Bytes of state that a rule reads and writes for a row.
+STATE = {"SGD": 0, "Adagrad": 128, "rowwise Adagrad": 8, "lazy Adam": 256, "FTRL": 256}
+
+
+def accesses() -> dict[str, tuple[int, int]]:
+    """(loads, stores) of each function, those it calls included."""
+    functions = [f for f in ast.parse(SOURCE.read_text()).body if isinstance(f, ast.FunctionDef)]
+    counts: dict[str, tuple[int, int]] = {}
+    for function in functions:  # a function stands behind those it calls
+        calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+        names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
+        inner = [counts[c.id] for c in calls if isinstance(c, ast.Name) and c.id in counts]
+        counts[function.name] = (
+            names.count("load") + sum(loads for loads, _ in inner),
+            names.count("store") + sum(stores for _, stores in inner),
+        )
+    return counts
+
+
+def expected_bytes(kernel: str, variant: str) -> int:
+    row = 4 * WIDTH
+    if kernel == "lookup":
+        return IDS * (8 + row + row)
+    if kernel == "sum_long_runs":
+        return IDS * 8
+    sums = IDS * (8 + 8 + row)  # bounds of runs, sources, gradients
+    if kernel == "sum_runs":
+        return sums + IDS * row
+    rule, _, half = variant.partition(", ")
+    weights = 2 * (row // 2 if half else row)
+    return sums + IDS * 8 + UNIQUE * (weights + STATE[rule])
+
+
+def test_the_page_counts_what_the_kernels_do():
+    page = (ROOT / "docs" / "decisions" / "gpu.md").read_text()
+    counted, found = accesses(), ROWS.findall(page)
+    assert {kernel for kernel, *_ in found} == {"lookup", "sum_long_runs", "sum_runs", "update"}
+    for kernel, variant, loads, stores, megabytes in found:
+        assert (int(loads), int(stores)) == counted[kernel], kernel
+        assert int(megabytes) == round(expected_bytes(kernel, variant) / 1e6), (kernel, variant)
