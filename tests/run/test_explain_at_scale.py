@@ -34,7 +34,7 @@ def test_a_plan_of_many_ranks_takes_seconds_of_cpu_and_few_lines(scheme, size, l
     text = format_plan(plan)
     assert time.process_time() - begin < limit_s
     assert len(text.splitlines()) < 300
-    assert max(map(len, text.splitlines())) < 250
+    assert max(map(len, text.splitlines())) < 400, "a grid has a range for each of its 16 rows"
     facts = describe(plan)
     assert len(facts["ranks"]) == size
     shards = sum(len(table["shards"]) for table in facts["tables"])
