@@ -25,44 +25,31 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.config.checks import data_path, run_dir
-    from sbpflow.config.load import config_facts, load_config
+    from sbpflow.config.load import load_config
     from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.explain import format_plan, plan_digest
+    from sbpflow.run.explain import format_plan
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
-    from sbpflow.run.model import hashed_crosses_of
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
-    from sbpflow.runtime.world import World, device_name, device_type_of, world_size_of_environment
-    from sbpflow.training.health import (
-        LossWatch,
-        check_replicas,
-        gather_text,
-        on_all_or_none,
-        out_of_range_note,
-    )
+    from sbpflow.run.start import start_world
+    from sbpflow.runtime.world import device_name, device_type_of, world_size_of_environment
+    from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.report import Report, setup_logging
     from sbpflow.training.run_folder import RunLock
 
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
-    folder = run_dir(config)
     spec, plan = plan_run(
         config,
         fields_of(manifest),
         world_size=world_size_of_environment(),
         device_type=device_type_of(config.parallel.device),
     )
-    data_set = f"{manifest.fingerprint[:16]} in {manifest.path}"
-    world = World.start(
-        config.parallel.device,
-        timeout_s=config.parallel.timeout_s,
-        checked=config.parallel.checked,
-        facts={**config_facts(config), "data set": data_set, "plan": plan_digest(plan)},
-    )
+    world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
     boxing = Boxing(world)
-    lock = on_all_or_none(boxing, lambda: RunLock(folder, rank=world.rank))
+    lock = health.on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
     loaders = open_loaders(
         manifest,
         config.data,
@@ -70,7 +57,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         world.size,
         seed=config.run.seed,
         device=world.device,
-        crosses=hashed_crosses_of(spec),
+        crosses=spec.hashed_columns,
     )
     plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
     job = build_job(config, spec, plan, boxing)
@@ -78,7 +65,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         config,
         rank=world.rank,
         num_steps=num_train_steps(config.train, loaders["train"].num_steps),
-        devices=gather_text(boxing, device_name(world.device)),
+        devices=health.gather_text(boxing, device_name(world.device)),
         sections={"plan": format_plan(plan, shards=False)},
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
     ) as report:
@@ -88,19 +75,17 @@ def train(path: str, overrides: Sequence[str]) -> int:
             loaders,
             config.train,
             boxing=boxing,
-            watch=LossWatch(boxing, manifest.dense),
+            watch=health.LossWatch(boxing, manifest.dense),
             reporter=report,
         )
-        check_replicas(job.model.parameters, job.embeddings, boxing)
+        health.check_replicas(job.model.parameters, job.embeddings, boxing)
+        outside = health.out_of_range_note(job.embeddings, boxing)
         report.final(
             steps=result.steps,
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
-            notes={
-                "overlap": result.overlap,
-                "ids out of range": out_of_range_note(job.embeddings, boxing),
-            },
+            notes={"overlap": result.overlap, "ids out of range": outside},
         )
     for loader in loaders.values():
         loader.close()

@@ -5,8 +5,9 @@ unique ratios are what row caches and the ``unique`` exchange depend on.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,11 @@ def field_stats(
     field: Field, counts: NDArray[np.int64], unique_ratio: Mapping[int, float]
 ) -> FieldStats:
     """Measures of one table from its lookups per row, ``counts`` [rows] int64."""
-    total = int(counts.sum())
-    falling = np.sort(counts)[::-1]
-    mass = np.cumsum(falling) / max(total, 1)
-    place = frequency_bin(counts)
-    by_lookups = np.bincount(place, weights=counts, minlength=NUM_BINS)
+    rising = np.sort(counts)
+    total = int(rising.sum())
+    edges = np.concatenate([[0, 1], 2 ** np.arange(1, NUM_BINS - 1)])
+    starts = np.append(np.searchsorted(rising, edges), len(rising))
+    tops = {k: int(rising[max(len(rising) - k, 0) :].sum()) for k in TOP}
     return FieldStats(
         name=field.name,
         rows=field.rows,
@@ -63,24 +64,18 @@ def field_stats(
         lookups=total,
         missing=int(counts[MISSING_ID]),
         rare=int(counts[RARE_ID]),
-        distinct=int((counts > 0).sum()),
-        top_mass={str(k): round(float(mass[min(k, len(mass)) - 1]), 6) for k in TOP},
-        bins_rows=np.bincount(place, minlength=NUM_BINS).tolist(),
-        bins_lookups=by_lookups.astype(np.int64).tolist(),
+        distinct=len(rising) - int(starts[1]),
+        top_mass={str(k): round(mass / max(total, 1), 6) for k, mass in tops.items()},
+        bins_rows=np.diff(starts).tolist(),
+        bins_lookups=[int(rising[a:b].sum()) for a, b in pairwise(starts)],
         unique_ratio={str(size): round(ratio, 6) for size, ratio in unique_ratio.items()},
-        tail_exponent=tail_exponent(falling),
+        tail_exponent=tail_exponent(rising[::-1]),
     )
-
-
-def frequency_bin(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bin 0 for rows never looked up, then one bin per doubling, the last one open."""
-    exponent = np.frexp(counts.astype(np.float64))[1]
-    return np.where(counts == 0, 0, np.minimum(exponent, NUM_BINS - 1)).astype(np.int64)
 
 
 def tail_exponent(falling: NDArray[np.int64]) -> float | None:
     """Least squares through (log rank, log count) at ranks spaced evenly in the logarithm."""
-    usable = int((falling >= _MIN_TAIL_COUNT).sum())
+    usable = len(falling) - int(np.searchsorted(falling[::-1], _MIN_TAIL_COUNT))
     if usable < 3:
         return None
     ranks = np.unique(np.geomspace(1, usable, 200).astype(np.int64))
@@ -153,14 +148,17 @@ def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> D
 
 
 def compute_stats(
-    manifest: Manifest, known: Mapping[str, NDArray[np.int64]] | None = None
+    manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Measures of every table; ``known`` gives lookups per row that need not be counted again."""
+    """Measures of every table; ``known`` gives lookups per row that need not be counted again.
+
+    One at a time: those of all tables together may be more than fits into memory.
+    """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
     ratios = unique_ratios(manifest)
     return [
-        field_stats(f, known[f.name] if f.name in known else counts[f.name], ratios[f.name])
+        field_stats(f, known[f.name]() if f.name in known else counts[f.name], ratios[f.name])
         for f in manifest.fields
     ]
 

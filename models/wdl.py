@@ -22,7 +22,7 @@ from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import (
     Fields,
-    HashedCross,
+    HashedColumn,
     IdField,
     ParameterSpec,
     embedding_output,
@@ -94,7 +94,7 @@ class WdlConfig:
 
     def spec(self, fields: Fields) -> "WdlSpec":
         """The shapes over these columns; ConfigError for a cross that the data does not have."""
-        hashed = _hashed_crosses(self.wide, fields)
+        hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
         if wide := [*_columns(self.wide.columns, fields), *crosses]:
@@ -107,7 +107,7 @@ class WdlConfig:
             outputs=tuple(outputs),
             layers=tuple(pairwise(widths)) if self.deep else (),
             dropout=self.dropout,
-            hashed_crosses=hashed,
+            hashed_columns=hashed,
         )
 
 
@@ -122,7 +122,7 @@ def _columns(names: Sequence[str], fields: Fields) -> list[IdField]:
     return [by_name[name] for name in names]
 
 
-def _hashed_crosses(wide: WideConfig, fields: Fields) -> tuple[HashedCross, ...]:
+def _hashed_columns(wide: WideConfig, fields: Fields) -> tuple[HashedColumn, ...]:
     if wide.hash_size is None:
         return ()
     by_name = {one.name: one for one in fields.sparse}
@@ -134,7 +134,7 @@ def _hashed_crosses(wide: WideConfig, fields: Fields) -> tuple[HashedCross, ...]
                 f"model.wide.crosses: {name} is no column of one id per row; the data has "
                 f"{', '.join(usable)}, cross those"
             )
-    return tuple(HashedCross(columns=cross, rows=wide.hash_size) for cross in wide.crosses)
+    return tuple(HashedColumn(columns=cross, rows=wide.hash_size) for cross in wide.crosses)
 
 
 def _prepared_crosses(wide: WideConfig, fields: Fields) -> list[IdField]:
@@ -185,7 +185,7 @@ class WdlSpec:
     layers: tuple[tuple[int, int], ...]
     dropout: float
     splits_parameters: bool = True
-    hashed_crosses: tuple[HashedCross, ...] = ()
+    hashed_columns: tuple[HashedColumn, ...] = ()
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sbpflow.config.schema import Config, DataConfig
     from sbpflow.config.table_rules import ParallelConfig
     from sbpflow.embedding.collection import EmbeddingCollection
-    from sbpflow.embedding.ids.reader import Bags
+    from sbpflow.embedding.ids.batch_ids import Bags
     from sbpflow.embedding.plan.embedding_plan import plan_embeddings
     from sbpflow.embedding.plan.optimizer import SparseOptimizer
     from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
@@ -62,7 +62,7 @@ _HOME = {
     "SparseOptimizer": "embedding.plan.optimizer",
     "plan_embeddings": "embedding.plan.embedding_plan",
     "EmbeddingCollection": "embedding.collection",
-    "Bags": "embedding.ids.reader",
+    "Bags": "embedding.ids.batch_ids",
     "Fields": "run.model",
     "ParameterSpec": "run.model",
     "embedding_output": "run.model",

@@ -25,12 +25,16 @@ _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
 """Keys looked up at a time, so that the arrays in between stay in the cache."""
+_LARGE = 1 << 20
+"""Keys from which a table is filled to two thirds, for its memory."""
+_INSERTED = 1 << 20
+"""Keys put into a table at a time."""
 _HOT = 16
 """Lookups from which a key's place among the others matters."""
 
 
 def assign_ids(
-    counts: Counts, reserved: tuple[int, int], seed: int, name: str
+    counts: "Counts | NDArray[np.uint32]", reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
     """Give each kept value (``counts`` lookups each) an id of 2.. in a seeded, levelled order.
 
@@ -39,8 +43,12 @@ def assign_ids(
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
-    value_at = np.concatenate([np.full(NUM_RESERVED_IDS, -1), order])
-    load = np.concatenate([np.array(reserved), counts[value_at[NUM_RESERVED_IDS:]]])
+    value_at = np.empty(len(order) + NUM_RESERVED_IDS, dtype=np.int32)
+    value_at[:NUM_RESERVED_IDS], value_at[NUM_RESERVED_IDS:] = -1, order
+    del order
+    load = np.empty(len(value_at), dtype=np.int64)
+    load[:NUM_RESERVED_IDS] = reserved
+    load[NUM_RESERVED_IDS:] = counts[value_at[NUM_RESERVED_IDS:]]
     _level(value_at, load, 0, len(load), int(load.sum()), _LEVELS)
     ids = np.empty(len(counts), dtype=np.int32)
     ids[value_at[NUM_RESERVED_IDS:]] = np.arange(NUM_RESERVED_IDS, len(value_at), dtype=np.int32)
@@ -48,7 +56,7 @@ def assign_ids(
 
 
 def _level(
-    value_at: NDArray[np.int64], load: Counts, start: int, stop: int, total: int, levels: int
+    value_at: NDArray[np.int32], load: Counts, start: int, stop: int, total: int, levels: int
 ) -> None:
     """Swap values between the halves of rows [start, stop) to make their loads equal."""
     if levels == 0 or stop - start < 2 * NUM_RESERVED_IDS + 2:
@@ -56,8 +64,7 @@ def _level(
     middle = start + (stop - start + 1) // 2
     excess = int(load[start:middle].sum()) - int(load[middle:stop].sum())
     if abs(excess) > _TOLERANCE * total:
-        first = max(start, NUM_RESERVED_IDS)
-        halves = (np.arange(first, middle), np.arange(middle, stop))
+        halves = (range(max(start, NUM_RESERVED_IDS), middle), range(middle, stop))
         hot, cold = halves if excess > 0 else halves[::-1]
         _swap(value_at, load, hot, cold, abs(excess) // 2)
     _level(value_at, load, start, middle, total, levels - 1)
@@ -65,17 +72,20 @@ def _level(
 
 
 def _swap(
-    value_at: NDArray[np.int64],
+    value_at: NDArray[np.int32],
     load: Counts,
-    hot: NDArray[np.int64],
-    cold: NDArray[np.int64],
+    hot_rows: range,
+    cold_rows: range,
     wanted: int,
 ) -> None:
-    """Move about ``wanted`` lookups from rows ``hot`` to ``cold`` by swapping values."""
-    hot, idle = hot[load[hot] > 0], cold[load[cold] == 0]
-    pairs = min(len(hot), len(cold), _MAX_SWAPS)
+    """Move about ``wanted`` lookups from ``hot_rows`` to ``cold_rows`` by swapping values."""
+    there = load[cold_rows.start : cold_rows.stop]
+    hot = np.flatnonzero(load[hot_rows.start : hot_rows.stop] > 0) + hot_rows.start
+    idle = np.flatnonzero(there == 0)
+    pairs = min(len(hot), len(there), _MAX_SWAPS)
     hot = hot[_first_sorted(-load[hot], pairs)]
-    cold = idle[:pairs] if len(idle) >= pairs else cold[_first_sorted(load[cold], pairs)]
+    cold = idle[:pairs] if len(idle) >= pairs else _first_sorted(there, pairs)
+    cold = cold + cold_rows.start
     gains = load[hot] - load[cold]
     useful = np.flatnonzero((gains > 0) & (gains <= wanted))
     moved = np.cumsum(gains[useful])
@@ -87,9 +97,10 @@ def _swap(
 
 def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
     """Places of the ``count`` smallest values, in order."""
-    chosen = np.arange(len(values))
     if count < len(values):
         chosen = np.sort(np.argpartition(values, count)[:count])
+    else:
+        chosen = np.arange(len(values))
     return chosen[np.argsort(values[chosen], kind="stable")]
 
 
@@ -126,10 +137,11 @@ class IdTable(ABC):
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
-        capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
-        self._shift = np.uint64(65 - capacity.bit_length())
-        self._mask = np.int64(capacity - 1)
-        self._allocate(capacity)
+        # A power of two gives few collisions; where that is too much memory, half as much again.
+        self._capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
+        if len(keys) > _LARGE:
+            self._capacity = len(keys) + len(keys) // 2
+        self._allocate(self._capacity)
         for chosen in _hottest_first(counts):
             self._insert(keys, ids, chosen)
 
@@ -139,7 +151,7 @@ class IdTable(ABC):
             free = self._at(slots, keys[left])[0] == RARE_ID
             self._put(slots[free], keys[left[free]], ids[left[free]])
             lost = self._at(slots, keys[left])[0] != ids[left]
-            slots, left = (slots[lost] + 1) & self._mask, left[lost]
+            slots, left = self._next(slots[lost]), left[lost]
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
@@ -154,9 +166,18 @@ class IdTable(ABC):
         """The ids in the slots, and whether their keys are the given ones."""
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
-        # Fibonacci hashing: the high bits of a product with 2^64 / golden ratio.
+        # Fibonacci hashing: the high half of a product with 2^64 / golden ratio, as a fraction of
+        # the capacity; for a power of two its high bits.
         spread = keys.astype(np.uint64) * np.uint64(GAMMA)
-        return (spread >> self._shift).astype(np.int64)
+        spread >>= np.uint64(32)
+        spread *= np.uint64(self._capacity)
+        spread >>= np.uint64(32)
+        return spread.astype(np.int64)
+
+    def _next(self, slots: Slots) -> Slots:
+        slots = slots + 1
+        slots[slots == self._capacity] = 0
+        return slots
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
         """Ids [n] of ``keys`` [n]."""
@@ -169,7 +190,7 @@ class IdTable(ABC):
         left = np.flatnonzero(~hit & (ids != RARE_ID))
         slots, wanted = slots[left], keys[left]
         while len(left):
-            slots = (slots + 1) & self._mask
+            slots = self._next(slots)
             found, hit = self._at(slots, wanted)
             ids[left] = found
             again = ~hit & (found != RARE_ID)
@@ -178,14 +199,15 @@ class IdTable(ABC):
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Places in ``counts``: small groups by falling count, then all the rest at once."""
+    """Places in ``counts``: small groups by falling count, then the rest, some at a time."""
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16
     while start < len(hot):
         yield hot[start:stop]
         start, stop = stop, 8 * stop
-    yield np.flatnonzero(counts < _HOT)
+    for start in range(0, len(counts), _INSERTED):
+        yield start + np.flatnonzero(counts[start : start + _INSERTED] < _HOT)
 
 
 class NarrowIdTable(IdTable):

@@ -16,6 +16,7 @@ from sbpflow.errors import DataError
 
 HEADER_BYTES = 128
 _PAGE_BYTES = 4096
+_MAPPED_BYTES = 1 << 24
 _AGAIN = "prepare the set again"
 
 
@@ -118,6 +119,17 @@ def read_array(path: Path, dtype: str, shape: tuple[int, ...], start: int, stop:
     if num_bytes != out.nbytes:
         raise DataError(f"{path}: was cut short while it was read; {_AGAIN}")
     return out
+
+
+def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
+    """A whole file, read-only: mapped where it is large, so that only what is used is in memory.
+
+    A map by numpy holds a file descriptor, of which a process has few: not for small files.
+    """
+    check_array(path, dtype, shape)
+    if num_items(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:
+        return read_array(path, dtype, shape, 0, shape[0])
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=shape)
 
 
 def touch(array: "NDArray[Any]") -> None:

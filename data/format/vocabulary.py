@@ -7,7 +7,7 @@ blake2b of a string; then ``checks`` has 32 more bits, which tell two strings of
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
 from data.format.manifest import Ancestor, Manifest
 from data.format.manifest_check import VOCABULARY_FOLDER
-from data.format.npy import check_file, read_array, type_name, write_array
+from data.format.npy import check_file, open_array, read_array, type_name, write_array
 from data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
 
+_BLOCK = 1 << 20
 _TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
 
 
@@ -73,14 +74,19 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
             f"{manifest.path}: this set has no vocabularies (it was generated), so no row can get "
             "its ids; use a set made by `python -m data prepare`"
         )
-    found: dict[str, Vocabulary] = {}
-    for name, entry in content["fields"].items():
-        arrays = {
-            key: read_array(manifest.path / part["file"], dtype, shape, 0, shape[0])
-            for key, part, dtype, shape in array_files(entry)
-        }
-        found[name] = Vocabulary(name, manifest.field(name).rows, **arrays)
-    return found
+    return {
+        name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)
+        for name, entry in content["fields"].items()
+    }
+
+
+def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
+    """A vocabulary of the set in ``folder`` by its manifest entry, mapped where it is large."""
+    arrays = {
+        key: open_array(folder / part["file"], dtype, shape)
+        for key, part, dtype, shape in array_files(entry)
+    }
+    return Vocabulary(name, num_rows, **arrays)
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
@@ -98,24 +104,38 @@ def verify_vocabularies(manifest: Manifest) -> None:
     for entry in content["fields"].values():
         for _, part, dtype, shape in array_files(entry):
             check_file(manifest.path / part["file"], dtype, shape, part["crc32"])
-    for name, vocabulary in (open_vocabularies(manifest) if content["fields"] else {}).items():
-        check_vocabulary(manifest, name, vocabulary)
+    for name, entry in content["fields"].items():
+        check_vocabulary(manifest, name, entry)
 
 
-def check_vocabulary(manifest: Manifest, name: str, vocabulary: Vocabulary) -> None:
+def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
+    """Some of the arrays of a vocabulary, a block of values at a time."""
+    files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
+    total = entry["values"]
+    for start in range(0, total, _BLOCK):
+        stop = min(start + _BLOCK, total)
+        yield [read_array(*files[array], (total,), start, stop) for array in arrays]
+
+
+def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) -> None:
     """DataError unless keys rise and every id is a row of the table, given once."""
-    keys, ids = vocabulary.keys, vocabulary.ids
-    if len(keys) > 1 and not bool((keys[1:] > keys[:-1]).all()):
-        raise DataError(f"{manifest.path}: the keys of {name} do not rise; prepare the set again")
-    if not len(ids):
-        return
-    least, most = int(ids.min()), int(ids.max())
-    if least < NUM_RESERVED_IDS or most >= vocabulary.num_rows:
-        raise DataError(
-            f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, its table has "
-            f"rows {NUM_RESERVED_IDS}..{vocabulary.num_rows - 1} for values; prepare the set again"
-        )
-    if len(np.unique(ids)) < len(ids):
+    num_rows = manifest.field(name).rows
+    is_given = np.zeros(num_rows, dtype=np.bool_)
+    last = -1
+    for keys, ids in blocks(manifest.path, entry, "keys", "ids"):
+        if int(keys[0]) <= last or not bool((keys[1:] > keys[:-1]).all()):
+            raise DataError(
+                f"{manifest.path}: the keys of {name} do not rise; prepare the set again"
+            )
+        last = int(keys[-1])
+        least, most = int(ids.min()), int(ids.max())
+        if least < NUM_RESERVED_IDS or most >= num_rows:
+            raise DataError(
+                f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, its table has "
+                f"rows {NUM_RESERVED_IDS}..{num_rows - 1} for values; prepare the set again"
+            )
+        is_given[ids] = True
+    if np.count_nonzero(is_given) < entry["values"]:
         raise DataError(
             f"{manifest.path}: the vocabulary of {name} gives an id to two values; prepare the "
             "set again"

@@ -5,8 +5,8 @@ nothing twice. With ``--like`` ids and constants are another set's; ``--grow`` a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.format.ids import Counts, Keys, assign_ids
+from data.format.ids import Counts, assign_ids
 from data.format.manifest import Manifest
-from data.format.npy import file_crc32, read_array
+from data.format.npy import file_crc32
 from data.format.schema import CHECK, MISSING_ID, NUM_RESERVED_IDS, RARE_ID, SPLIT_COLUMN
-from data.format.vocabulary import Vocabulary, array_files, open_vocabularies, write_vocabulary
+from data.format.vocabulary import (
+    Vocabulary,
+    array_files,
+    blocks,
+    open_vocabularies,
+    read_vocabulary,
+    write_vocabulary,
+)
+from data.prepare.distinct import FieldCounts, count_fields, spilled
 from data.prepare.fit import Values, fit
 from data.prepare.options import PrepareOptions
 from data.prepare.stage import Staged, list_file
@@ -32,7 +40,9 @@ _LOAD_PARTS = 8
 class Kept:
     """The vocabulary of one field and what the train part said of it."""
 
-    vocabulary: Vocabulary
+    name: str
+    num_rows: int
+    folder: Path
     entry: dict[str, Any]
     missing: int
     rare: int
@@ -43,10 +53,9 @@ class Kept:
     """Values added to the parent's, and how many of them found a spare id; empty without growth."""
     spare: int
 
-    @property
-    def name(self) -> str:
-        """The field."""
-        return self.vocabulary.name
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary, from its files: what is mapped is in memory only while it is used."""
+        return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def said(self) -> dict[str, Any]:
         """What the manifest says of the field beside its rows."""
@@ -60,21 +69,11 @@ class Kept:
 
     def lookups(self) -> Counts:
         """Lookups per table row in the train part (of a set without a parent)."""
-        out = np.zeros(self.vocabulary.num_rows, dtype=np.int64)
+        out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
-        out[self.vocabulary.ids] = self.vocabulary.counts
+        for ids, counts in blocks(self.folder, self.entry, "ids", "counts"):
+            out[ids] = counts
         return out
-
-
-@dataclass(frozen=True)
-class FieldCounts:
-    """Distinct values of a field in the train part, in key order."""
-
-    keys: Keys
-    counts: Counts
-    checks: NDArray[np.uint32] | None
-    collisions: int
-    missing: int
 
 
 def train_rows(
@@ -114,22 +113,19 @@ def build_vocabularies(
         _check_there(staged, folder)
         parents = {} if like is None else open_vocabularies(like)
 
-        def build(name: str, counts: pl.DataFrame, missing: int) -> Kept:
-            counted = _field_counts(name, counts, missing)
+        def build(name: str, counted: FieldCounts) -> Kept:
             made = _kept(name, counted, options, parents.get(name), work / "set")
             _save(folder / f"{name}.json", made)
             return made
 
-        if options.is_encode:
-            nothing = pl.DataFrame(schema={"key": pl.UInt64, "len": pl.UInt32})
-            kept = [build(name, nothing, 0) for name in names]
-        else:
-            counts = pl.collect_all(
-                [_query(name, staged, options) for name in names], engine="streaming"
-            )
-            missing = [_padding(name, staged, options) for name in names]
-            with ThreadPoolExecutor(options.workers) as pool:
-                kept = list(pool.map(build, names, counts, missing))
+        missing = {} if options.is_encode else _padding(staged, options)
+        by_name: dict[str, Kept] = {}
+        for name, counted in _counts(staged, options, folder / "spill"):
+            counted = replace(counted, missing=counted.missing + missing.get(name, 0))
+            by_name[name] = build(name, counted)
+        for file in spilled(folder / "spill"):
+            file.unlink()
+        kept = [by_name[name] for name in names]
     return [vocabulary for vocabulary in kept if vocabulary is not None]
 
 
@@ -138,42 +134,42 @@ def _check_there(staged: Sequence[Staged], folder: Path) -> None:
         raise DamagedWork(f"{folder}: a part is damaged, and {gone[0]} is encoded")
 
 
-def _query(name: str, staged: Sequence[Staged], options: PrepareOptions) -> pl.LazyFrame:
-    """``key``, ``len`` and, of strings, the least and greatest ``check`` of each distinct value."""
-    several = options.schema.several(name) is not None
-    if several:
+def _counts(
+    staged: Sequence[Staged], options: PrepareOptions, spill: Path
+) -> Iterator[tuple[str, FieldCounts]]:
+    """The counts of every field with a vocabulary; none of rows that are only encoded."""
+    if options.is_encode:
+        nothing = np.empty(0, dtype=np.uint64)
+        for name in options.counted:
+            yield name, FieldCounts(nothing, nothing.astype(np.uint32), None, 0, 0)
+        return
+    rows = {name: partial(_rows_of, name, staged, options) for name in options.counted}
+    num_rows = sum(piece.num_rows for piece in staged)
+    yield from count_fields(rows, num_rows, spill)
+
+
+def _rows_of(name: str, staged: Sequence[Staged], options: PrepareOptions) -> pl.LazyFrame:
+    """``key`` and, of strings, ``check`` of every value of a field in the train part."""
+    if options.schema.several(name) is not None:
         rows = pl.concat(train_rows(staged, options, lambda path: list_file(path, name), "row"))
         key, check = "key", "check"
     else:
         rows = pl.concat(train_rows(staged, options, lambda path: path, ""))
         key, check = name, name + CHECK
-    wanted = [pl.len().alias("len")]
     columns = [pl.col(key).alias("key")]
     if options.kind(name) == "string":
         columns.append(pl.col(check).alias("check"))
-        wanted += [pl.col("check").min().alias("least"), pl.col("check").max().alias("most")]
-    return rows.select(columns).group_by("key").agg(wanted)
+    return rows.select(columns)
 
 
-def _padding(name: str, staged: Sequence[Staged], options: PrepareOptions) -> int:
-    """Missing ids that fill up the train rows of a field of fixed width."""
-    many = options.schema.several(name)
-    if many is None or not many.fixed:
-        return 0
-    rows = pl.concat(train_rows(staged, options, lambda path: path, ""))
-    lengths = rows.select(pl.len(), pl.col(name).cast(pl.Int64).sum()).collect()
-    return int(lengths[0, 0]) * many.most - int(lengths[0, 1])
-
-
-def _field_counts(name: str, counts: pl.DataFrame, padding: int) -> FieldCounts:
-    missing = int(counts.filter(pl.col("key").is_null())["len"].sum()) + padding
-    values = counts.drop_nulls("key").sort("key")
-    checks, collisions = None, 0
-    if "least" in values.columns:
-        checks = values["least"].to_numpy()
-        collisions = int((values["least"] != values["most"]).sum())
-    lookups = values["len"].to_numpy().astype(np.int64)
-    return FieldCounts(values["key"].to_numpy(), lookups, checks, collisions, missing)
+def _padding(staged: Sequence[Staged], options: PrepareOptions) -> dict[str, int]:
+    """Missing ids that fill up the train rows of the fields of fixed width."""
+    padding: dict[str, int] = {}
+    for many in (many for many in options.schema.many if many.fixed):
+        rows = pl.concat(train_rows(staged, options, lambda path: path, ""))
+        lengths = rows.select(pl.len(), pl.col(many.name).cast(pl.Int64).sum()).collect()
+        padding[many.name] = int(lengths[0, 0]) * many.most - int(lengths[0, 1])
+    return padding
 
 
 def _kept(
@@ -200,7 +196,9 @@ def _kept(
         rare_values = int((~is_known).sum())
     entry = write_vocabulary(folder, vocabulary)
     return Kept(
-        vocabulary,
+        name,
+        vocabulary.num_rows,
+        folder,
         entry,
         counted.missing,
         num_rare,
@@ -220,9 +218,11 @@ def _new(
     options: PrepareOptions,
 ) -> Vocabulary:
     """A vocabulary of its own; spare ids are values without lookups, levelled like the others."""
-    lookups = counted.counts[enough]
-    loads = np.concatenate([lookups, np.zeros(num_spare, dtype=np.int64)])
-    ids = assign_ids(loads, (counted.missing, num_rare), options.seed, name)[: len(lookups)]
+    number = int(np.count_nonzero(enough))
+    loads = np.zeros(number + num_spare, dtype=np.uint32)
+    loads[:number] = counted.counts[enough]
+    ids = assign_ids(loads, (counted.missing, num_rare), options.seed, name)[:number]
+    lookups = loads[:number].astype(np.int64)
     checks = None if counted.checks is None else counted.checks[enough]
     num_rows = len(loads) + NUM_RESERVED_IDS
     return Vocabulary(name, num_rows, counted.keys[enough], ids, lookups, checks)
@@ -273,7 +273,7 @@ def _skew(vocabulary: Vocabulary) -> float:
 def _save(path: Path, kept: Kept) -> None:
     record = {
         "entry": kept.entry,
-        "rows": kept.vocabulary.num_rows,
+        "rows": kept.num_rows,
         "missing": kept.missing,
         "rare": kept.rare,
         "rare_values": kept.rare_values,
@@ -289,14 +289,11 @@ def _load(path: Path, folder: Path, name: str) -> Kept | None:
     record = read_record(path, _RECORD_KEYS)
     if record is None:
         return None
-    arrays: dict[str, NDArray[Any]] = {}
-    for key, part, dtype, shape in array_files(record["entry"]):
+    for _, part, _, _ in array_files(record["entry"]):
         file = folder / part["file"]
         if not file.is_file() or file_crc32(file) != part["crc32"]:
             return None
-        arrays[key] = read_array(file, dtype, shape, 0, shape[0])
-    vocabulary = Vocabulary(name, record.pop("rows"), **arrays)
-    return Kept(vocabulary, **record)
+    return Kept(name, record.pop("rows"), folder, **record)
 
 
 def fit_columns(
@@ -343,7 +340,7 @@ def field_entry(
     if name in hashed:
         entry |= {"rows": hashed[name], "hashed": True}
     elif name in kept:
-        entry |= {"rows": kept[name].vocabulary.num_rows, **kept[name].said()}
+        entry |= {"rows": kept[name].num_rows, **kept[name].said()}
     else:
         bounds = fitted[name]["bounds"]
         entry |= {"rows": len(bounds) + 1 + NUM_RESERVED_IDS, "buckets": bounds}

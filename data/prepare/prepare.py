@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -105,7 +105,7 @@ def _build(
     content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
     if like is not None and content["vocabulary"]["digest"] == like.vocabulary_digest:
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
-    lookups = {} if like is not None else {v.name: v.lookups() for v in kept.values()}
+    lookups = {} if like is not None else {v.name: v.lookups for v in kept.values()}
     _finish(work / "set", content, lookups, options)
 
 
@@ -143,9 +143,10 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 
 def _tables(kept: Mapping[str, Kept], options: PrepareOptions) -> dict[str, FieldIds]:
     """What turns keys into ids, by field."""
-    tables = {
-        name: FieldIds(found.vocabulary.table(), found.vocabulary) for name, found in kept.items()
-    }
+    tables: dict[str, FieldIds] = {}
+    for name, found in kept.items():
+        vocabulary = found.vocabulary()
+        tables[name] = FieldIds(vocabulary.table(), vocabulary)
     for name, num_rows in options.hash_sizes:
         tables[name] = FieldIds(HashedIds(num_rows, options.seed, name))
     return tables
@@ -182,7 +183,7 @@ _NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like")
 def _finish(
     folder: Path,
     content: dict[str, Any],
-    lookups: Mapping[str, Counts],
+    lookups: Mapping[str, Callable[[], Counts]],
     options: PrepareOptions,
 ) -> None:
     """Write the manifest, add the statistics of the finished shards, and verify every checksum."""

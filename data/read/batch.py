@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 
 State = dict[str, int | str]
 Ids = Tensor | BatchIds

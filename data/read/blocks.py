@@ -19,8 +19,8 @@ from data.format.shards import SplitRows
 from data.read.batch import Ids
 from data.read.crosses import CrossColumns
 from data.read.order import Runs
-from sbpflow.embedding.ids.reader import BatchIds, IdBounds, Lists
-from sbpflow.run.model import HashedCross
+from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
+from sbpflow.run.model import HashedColumn
 
 Words = NDArray[np.int32]
 
@@ -47,7 +47,9 @@ class Parts(NamedTuple):
 class BlockReader:
     """Reads rows of a split into blocks, and says what lies where in them."""
 
-    def __init__(self, manifest: Manifest, split: str, crosses: Sequence[HashedCross] = ()) -> None:
+    def __init__(
+        self, manifest: Manifest, split: str, crosses: Sequence[HashedColumn] = ()
+    ) -> None:
         self._words = SplitRows(manifest, split)
         self._crosses = CrossColumns(manifest, crosses)
         self.num_rows = self._words.num_rows

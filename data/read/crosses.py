@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from data.format.manifest import Manifest
 from data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import ConfigError
-from sbpflow.run.model import HashedCross
+from sbpflow.run.model import HashedColumn
 from sbpflow.runtime.splitmix import GAMMA, MIX_1, MIX_2
 
 _MISSING = 0
@@ -41,7 +41,7 @@ def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int3
 class CrossColumns:
     """Computes the columns of some crosses from a matrix of ids."""
 
-    def __init__(self, manifest: Manifest, crosses: Sequence[HashedCross]) -> None:
+    def __init__(self, manifest: Manifest, crosses: Sequence[HashedColumn]) -> None:
         places: dict[str, int] = {}
         column = 0
         for field in manifest.fixed:

@@ -22,7 +22,7 @@ from data.read.blocks import Block, BlockReader, Parts
 from data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.run.model import HashedCross
+from sbpflow.run.model import HashedColumn
 from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
@@ -270,7 +270,7 @@ def open_loader(
     seed: int = 7,
     device: torch.device | None = None,
     tail: Tail = "keep",
-    crosses: Sequence[HashedCross] = (),
+    crosses: Sequence[HashedColumn] = (),
 ) -> RowLoader:
     """Open one split for one rank.
 

@@ -12,7 +12,7 @@ from data.read.feeds import Backend
 from data.read.loader import RowLoader, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
-from sbpflow.run.model import HashedCross
+from sbpflow.run.model import HashedColumn
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def open_loaders(
     *,
     seed: int,
     device: torch.device,
-    crosses: Sequence[HashedCross] = (),
+    crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
     """By split; only ``train`` is shuffled or may drop its tail.
 

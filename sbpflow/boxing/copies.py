@@ -138,6 +138,8 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
         return lambda part, lender: lender.copy(cut(part))
     dim = _even_dim(pieces, shape)
     if dim is not None:
+        # Equal pieces along one dim: a strided view has them one after the other, so one copy packs
+        # all. A copy per piece is a call of torch each, dearer than the bytes of small parts.
         turned, strides = _turned(shape, dim, len(pieces))
         return lambda part, lender: lender.copy(part.contiguous().as_strided(turned, strides))
     sizes = [piece.numel for piece in pieces]
@@ -177,6 +179,8 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     if dim is None:
         return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
+        # Received as a stack of equal pieces, whose first dim gloo and NCCL divide by rank; `cat`
+        # of its slices is one pass, where writing each into its strided place is one per piece.
         count, (first, *rest) = len(pieces), pieces[0].shape
         each = (count, first, *rest)
         return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)

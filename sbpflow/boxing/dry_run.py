@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Finish
-from sbpflow.boxing.plan import Asked, Conversion
+from sbpflow.boxing.plan import Conversion
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
@@ -21,7 +21,7 @@ class DryBoxing(Boxing):
     def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__(World(rank, size, torch.device("meta"), owns_default_group=False))
         self.trace: list[BoxingStep] = []
-        self.conversions: dict[Asked, Conversion] = {}
+        self.conversions: list[Conversion] = []
 
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
@@ -29,7 +29,7 @@ class DryBoxing(Boxing):
         """As the executor's, noted in ``conversions``."""
         steps = super().steps_of(id, src, dst, shape, dtype)
         made = Conversion(id=id, src=src, dst=dst, shape=shape, dtype=dtype, steps=steps)
-        self.conversions[made.asked] = made
+        self.conversions.append(made)
         return steps
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:

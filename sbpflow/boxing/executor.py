@@ -49,6 +49,11 @@ class Pending:
         return finish()
 
 
+def _said(asked: Asked) -> str:
+    id, src, dst, shape, _ = asked
+    return f"{id} ({src} -> {dst} of {list(shape)})"
+
+
 def _done(out: Tensor | None) -> Tensor | None:
     return out
 
@@ -63,37 +68,49 @@ class Boxing:
         # holds the step, so an identity stays taken.
         self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
         self._followed: dict[Asked, tuple[BoxingStep, ...]] = {}
-        self._planned_only = False
+        self._asked: list[Asked] | None = None
 
     def follow(self, conversions: Iterable[Conversion]) -> None:
         """From now on take the steps of these conversions from here: those of a run's plan."""
         self._followed |= {conversion.asked: conversion.steps for conversion in conversions}
 
     @contextmanager
-    def planned_only(self, wanted: bool = True) -> Generator[None]:
-        """Inside, if ``wanted``, a conversion that ``follow`` was not told of raises SbpError."""
-        before, self._planned_only = self._planned_only, wanted
+    def expecting(self, conversions: Sequence[Conversion] | None) -> Generator[None]:
+        """Inside, just these conversions are made, in this order; SbpError for any other.
+
+        With ``None`` all are free.
+        """
+        if conversions is None:
+            yield
+            return
+        self._asked = asked = []
         try:
             yield
         finally:
-            self._planned_only = before
+            self._asked = None
+        planned = [conversion.asked for conversion in conversions]
+        if asked != planned:
+            shorter = min(len(asked), len(planned))
+            same = next((n for n in range(shorter) if asked[n] != planned[n]), shorter)
+            made = _said(asked[same]) if same < len(asked) else "nothing more"
+            wanted = _said(planned[same]) if same < len(planned) else "nothing more"
+            raise SbpError(
+                f"the dense part asks for {made} where the plan of this run has {wanted}; a "
+                "forward makes the same conversions at every step, whatever its values"
+            )
 
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
         """The steps of a conversion: those of the plan that is followed, or else planned now."""
-        found = self._followed.get((id, src, dst, shape, dtype))
+        asked = (id, src, dst, shape, dtype)
+        if self._asked is not None:
+            self._asked.append(asked)
+        found = self._followed.get(asked)
         if found is not None:
             return found
         backend = self.world.backend_of(dst)
-        steps = plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
-        if self._planned_only and steps:
-            raise SbpError(
-                f"{id}: converts {src} to {dst} of {list(shape)}, which the plan of this run does "
-                "not have; a model's forward makes the same conversions at every step, whatever "
-                "its values"
-            )
-        return steps
+        return plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
         """Compile ``steps`` and make their process groups now rather than on first use."""

@@ -25,6 +25,10 @@ def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
     """The layouts to pass through, ends included. Ties go to fewer steps, then to listing order."""
+    # Dijkstra's algorithm: a node is a layout, an edge one step, its length the bytes of that step.
+    # A fixed table of routes was not enough, for the cheapest depends on sizes: (P, S(0)) -> (B, B)
+    # may gather or reduce first. Queue entries are (cost, steps, order of listing, route), so
+    # that every rank, which plans for itself, decides ties alike.
     values = _values(src, dst, shape)
     best: dict[Layout, float] = {}
     queue: list[tuple[int, int, int, tuple[Layout, ...]]] = [(0, 0, 0, (src,))]

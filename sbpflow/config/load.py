@@ -43,6 +43,12 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
     name = cast("dict[str, Any]", group).get("name")
     if isinstance(name, str) and ":" in name:
         found[name] = import_model(name)
+    elif name is not None and name not in found and (isinstance(name, dict) or "." in str(name)):
+        given = next(iter(cast("dict[str, Any]", name))) if isinstance(name, dict) else name
+        raise ConfigError(
+            f"model.name: {given} is no class of your own; write package.module:Class, without "
+            f"blanks, or use one of {', '.join(models)}"
+        )
     return found
 
 
@@ -50,6 +56,8 @@ def import_model(name: str) -> type[Any]:
     """The class that ``package.module:Class`` names; ConfigError if it is no model's."""
     module_name, _, class_name = name.partition(":")
     example = "for example model.name=my_package.my_module:MyModel"
+    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+        raise ConfigError(f"model.name: {name!r} is not package.module:Class; {example}")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
@@ -59,18 +67,17 @@ def import_model(name: str) -> type[Any]:
             f"model.name: {name}: there is no module {error.name}; put its folder on PYTHONPATH, "
             f"such as PYTHONPATH=. for the folder you are in; {example}"
         ) from error
-    except ValueError as error:  # an empty name
-        raise ConfigError(f"model.name: {name!r} is not package.module:Class; {example}") from error
     kind = getattr(module, class_name, None)
     if kind is None:
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         near = difflib.get_close_matches(class_name, classes, 3, cutoff=0.5)
         raise ConfigError(f"model.name: {module_name} has no {class_name!r}{_use(near)}")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
-    if not isinstance(kind, type) or not tagged or not callable(getattr(kind, "spec", None)):
+    frozen = tagged and getattr(kind, "__dataclass_params__").frozen  # noqa: B009 - not in stubs
+    if not isinstance(kind, type) or not frozen or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
-            f"model.name: {name} is no model's configuration; it must be a dataclass with a field "
-            "name: str and a method spec(fields), as examples/ shows"
+            f"model.name: {name} is no model's configuration; it must be a frozen dataclass with a "
+            "field name: str and a method spec(fields), as examples/ shows"
         )
     return kind
 

@@ -29,7 +29,7 @@ from sbpflow.sbp.sbp import (
     parse_nd_sbp,
 )
 
-Scheme = Literal["dp", "1", "2", "3"]
+Scheme = Literal["dp", "1", "2", "3", "auto"]
 Kernel = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -129,10 +129,15 @@ class ParallelConfig:
     where it starts, and sends no ids ahead. ``checked: true`` compares, before each transfer, what
     every rank is about to do: for finding ranks that take different steps, at the cost of a round
     trip each.
+
+    ``scheme: auto`` takes the cheapest of several complete plans; ``link_gb_per_s`` is what a rank
+    can send in a second, for it alone, and by default what ranks of one machine can (1 Gbit/s is
+    0.125).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
+    link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
     )

@@ -16,7 +16,8 @@ from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
 from sbpflow.embedding.exchange.boxed import Received, make_group
 from sbpflow.embedding.exchange.counts import CountReader, CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
-from sbpflow.embedding.ids.reader import IdReader, Ids
+from sbpflow.embedding.ids.batch_ids import Ids
+from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack

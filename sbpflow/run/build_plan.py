@@ -11,15 +11,17 @@ from fnmatch import fnmatchcase
 from sbpflow.config.checks import check
 from sbpflow.config.schema import Config
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
-from sbpflow.config.table_rules import DTYPES, resolve_dense_layouts
-from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.config.table_rules import DTYPES, Schemes, resolve_dense_layouts
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
+from sbpflow.embedding.plan.tables import OutputConfig, TableLayout
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError
+from sbpflow.run.auto_scheme import candidates, rank_candidates
 from sbpflow.run.dense_steps import dense_steps
-from sbpflow.run.model import Fields, ModelSpec, hashed_crosses_of
-from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.run.model import Fields, ModelSpec
+from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
@@ -65,32 +67,15 @@ def plan_run(
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
     spec: ModelSpec = config.model.spec(fields)
-    tables = {table.name: table for output in spec.outputs for table in output.tables}
-    layouts = check(
-        config,
-        {name: table.shape for name, table in tables.items()},
-        spec.schemes,
-        world_size,
-        device_type,
-    )
+    if not spec.outputs:
+        raise ConfigError(
+            f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
+            'such as embedding_output("fields", fields.sparse, dim=8)'
+        )
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
-    embeddings = plan_embeddings(
-        _with_optimizers(spec.outputs, config.optimizer.tables),
-        layouts,
-        features=[
-            *(field.feature() for field in fields.ids),
-            *(cross.field().feature() for cross in hashed_crosses_of(spec)),
-        ],
-        optimizer=sparse_optimizer(config.optimizer.sparse),
-        dtype=dtype,
-        world=world,
-        backend=backend,
-        batch_size=config.data.batch_size,
-        row_dtype=DTYPES[config.parallel.table_dtype or config.parallel.dtype],
-        out_of_range=config.data.out_of_range,
-    )
+    layouts, embeddings, priced = _plan_tables(config, spec, fields, world)
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = dense_steps(
         spec,
@@ -113,7 +98,50 @@ def plan_run(
         schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
+        priced=priced,
     )
+
+
+def _plan_tables(
+    config: Config, spec: ModelSpec, fields: Fields, world: Placement
+) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
+    """The tables' layouts and their plan; with ``scheme: auto`` the cheapest, and the others."""
+    tables = [table for output in spec.outputs for table in output.tables]
+    shapes = {table.name: table.shape for table in tables}
+    features = [
+        *(field.feature() for field in fields.ids),
+        *(cross.field().feature() for cross in spec.hashed_columns),
+    ]
+    parallel = config.parallel
+
+    def resolve(schemes: Schemes) -> dict[str, TableLayout]:
+        return check(config, shapes, schemes, world.size, world.device_type)
+
+    def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
+        return plan_embeddings(
+            _with_optimizers(spec.outputs, config.optimizer.tables),
+            layouts,
+            features=features,
+            optimizer=sparse_optimizer(config.optimizer.sparse),
+            dtype=DTYPES[parallel.dtype],
+            world=world,
+            backend=backend_of_device(world.device_type),
+            batch_size=config.data.batch_size,
+            row_dtype=DTYPES[parallel.table_dtype or parallel.dtype],
+            out_of_range=config.data.out_of_range,
+        )
+
+    if parallel.scheme != "auto":
+        layouts = resolve(spec.schemes)
+        return layouts, plan(layouts), ()
+    ranked = rank_candidates(
+        candidates(tables, features, world.size, config.data.batch_size),
+        lambda rules: plan(resolve({"auto": rules})),
+        num_rows=config.data.batch_size,
+        link_gb_per_s=parallel.link_gb_per_s or LOOPBACK_GB_PER_S,
+    )
+    priced = tuple(PricedPlan(name=one.name, ms=one.price.ms) for one in ranked)
+    return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
 
 
 def _dense_parameters(

@@ -22,7 +22,10 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSteps:
-    """``forward`` and ``backward`` steps that send something, in order, and all conversions."""
+    """``forward`` and ``backward`` steps that send something, in order, and what was asked for.
+
+    ``conversions`` are those of the forward and of the row losses, each with its adjoint.
+    """
 
     forward: tuple[BoxingStep, ...]
     backward: tuple[BoxingStep, ...]
@@ -52,12 +55,14 @@ def dense_steps(
 
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
     logits = part.forward(vectors, rows(len(fields.dense)), training=True, seed=0)
-    loss = ops.reduce_mean(part.row_losses(logits, rows(1)), id="loss")
+    losses = part.row_losses(logits, rows(1))
+    asked = tuple(boxing.conversions)
+    loss = ops.reduce_mean(losses, id="loss")
     num_forward = len(boxing.trace)
     loss.backward()
     forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]
     return DenseSteps(
         forward=tuple(step for step in forward if step.groups),
         backward=tuple(step for step in backward if step.groups),
-        conversions=tuple(boxing.conversions.values()),
+        conversions=asked,
     )

@@ -33,6 +33,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "backend": plan.embeddings.backend,
         "batch_size": plan.batch_size,
         "accumulate": plan.accumulate,
+        "compared": [{"plan": one.name, "priced_ms": one.ms} for one in plan.priced],
         "tables": tables,
         "steps": steps,
         "schedule": [_describe_move(*move) for move in plan.schedule.beside(plan.transfers())],
@@ -145,6 +146,7 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
     facts = describe(plan)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
+        *_compared_lines(facts["compared"]),
         "",
         *_table_lines(facts["tables"], shards=shards),
         "",
@@ -157,6 +159,15 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         "batches, activations and exchange buffers come on top",
     ]
     return "\n".join(lines)
+
+
+def _compared_lines(compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ``scheme: auto`` took, and what it is next to."""
+    if not compared:
+        return []
+    first, *others = (f"{one['plan']} {one['priced_ms']:.1f} ms" for one in compared)
+    then = f"; then {', '.join(others[:4])}" if others else ""
+    return [f"scheme auto, tables and their exchange as priced: {first}{then}"]
 
 
 def _total_line(facts: Mapping[str, Any]) -> str:

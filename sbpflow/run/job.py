@@ -6,12 +6,14 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.state import LogicalTensor
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
+from sbpflow.training.dense_state import dense_state
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
 
@@ -25,6 +27,13 @@ class Job:
     embeddings: EmbeddingCollection
     plan: RunPlan
     boxing: Boxing
+
+    def state(self) -> dict[str, LogicalTensor]:
+        """Everything that training changes, by logical name: ``tables/T``, ``tables/T/STATE``,
+        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles as views.
+        """
+        dense = dense_state(self.model.parameters, self.trainer.optimizer)
+        return {**self.embeddings.state(), **dense}
 
 
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
@@ -45,7 +54,7 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         rate_factor=rate_factor(config.optimizer.schedule),
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
-        planned_rows=plan.batch_size,
+        planned=(plan.batch_size, plan.dense_conversions),
     )
     return Job(trainer, model, embeddings, plan, boxing)
 

@@ -66,7 +66,7 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HashedCross:
+class HashedColumn:
     """A column of ids that the loader computes: those of other columns hashed together."""
 
     columns: tuple[str, ...]
@@ -122,6 +122,11 @@ class ModelSpec(Protocol):
         ...
 
     @property
+    def hashed_columns(self) -> tuple[HashedColumn, ...]:
+        """Columns that the loader computes, behind the others in a batch's matrix of ids."""
+        ...
+
+    @property
     def splits_parameters(self) -> bool:
         """Whether ``parallel.dense`` may split dense parameters."""
         ...
@@ -131,14 +136,6 @@ class ModelSpec(Protocol):
     ) -> DensePart:
         """The dense part on this rank, its parameters in ``layouts``."""
         ...
-
-
-def hashed_crosses_of(spec: ModelSpec) -> tuple[HashedCross, ...]:
-    """Columns that a model wants beside those of the set: its spec may have ``hashed_crosses``.
-
-    A batch has them after the other columns of its matrix of ids, in this order.
-    """
-    return getattr(spec, "hashed_crosses", ())
 
 
 class ModelConfig(Protocol):

@@ -40,11 +40,19 @@ class DenseParameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PricedPlan:
+    """A plan that ``scheme: auto`` compared, and the milliseconds it was priced at."""
+
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Everything static about a run: what ``explain`` prints and the trainer executes.
 
-    ``dense_conversions`` are all that the dense part asks for in a batch of ``batch_size`` rows;
-    ``dense_forward`` and ``dense_backward`` are their steps that send something, in order.
+    ``dense_conversions`` are what the dense part asks for in a batch of ``batch_size`` rows;
+    ``dense_forward`` and ``dense_backward`` are their steps that send something. All are in order.
     """
 
     embeddings: EmbeddingPlan
@@ -58,6 +66,7 @@ class RunPlan:
     schedule: StepSchedule
     batch_size: int
     accumulate: int
+    priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
 
     @property
     def world_size(self) -> int:

@@ -5,6 +5,7 @@ A dataclass is an object with its class name under "is", a dtype {"dtype": name}
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -21,7 +22,7 @@ from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
-from sbpflow.run.plan import DenseParameter, RunPlan
+from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -50,6 +51,7 @@ _CLASSES: dict[str, type[Any]] = {
         OutputConfig,
         Partial,
         Placement,
+        PricedPlan,
         RunPlan,
         SparseOptimizer,
         Split,
@@ -64,7 +66,12 @@ _CLASSES: dict[str, type[Any]] = {
 
 def plan_to_json(plan: RunPlan) -> str:
     """The whole plan; ``plan_from_json`` of it gives an equal one."""
-    return json.dumps({"format": FORMAT, "plan": _encode(plan)})
+    content = _encode(plan)
+    return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def plan_from_json(text: str) -> RunPlan:
@@ -72,8 +79,10 @@ def plan_from_json(text: str) -> RunPlan:
     try:
         content = json.loads(text)
         found = content["format"]
-        plan = _decode(content["plan"]) if found == FORMAT else None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if _digest(content["plan"]) != content["sha256"]:
+            raise ValueError("its checksum does not fit: it was changed")
+        plan = _decode(content["plan"]) if found is not True and found == FORMAT else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"plan: is not what a run wrote into {PLAN_FILE} ({type(error).__name__}: {error})"
         ) from error

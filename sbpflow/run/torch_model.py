@@ -6,10 +6,9 @@ average what the engine has already shared out by rows.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +18,14 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import SbpError
-from sbpflow.run.model import ParameterSpec, schemes_of
+from sbpflow.run.model import HashedColumn, ParameterSpec, schemes_of
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
-from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.global_tensor import GlobalTensor, parameter
+from sbpflow.training.health import check_initial
 
+LOOKED_AT = 3  # batches after which the values of buffers are compared
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -37,29 +38,46 @@ def bce_rows(logits: Tensor, labels: Tensor) -> Tensor:
 class TorchModel:
     """A ``ModelSpec`` around a module; what the ``spec`` of a model's configuration returns.
 
-    ``make`` builds the module; it is called on every rank under one seed, so initial values are
-    equal, and on the meta device for its shapes. ``forward(vectors, dense)`` of the module gets
-    this rank's rows: the ``outputs`` by name, [rows, width] each, and the dense fields [rows,
-    fields]; it returns logits [rows] or [rows, 1]. ``row_loss(logits, labels)``, [rows] each, gives
-    the loss of each row; the trainer takes the mean over the whole batch. Modules may be compiled
-    (``torch.compile``).
+    ``make`` builds a new module at each call: once for its shapes, and once on every rank under one
+    seed, so that initial values are equal. ``forward(vectors, dense)`` of the module gets this
+    rank's rows, none in a short last batch: the ``outputs`` by name, [rows, width] each, and the
+    dense fields [rows, fields]; it returns logits [rows] or [rows, 1], each from its own row alone.
+    ``row_loss(logits, labels)``, [rows] each, gives the loss of each row; the trainer takes the
+    mean over the whole batch. Modules may be compiled (``torch.compile``).
     """
 
     outputs: tuple[OutputConfig, ...]
     make: Callable[[], nn.Module]
     row_loss: RowLoss = bce_rows
+    hashed_columns: tuple[HashedColumn, ...] = ()
     splits_parameters: bool = False
 
     @cached_property
-    def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Names and shapes; the module fills them itself.
-
-        Raises SbpError for buffers that training changes, and for lazy or frozen-only modules.
-        """
-        with torch.device("meta"):
-            module = self.make()
+    def _first(self) -> nn.Module:
+        """Made for its shapes."""
+        module = self._make(0, torch.device("cpu"))
         _check_module(module)
-        return {name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(module)}
+        return module
+
+    def _make(self, seed: int, device: torch.device) -> nn.Module:
+        with _seeded(seed, device):
+            module = self.make()
+        if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SbpError(
+                f"make: returned a {type(module).__name__}, not a torch.nn.Module; for example "
+                "make=lambda: nn.Linear(width, 1)"
+            )
+        return module
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Names and shapes of what is trained; the module fills them itself.
+
+        Raises SbpError for norms over the rows of a rank, lazy modules and sparse gradients.
+        """
+        return {
+            name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(self._first)
+        }
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
@@ -68,18 +86,24 @@ class TorchModel:
 
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
-    ) -> "TorchPart":
-        """The module on this rank's device, all its floating tensors of ``dtype``."""
+    ) -> "TorchPart | ShapesOnly":
+        """The module on this rank's device, all its floating tensors of ``dtype``.
+
+        Raises SbpError if ranks start with different values.
+        """
         device = boxing.world.device
         if device.type == "meta":
-            with torch.device("meta"):
-                module = self.make().to(dtype)
-        else:
-            with _seeded(stream_key(seed, "module"), device):
-                module = self.make()
-            _check_module(module)
-            module = module.to(device=device, dtype=dtype)
-        return TorchPart(module, layouts, boxing, self.row_loss)
+            return ShapesOnly(self.parameters, layouts, boxing, dtype)
+        module = self._make(stream_key(seed, "module"), device)
+        if module is self._first:
+            raise SbpError(
+                f"make: returned the same {type(module).__name__} twice; build a new one at each "
+                "call, and load what it shall start with in there"
+            )
+        module = module.to(device=device, dtype=dtype)
+        part = TorchPart(module, layouts, boxing, self.row_loss)
+        check_initial(part.parameters, boxing)
+        return part
 
 
 class TorchPart:
@@ -95,6 +119,7 @@ class TorchPart:
         self.module = module
         self._row_loss = row_loss
         self._rank = boxing.world.rank
+        self._batches = 0
         self.parameters: dict[str, GlobalTensor] = {}
         for name, value in _leaves(module):
             if layouts[name].nd_sbp != (Broadcast(),):
@@ -118,24 +143,15 @@ class TorchPart:
         rank, and the generators outside keep their state.
         """
         parts = {name: one.part for name, one in vectors.items()}
-        if dense.part.is_meta:  # nothing travels inside; only what comes in and out is of interest
-            logits = sum(part.sum(1, keepdim=True) for part in (*parts.values(), dense.part))
-            return self._over_batch(cast("Tensor", logits), dense)
         self.module.train(training)
-        before = _versions(self.module) if training else {}
+        before = self._buffers() if training else []
         random = stream_key(seed, f"module/{self._rank}")
-        with _seeded(random, dense.part.device) if training else _unchanged():
+        with _seeded(random, dense.part.device) if training else nullcontext():
             logits = self.module(parts, dense.part)
-        if training and _versions(self.module) != before:
-            self._refuse_buffers(before)
-        rows = dense.part.shape[0]
-        if not isinstance(logits, Tensor) or logits.shape not in ((rows,), (rows, 1)):
-            given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise SbpError(
-                f"{type(self.module).__name__}.forward: returned {given} for {rows} rows; return "
-                "their logits, [rows] or [rows, 1]"
-            )
-        return self._over_batch(logits.reshape(rows, 1), dense)
+        if training:
+            self._check_buffers(before)
+        self._check_logits(logits, dense.part.shape[0], training)
+        return _over_batch(logits.reshape(-1, 1).to(dense.dtype), dense)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
         """[batch, 1], S(0): ``row_loss`` of this rank's rows."""
@@ -145,18 +161,95 @@ class TorchPart:
                 f"row_loss: returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
                 "the loss of each row, such as reduction='none' gives, and no mean"
             )
-        return self._over_batch(losses.unsqueeze(1), logits)
+        return _over_batch(losses.unsqueeze(1), logits)
 
-    def _over_batch(self, part: Tensor, like: GlobalTensor) -> GlobalTensor:
-        shape = (like.shape[0], part.shape[1])
-        return GlobalTensor(part, like.layout, shape, like.boxing)
+    def _check_logits(self, logits: object, rows: int, training: bool) -> None:
+        what = f"{type(self.module).__name__}.forward: returned "
+        if not isinstance(logits, Tensor) or logits.shape not in ((rows,), (rows, 1)):
+            given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise SbpError(
+                f"{what}{given} for {rows} rows; return their logits, [rows] or [rows, 1]"
+            )
+        if not logits.is_floating_point():
+            raise SbpError(f"{what}{logits.dtype}; logits are floating, float32 for example")
+        if training and not logits.requires_grad:
+            raise SbpError(
+                f"{what}logits without a gradient; compute them from the vectors, outside of "
+                "torch.no_grad() and detach()"
+            )
 
-    def _refuse_buffers(self, before: Mapping[str, tuple[int, int]]) -> None:
-        changed = [name for name, v in _versions(self.module).items() if before.get(name) != v]
+    def _buffers(self) -> list[tuple[str, int, int, Tensor | None]]:
+        """Which tensors the buffers are, how often each was written to, and its values at first.
+
+        A write through ``.data`` leaves no other trace than the values; a module that does it does
+        it from the start, so the first batches are looked at.
+        """
+        self._batches += 1
+        look = self._batches <= LOOKED_AT
+        return [
+            (name, id(value), value._version, value.clone() if look else None)
+            for name, value in self.module.named_buffers()
+        ]
+
+    def _check_buffers(self, before: list[tuple[str, int, int, Tensor | None]]) -> None:
+        found = {name: value for name, value in self.module.named_buffers()}
+        for name, number, version, values in before:
+            now = found.pop(name, None)
+            same = now is not None and (id(now), now._version) == (number, version)
+            if same and values is not None and now is not None:
+                same = torch.equal(now.nan_to_num(), values.nan_to_num())
+            if not same:
+                self._refuse_buffer(name)
+        for name in found:
+            self._refuse_buffer(name)
+
+    def _refuse_buffer(self, name: str) -> None:
         raise SbpError(
-            f"{type(self.module).__name__}: forward changed the buffer {changed[0]} in training; "
-            "each rank would change its own copy. Keep no state but parameters in the module"
+            f"{type(self.module).__name__}: forward changed the buffer {name} in training; each "
+            "rank would change its own copy. Keep no state but parameters in the module"
         )
+
+
+class ShapesOnly:
+    """Stands for a module in a dry run: nothing travels inside one, only what goes in and out."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, ParameterSpec],
+        layouts: Mapping[str, Layout],
+        boxing: Boxing,
+        dtype: torch.dtype,
+    ) -> None:
+        self.parameters = {
+            name: parameter(
+                torch.empty(spec.shape, dtype=dtype, device="meta"),
+                layouts[name],
+                spec.shape,
+                boxing,
+            )
+            for name, spec in specs.items()
+        }
+
+    def forward(
+        self,
+        vectors: Mapping[str, GlobalTensor],
+        dense: GlobalTensor,
+        *,
+        training: bool,
+        seed: int,
+    ) -> GlobalTensor:
+        """Logits [batch, 1] without values, which all that goes in has a part in."""
+        del training, seed
+        sums = [one.part.sum(1, keepdim=True) for one in (*vectors.values(), dense)]
+        return _over_batch(torch.stack(sums).sum(0), dense)
+
+    def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
+        """[batch, 1] without values."""
+        return _over_batch(logits.part * labels.part, logits)
+
+
+def _over_batch(part: Tensor, like: GlobalTensor) -> GlobalTensor:
+    return GlobalTensor(part, like.layout, (like.shape[0], part.shape[1]), like.boxing)
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -168,11 +261,17 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:  # pyright: ignore[reportPrivateUsage]
+        kind, where = type(part).__name__, name or type(part).__name__
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
             raise SbpError(
-                f"module {name or type(part).__name__}: {type(part).__name__} keeps the buffer "
-                f"{name + '.' if name else ''}running_mean of this rank's rows alone, so weights "
-                "would depend on the number of ranks; use LayerNorm, or no norm"
+                f"module {where}: {kind} takes mean and variance over this rank's rows, and keeps "
+                f"the buffer {name + '.' if name else ''}running_mean of them, so weights would "
+                "depend on the number of ranks; use LayerNorm, or no norm"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise SbpError(
+                f"module {where}: {kind} with sparse=True has sparse gradients, which dense "
+                "buckets do not take; leave sparse out, or make it a table of an output"
             )
     for name, value in module.named_parameters():
         if isinstance(value, nn.parameter.UninitializedParameter):
@@ -184,11 +283,6 @@ def _check_module(module: nn.Module) -> None:
             raise SbpError(f"parameter {name}: {value.dtype} is no floating dtype; use float32")
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensors the buffers are, and how often each was written to."""
-    return {name: (id(value), value._version) for name, value in module.named_buffers()}
-
-
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Generator[None]:
     """torch's generators, those of all CUDA devices too, start from ``seed`` and are put back."""
@@ -196,8 +290,3 @@ def _seeded(seed: int, device: torch.device) -> Generator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
-
-
-@contextmanager
-def _unchanged() -> Generator[None]:
-    yield

@@ -25,7 +25,7 @@ from sbpflow.runtime.store import TimedStore, open_store
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "interrupt", "terminated"]
 
-_GRACE_S = 1.5  # for the other ranks to post: all of it is spent only if one hangs or is dead
+_GRACE_S = 3.0  # for the other ranks to post: all of it is spent only if one hangs or is dead
 _LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
 _POLL_S = 0.2
 _LONGEST_POLL_S = 5.0  # while ranks are still starting
@@ -197,7 +197,7 @@ class Meeting:
                 name.bind(f"\0{_name_of_run()}/{machine_name()}")
                 here = [rank for rank, where in self.machines.items() if where == machine_name()]
                 _print(self.message(alive=here or [self.rank], store_lost=str(error)))
-            time.sleep(2 * _GRACE_S)
+            time.sleep(_GRACE_S)
 
     def message(self, *, alive: list[int] | None = None, store_lost: str = "") -> str:
         """What a user should read, of all that was heard."""

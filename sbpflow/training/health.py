@@ -10,7 +10,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
-from sbpflow.errors import ConfigError, ReplicaError, TrainingError
+from sbpflow.errors import ConfigError, ReplicaError, SbpError, TrainingError
 from sbpflow.runtime.late_read import LateRead
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -134,23 +134,49 @@ def check_replicas(
     world = boxing.world
     if world.size == 1:
         return
-    copies = [
-        Copies(name, (tuple(range(world.size)),), [parameter.part.detach()])
+    copies = [*_copies_of(parameters, world.size), *embeddings.copies()]
+    if found := _first_difference(copies, boxing):
+        name, ranks = found
+        raise ReplicaError(
+            f"{name}: the copies on ranks {list(ranks)} differ; a gradient or an update was not "
+            "the same everywhere"
+        )
+
+
+def check_initial(parameters: Mapping[str, GlobalTensor], boxing: Boxing) -> None:
+    """Raise SbpError on every rank if parameters that are B start with different values."""
+    if boxing.world.size == 1:
+        return
+    if found := _first_difference(_copies_of(parameters, boxing.world.size), boxing):
+        name, _ = found
+        raise SbpError(
+            f"parameter {name}: its initial values differ between ranks; a model's make() must "
+            "build a new module at each call and draw from torch's generator alone, or load the "
+            "same file on every rank"
+        )
+
+
+def _copies_of(parameters: Mapping[str, GlobalTensor], size: int) -> list[Copies]:
+    return [
+        Copies(name, (tuple(range(size)),), [parameter.part.detach()])
         for name, parameter in parameters.items()
         if parameter.layout.nd_sbp == (Broadcast(),)
     ]
-    copies += embeddings.copies()
+
+
+def _first_difference(
+    copies: Sequence[Copies], boxing: Boxing
+) -> tuple[str, tuple[int, ...]] | None:
+    """The first copies that are not equal bit by bit, and their ranks; every rank calls it."""
     if not copies:
-        return
-    mine = torch.stack([_checksum(copy.tensors, world.device) for copy in copies])
+        return None
+    mine = torch.stack([_checksum(copy.tensors, boxing.world.device) for copy in copies])
     everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
     for column, copy in enumerate(copies):
         for ranks in copy.ranks:
             if len({everyone[rank][column] for rank in ranks}) > 1:
-                raise ReplicaError(
-                    f"{copy.name}: the copies on ranks {list(ranks)} differ; a gradient or an "
-                    "update was not the same everywhere"
-                )
+                return copy.name, ranks
+    return None
 
 
 def _checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -233,7 +233,7 @@ class Report:
             values |= {"best_auc": self._best[0], "best_logloss": self._best[1]}
         self._progress.close()
         self._metrics.write("final", values)
-        files = [self._folder / METRICS_FILE, self._folder / BOARD_FOLDER]
+        files = [self._folder / name for name in (METRICS_FILE, BOARD_FOLDER, PLAN_FILE)]
         written = [str(path) for path in files if path.exists()]
         logger.info("%s", end_summary(values, written, notes or {}))
 

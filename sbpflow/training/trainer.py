@@ -5,7 +5,7 @@ The moves that a step consists of are here; their order, and so what overlaps, i
 every order. The loss rides in the dense exchange.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import Conversion
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -117,8 +118,8 @@ class Trainer:
 
     ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
     gives the factor of all learning rates at a step. ``gradients`` is how dense gradients and the
-    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it; in batches of
-    ``planned_rows`` the dense part may make no conversion that ``boxing`` was not told of.
+    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it. ``planned``
+    are the rows of a batch and the conversions that its forward then makes, these and no others.
     """
 
     def __init__(
@@ -133,11 +134,11 @@ class Trainer:
         rate_factor: RateFactor = constant,
         schedule: StepSchedule = OVERLAPPED,
         gradients: GradientPlan | None = None,
-        planned_rows: int | None = None,
+        planned: tuple[int, Sequence[Conversion]] | None = None,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._boxing = boxing
         self._dtype = dtype
         self._seed = seed
@@ -153,7 +154,7 @@ class Trainer:
         self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
         self._loss: Tensor | None = None  # [1], of all ranks
         self._gradients_under_way: PendingSync | None = None
-        self._planned_rows = planned_rows
+        self._planned_rows, self._conversions = planned or (None, ())
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         self._coming: _BatchInFlight | None = None
         self._failure = ""
@@ -242,7 +243,8 @@ class Trainer:
     def _forward(self, one: _BatchInFlight) -> None:
         batch, seed = one.batch, self._mask_seed(one.number)
         labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
-        with self._boxing.planned_only(batch.num_rows == self._planned_rows):
+        as_planned = batch.num_rows == self._planned_rows
+        with self._boxing.expecting(self._conversions if as_planned else None):
             logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
             losses = self._model.row_losses(logits, labels)
         weights: Tensor | None = getattr(batch, "weights", None)
@@ -273,14 +275,14 @@ class Trainer:
         self._embeddings.update(self.num_steps)
 
     def _update_dense(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _set_learning_rates(self, factor: float) -> None:
         self._embeddings.scale_lr(factor)
-        if self._optimizer is not None:
-            for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+        if self.optimizer is not None:
+            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * factor
 
     @torch.no_grad()

@@ -16,14 +16,14 @@ from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
-from sbpflow.run.model import Fields, HashedCross, hashed_crosses_of
+from sbpflow.run.model import Fields, HashedColumn
 from tests.data.full_set import make_full_set
 from tests.training.wdl_case import make_config
 
 MASK = 2**64 - 1
 CROSSES = (
-    HashedCross(columns=("C1", "C2"), rows=50),
-    HashedCross(columns=("C3", "C2", "C1"), rows=999),
+    HashedColumn(columns=("C1", "C2"), rows=50),
+    HashedColumn(columns=("C3", "C2", "C1"), rows=999),
 )
 
 
@@ -116,7 +116,7 @@ def test_computed_columns_are_the_prepared_ones(sets, backend, shuffle):
 
 def test_crosses_stand_beside_lists(tmp_path):
     manifest, rows = make_full_set(tmp_path / "set")
-    cross = HashedCross(columns=("C1", "C2"), rows=100)
+    cross = HashedColumn(columns=("C1", "C2"), rows=100)
     loader = open_loader(manifest, batch_size=300, backend="memmap", crosses=[cross])
     batch = next(loader.epoch(0))
     own = [rows[number] for number in batch.dense[:, 0].int().tolist()]
@@ -128,10 +128,10 @@ def test_crosses_stand_beside_lists(tmp_path):
 
 def test_a_column_that_cannot_be_crossed_is_named(sets, tmp_path):
     with pytest.raises(ConfigError, match=r"cross hashed\.C1xC9: C9 is no column of one"):
-        open_loader(sets[0], batch_size=8, crosses=[HashedCross(columns=("C1", "C9"), rows=9)])
+        open_loader(sets[0], batch_size=8, crosses=[HashedColumn(columns=("C1", "C9"), rows=9)])
     manifest, _ = make_full_set(tmp_path / "set")
     with pytest.raises(ConfigError, match="L0 is no column of one id per row"):
-        open_loader(manifest, batch_size=8, crosses=[HashedCross(columns=("C1", "L0"), rows=9)])
+        open_loader(manifest, batch_size=8, crosses=[HashedColumn(columns=("C1", "L0"), rows=9)])
 
 
 def _train(world, manifest, fields, wide):
@@ -147,12 +147,12 @@ def _train(world, manifest, fields, wide):
     job = build_job(config, spec, plan, Boxing(world))
     loader = open_loader(
         manifest, batch_size=256, rank=world.rank, world_size=world.size, backend="memmap",
-        crosses=hashed_crosses_of(spec),
+        crosses=spec.hashed_columns,
     )  # fmt: skip
     return names, [float(job.trainer.step(batch)) for batch in loader.epoch(0)]
 
 
-def test_the_model_asks_for_hashed_crosses_and_raw_columns(ranks, sets):
+def test_the_model_asks_for_hashed_columns_and_raw_columns(ranks, sets):
     """Trained like a set in which the crosses are ordinary columns of the wide part."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}

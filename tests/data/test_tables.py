@@ -1,17 +1,22 @@
 """Tables as people have them: every kind of column, from CSV and Parquet, encoded and grown."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from data import load_manifest
 from data.__main__ import main
-from data.format.manifest import SPLITS
+from data.format.manifest import MANIFEST, SPLITS, fingerprint_of
+from data.format.npy import write_array
 from data.format.shards import RowFiles
 from data.format.verify import verify_set
 from data.format.vocabulary import open_vocabularies
-from tests.data.rows import all_words, folder_bytes
+from data.prepare import prepare
+from data.prepare.encode import encode_all
+from data.prepare.schema_file import read_schema
+from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 
 ROWS = table(700)
@@ -211,8 +216,6 @@ def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
 
 
 def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
-    import shutil
-
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / "shop.ids.npy"
     raw = bytearray(path.read_bytes())
@@ -223,8 +226,6 @@ def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
 
 
 def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
-    from data.format.manifest import MANIFEST, fingerprint_of
-
     old = {"format": "sbpflow-prepared", "version": 1, "source": "prepare", "min_count": 3,
            "inputs": [{"name": "train.tsv", "bytes": 1}], "seed": 9,
            "schema": {"columns": ["label", "I1"], "dense": ["I"] * 13},
@@ -265,3 +266,83 @@ def test_names_with_an_x_are_crossed_and_two_readings_are_refused(tmp_path, caps
     schema.write_text("sparse: {se: integer, sex: integer, tax: integer, xtax: integer}\n")
     assert main([*map(str, words)]) == 2
     assert "'sexxtax' can be se with xtax or sex with tax" in capsys.readouterr().err
+
+
+class Stopped(BaseException):
+    """The end of a run, as sudden as a kill."""
+
+
+def _stop(*_, **__):
+    raise Stopped
+
+
+def _half(*arguments):
+    encode_all(*arguments)
+    for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
+        record.unlink()  # as if these had not been reached; their staged files are gone
+    raise Stopped
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "*.list", "*.arrow", "fitted.json", "*.ids.npy", "*.starts.npy"]
+)
+@pytest.mark.parametrize(
+    "place",
+    [("build_vocabularies", _stop), ("fit_columns", _stop), ("encode_all", _stop),
+     ("encode_all", _half), ("_publish", _stop)],
+)  # fmt: skip
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch, place, damage):
+    source = write_csv(tmp_path / "t.csv", table(200))
+    (tmp_path / "schema.yaml").write_text(SCHEMA)
+    settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),
+                "max_bad_fraction": 0.1, "piece_bytes": 1 << 13}  # fmt: skip
+    clean = run_prepare(tmp_path / "clean", source, **settings)
+    assert len(clean.shards("train")) > 2
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, *place)
+        with pytest.raises(Stopped):
+            run_prepare(tmp_path / "set", source, **settings)
+    if found := sorted((tmp_path / "set.work").rglob(damage)) if damage else []:
+        raw = bytearray(found[0].read_bytes())
+        raw[-3] ^= 4
+        found[0].write_bytes(raw)
+    run_prepare(tmp_path / "set", source, **settings)
+    assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
+
+
+@pytest.mark.parametrize(
+    ("array", "place", "value", "message"),
+    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, its table has rows 2..10"),
+     ("ids", 1, None, "gives an id to two values"), ("keys", 3, 0, "do not rise")],
+)  # fmt: skip
+def test_a_vocabulary_made_by_hand_is_refused(
+    tmp_path, as_csv, capsys, array, place, value, message
+):
+    """With checksums and a fingerprint that fit."""
+    shutil.copytree(as_csv.path, tmp_path / "set")
+    path = tmp_path / "set" / "vocabulary" / f"shop.{array}.npy"
+    values = np.load(path)
+    values[place] = values[0] if value is None else value
+    content = json.loads((tmp_path / "set" / MANIFEST).read_text())
+    content["vocabulary"]["fields"]["shop"][array]["crc32"] = write_array(path, values)
+    content["fingerprint"] = fingerprint_of(content)
+    (tmp_path / "set" / MANIFEST).write_text(json.dumps(content))
+    assert main(["verify", str(tmp_path / "set")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_made_by_hand_are_refused_by_verify(tmp_path, as_csv, capsys):
+    for number, (word, value, message) in enumerate(
+        [(0, 0.5, "a label 0.5"), (1, 2.0**100, "price 1.26"), (1, np.nan, "price nan")]
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(as_csv.path, folder)
+        path = folder / "train-000000.npy"
+        words = np.load(path)
+        words[5, word] = np.float32(value).view(np.int32)
+        content = json.loads((folder / MANIFEST).read_text())
+        content["splits"]["train"][0]["crc32"] = write_array(path, words)
+        content["fingerprint"] = fingerprint_of(content)
+        (folder / MANIFEST).write_text(json.dumps(content))
+        assert main(["verify", str(folder)]) == 2
+        assert f"train-000000.npy: row 5 has {message[:9]}" in capsys.readouterr().err

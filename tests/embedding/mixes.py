@@ -8,7 +8,7 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import INITIAL_BOUND, EmbeddingCollection
-from sbpflow.embedding.ids.reader import Bags
+from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sbpflow.embedding.ids.reader import Bags, BatchIds, IdBounds, IdReader, Lists
+from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, IdBounds, Lists
+from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack

@@ -32,7 +32,7 @@ from sbpflow.runtime.world import World, broken, device_type_of, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
-LIMIT_S = 60  # torch imports on a loaded machine
+LIMIT_S = 180  # torch imports on a loaded machine
 
 
 def start(mode: str, folder: Path, **env: object) -> subprocess.Popen[str]:
@@ -156,8 +156,7 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     return outputs, [process.returncode for process in ranks]
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("patience", [(6, 6), (3, 30), (30, 3)])
+@pytest.mark.parametrize("patience", [(10, 10), (10, 60), (60, 10)])
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
     """Also where another rank than 0 gives up first, and where others would wait much longer."""
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from sbpflow.config.schema import Ftrl
-from sbpflow.embedding.ids.reader import BatchIds, IdBounds
+from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_job, to_device
 
 

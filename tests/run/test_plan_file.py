@@ -23,7 +23,7 @@ def plan_of(scheme, **more):
     return plan_run(config, FIELDS, world_size=4, device_type="cpu")[1]
 
 
-@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3", "auto"])
 def test_a_plan_survives_its_file(scheme):
     plan = plan_of(scheme, dim=8, dense_layouts={"mlp.0.weight": "S(1)"})
     assert plan_from_json(plan_to_json(plan)) == plan
@@ -44,8 +44,18 @@ def test_what_is_no_plan_is_refused(text):
         plan_from_json(text)
 
 
-def test_a_changed_plan_is_another():
+def test_a_changed_plan_is_refused():
     plan = plan_of("1", dim=8)
     content = json.loads(plan_to_json(plan))
-    content["plan"]["batch_size"] += 1
-    assert plan_from_json(json.dumps(content)) != plan
+    for key, value in {
+        "batch_size": "abc",
+        "kernels": None,
+        "schedule": {"is": "Broadcast"},
+    }.items():
+        changed = {**content, "plan": {**content["plan"], key: value}}
+        with pytest.raises(DataError, match="its checksum does not fit"):
+            plan_from_json(json.dumps(changed))
+    with pytest.raises(DataError, match="format True"):
+        plan_from_json(json.dumps({**content, "format": True}))
+    with pytest.raises(DataError, match="RecursionError"):
+        plan_from_json("[" * 100_000)

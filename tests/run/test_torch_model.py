@@ -59,6 +59,7 @@ class Model:
             "plain": lambda: Net(self.dropout),
             # aot_eager traces and runs without a compiler, as the default backend would.
             "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
+            "apart": Apart,
             **WRONG,
         }
         loss = {"row_loss": mean_loss} if self.kind == "mean loss" else {}
@@ -77,15 +78,26 @@ class Odd(Net):
         logits = super().forward(vectors, dense)
         if self.wrong == "buffer":
             self.count += 1
-        return logits.mean(0) if self.wrong == "shape" else logits
+        if self.wrong == "data":
+            self.count.data += 1
+        results = {"shape": lambda: logits.mean(0), "whole": logits.long, "detached": logits.detach}
+        return results.get(self.wrong, lambda: logits)()
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - labels).square().mean()
 
 
+SHARED = Net()
 WRONG = {
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)),
+    "norm of a batch": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    "shared": lambda: SHARED,
+    "no module": lambda: "Net",
+    "sparse": lambda: nn.Embedding(5, 2, sparse=True),
+    "data": lambda: Odd("data"),
+    "detached": lambda: Odd("detached"),
+    "whole": lambda: Odd("whole"),
     "lazy": lambda: nn.Sequential(nn.LazyLinear(3)),
     "buffer": lambda: Odd("buffer"),
     "shape": lambda: Odd("shape"),
@@ -200,16 +212,83 @@ def refusal(world: World, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("batch norm", "module 1: BatchNorm1d keeps the buffer 1.running_mean"),
+        ("batch norm", "module 1: BatchNorm1d takes mean .* the buffer 1.running_mean"),
         ("lazy", "parameter 0.weight: has no shape yet"),
         ("buffer", "Odd: forward changed the buffer count in training"),
         ("shape", r"Odd.forward: returned \[1\] for 24 rows; return their logits"),
+        ("norm of a batch", "module BatchNorm1d: BatchNorm1d takes mean and variance over this"),
+        ("shared", "make: returned the same Net twice; build a new one at each call"),
+        ("no module", r"make: returned a str, not a torch\.nn\.Module"),
+        ("sparse", "module Embedding: Embedding with sparse=True has sparse gradients"),
+        ("data", "Odd: forward changed the buffer count in training"),
+        ("detached", "Odd.forward: returned logits without a gradient"),
+        ("whole", "Odd.forward: returned torch.int64; logits are floating"),
         ("mean loss", r"row_loss: returned \[\] for 24 rows; return the loss of each row"),
     ],
 )
 def test_what_would_train_wrong_is_refused(ranks, kind, said):
     (message,) = ranks(1, refusal, kind)
     assert re.search(said, message), message
+
+
+class Apart(Net):
+    """Starts from numbers that are not torch's, so that every rank has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.last.weight.fill_(float(os.getpid()))
+
+
+def apart(world: World) -> str:
+    with pytest.raises(SbpError) as caught:
+        start_job(config("3", Model(kind="apart")), FIELDS, Boxing(world))
+    return str(caught.value)
+
+
+def test_ranks_that_start_apart_are_told_before_the_first_step(ranks):
+    for message in ranks(2, apart):
+        assert "parameter last.weight: its initial values differ between ranks" in message
+
+
+class Wanders:
+    """A dense part on global tensors that converts once more, or once less, from some step on."""
+
+    def __init__(self, part: object, extra: bool) -> None:
+        self.part, self.extra, self.steps = part, extra, 0
+        self.parameters = part.parameters
+        self.row_losses = part.row_losses
+
+    def forward(self, vectors, dense, **more):
+        self.steps += 1
+        if self.extra and self.steps > 1:
+            dense = dense.to("B", id="more").to("S(0)", id="back")
+        return self.part.forward(vectors, dense, **more)
+
+
+def wander(world: World) -> list[str]:
+    from tests.training.wdl_case import make_batches, make_config, make_job
+
+    said = []
+    for extra in (True, False):
+        job = make_job(world, make_config("1", "sgd", dense_layouts={"mlp.1.weight": "S(1)"}))
+        part = Wanders(job.trainer._model, extra)
+        job.trainer._model = part
+        batches = [batch.part(world.rank, world.size) for batch in make_batches(3, 30)]
+        job.trainer.step(batches[0])
+        if not extra:
+            part.part = type("Less", (), {"forward": staticmethod(lambda v, d, **_: v["wide"])})()
+        with pytest.raises(SbpError) as caught:
+            job.trainer.step(batches[1])
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_forward_that_converts_something_else_is_refused(ranks):
+    for more, less in ranks(2, wander):
+        assert "the dense part asks for more/fwd" in more
+        assert "asks for" in less
+        assert "where the plan of this run has mlp" in less
 
 
 def test_its_parameters_are_not_split():

@@ -1,4 +1,4 @@
-"""Without FBGEMM and DALI, as on macOS or a bare machine: the whole way, from rows to an AUC."""
+"""Without FBGEMM, numba and DALI, as on macOS: the whole way, from rows to an AUC."""
 
 import json
 import os
@@ -14,7 +14,7 @@ CONFIG = str(ROOT / "configs/scheme3.yaml")
 HIDE = """
 from importlib import machinery, metadata
 
-HIDDEN = ("fbgemm_gpu", "nvidia")
+HIDDEN = ("fbgemm_gpu", "nvidia", "numba")
 find_spec, version = machinery.PathFinder.find_spec, metadata.version
 
 
@@ -23,7 +23,7 @@ def find_others(name, path=None, target=None):
 
 
 def version_of_others(name):
-    if name.startswith(("fbgemm", "nvidia")):
+    if name.startswith(("fbgemm", "nvidia", "numba")):
         raise metadata.PackageNotFoundError(name)
     return version(name)
 

@@ -21,7 +21,7 @@ from sbpflow.embedding.exchange.base import (
 )
 from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueGroup
 from sbpflow.embedding.ids.addresses import LocalAddresses
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import Exchange, received
-from sbpflow.embedding.ids.reader import BatchIds, Lists
+from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, ExchangeStep
 from sbpflow.errors import SbpError

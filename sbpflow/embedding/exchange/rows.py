@@ -11,7 +11,7 @@ from sbpflow.embedding.exchange.all_to_all import Exchange, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, StorageFactory
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.ids.addresses import OwnerAddresses
-from sbpflow.embedding.ids.reader import BatchIds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import (
     MAX_BATCH_SIZES,
     ExchangeStep,

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.ids.reader import BatchIds, Lists
+from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.stack import Stack, Use, columns_of
 from sbpflow.embedding.storage.access import Access
 

@@ -16,6 +16,7 @@ from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, RowSteps,
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
+    HALF_DTYPES,
     FeatureConfig,
     OutputConfig,
     TableConfig,
@@ -24,7 +25,6 @@ from sbpflow.embedding.plan.tables import (
     check_exchange,
     shards_of,
 )
-from sbpflow.embedding.storage.rounding import HALF_DTYPES
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement

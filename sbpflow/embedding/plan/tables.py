@@ -16,6 +16,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
 

@@ -15,11 +15,12 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import HALF_DTYPES
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
-from sbpflow.embedding.storage.rounding import HALF_DTYPES, RowNoise
+from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.versions import import_fbgemm

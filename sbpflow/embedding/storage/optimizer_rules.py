@@ -46,7 +46,7 @@ def row_squares(grads: Tensor) -> Tensor:
     Not as a product with ones: BLAS works on blocks of rows, so that the last bit of a row would
     depend on which rows stand around it.
     """
-    return grads.square().sum(1)
+    return (grads * grads).sum(1)
 
 
 def _sgd(optimizer: SparseOptimizer, block: RowBlock) -> None:

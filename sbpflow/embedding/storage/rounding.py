@@ -14,7 +14,6 @@ from sbpflow.runtime.streams import GAMMA, mix, step_keys, stream_key
 
 # Mantissa bits that float32 has and the narrow dtype has not.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-HALF_DTYPES = tuple(_DROPPED_BITS)
 # Columns that share the 64 bits of one draw, 16 bits each.
 COLUMNS_PER_WORD = 4
 

@@ -1,0 +1,163 @@
+"""``scheme: auto`` against every plan that it compares, on the tables alone.
+
+    python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit]
+
+Each plan looks up and updates the same batches, in turns; a line per task says how much slower the
+cheapest by price is than the fastest by the clock, and the clock of every plan. Two ranks.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.network import start_ranks
+from benchmarks.record import Results
+from benchmarks.stages import Shape, make_shape
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.run.auto_scheme import Candidate, Rules, candidates, rank_candidates
+from sbpflow.runtime.world import World
+from sbpflow.sbp.placement import Placement
+
+BATCH = 4096
+TASKS = ("even", "dcnv2", "t510", *(f"random{n}" for n in range(5)))
+GB_PER_S = {None: LOOPBACK_GB_PER_S, "1gbit": 0.12}
+
+
+def task(name: str) -> Shape:
+    """Tables and features by name; random ones are drawn from the number in it."""
+    if not name.startswith(("even", "random")):
+        return make_shape(name)
+    if name == "even":
+        rows, dims, hotness = [200_000] * 26, [16] * 26, [1] * 26
+    else:
+        random = np.random.default_rng(int(name.removeprefix("random")))
+        count = int(random.integers(4, 40))
+        rows = np.exp(random.uniform(2, 13, count)).astype(int).tolist()
+        dims = [int(random.choice([8, 16, 32, 64]))] * count
+        hotness = np.clip(random.geometric(0.4, count), 1, 20).tolist()
+    tables = [
+        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=d)
+        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
+    ]
+    return tables, [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
+
+
+def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
+    """Every plan, the cheapest by price first."""
+    tables, features = shape
+    shapes = {table.name: table.shape for table in tables}
+
+    def plan(rules: Rules) -> EmbeddingPlan:
+        schemes = {"auto": rules}
+        parallel = ParallelConfig(scheme="auto")
+        return plan_embeddings(
+            [OutputConfig(name="deep", tables=tuple(tables))],
+            resolve_table_layouts(parallel, shapes, schemes, world.size),
+            features=features,
+            optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
+            dtype=torch.float32,
+            world=world,
+            backend="gloo",
+            batch_size=BATCH,
+        )
+
+    rules = candidates(tables, features, world.size, BATCH)
+    return rank_candidates(rules, plan, num_rows=BATCH, link_gb_per_s=gb_per_s)
+
+
+def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
+    """[samples, columns], skewed as the price takes ids to be."""
+    tables, features = shape
+    random = np.random.default_rng(rank)
+    columns = [
+        (random.random((samples, f.hotness)) ** 3 * t.num_rows).astype(np.int64) * 7919 % t.num_rows
+        for t, f in zip(tables, features, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: all plans of a task in turns."""
+    torch.set_num_threads(1)
+    shape = task(args.tasks[0])
+    with World.start("cpu") as world:
+        plans = ranked(shape, Placement.line("cpu", world.size), GB_PER_S[args.link])
+        boxing = Boxing(world)
+        ids = make_ids(shape, BATCH // world.size, world.rank)
+        made = [EmbeddingCollection(one.plan, boxing, seed=1) for one in plans]
+        times: list[list[float]] = [[] for _ in made]
+        busy: list[list[float]] = [[] for _ in made]
+        for repeat in range(args.repeats + 1):
+            for number, tables in enumerate(made):
+                world.barrier()
+                start, cpu = time.perf_counter(), time.process_time()
+                for step in range(args.steps):
+                    (out,) = tables.forward(ids, BATCH, training=True).values()
+                    out.grad = torch.full_like(out, 1e-4)
+                    tables.apply_gradients(repeat * args.steps + step + 1)
+                cpu = time.process_time() - cpu
+                world.barrier()
+                if repeat:
+                    busy[number].append(1e3 * cpu / args.steps)
+                    times[number].append(1e3 * (time.perf_counter() - start) / args.steps)
+        if world.rank == 0:
+            found = [
+                {
+                    "plan": one.name,
+                    "priced_ms": round(one.price.ms, 1),
+                    "ms": round(statistics.median(ms), 1),
+                    "cpu_ms": round(min(cpu), 1),  # of rank 0
+                }
+                for one, ms, cpu in zip(plans, times, busy, strict=True)
+            ]
+            Path(args.output).write_text(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--link", choices=["1gbit"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    whole = set(args.tasks) == set(TASKS) and (args.steps, args.repeats) == (4, 5)
+    results = Results(f"schemes_{args.link or 'loopback'}", recorded=whole)
+    for name in args.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "times.json"
+            words = ["--tasks", name, "--steps", str(args.steps), "--repeats", str(args.repeats)]
+            words += ["--output", str(output)] + (["--link", args.link] if args.link else [])
+            start_ranks("benchmarks.schemes", 2, words, link=args.link)
+            found = json.loads(output.read_text())
+        best = min(found, key=lambda one: one["ms"])
+        results.add(
+            benchmark="schemes",
+            task=name,
+            link=args.link or "loopback",
+            auto=found[0]["plan"],
+            fastest=best["plan"],
+            slower_by=round(found[0]["ms"] / best["ms"] - 1, 3),
+            plans=found,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""How often each value of a field occurs in the train part, in memory that does not grow with it.
+
+Fields with few distinct values are counted together in one pass. One with more than fit into a
+pass is counted range by range of its keys, every range written to a file before the next begins.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from data.format.ids import Keys
+
+PASS_VALUES = 1 << 22
+"""Distinct values counted in one pass, over all fields in it."""
+_SAMPLED_ROWS = 1 << 20
+
+Rows = Callable[[], pl.LazyFrame]
+
+
+@dataclass(frozen=True)
+class FieldCounts:
+    """Distinct values of a field in the train part, in key order."""
+
+    keys: Keys
+    counts: NDArray[np.uint32]
+    checks: NDArray[np.uint32] | None
+    """The least check of the strings of each key."""
+    collisions: int
+    """Keys that two strings share."""
+    missing: int
+
+
+def count_fields(
+    rows: Mapping[str, Rows], num_rows: int, spill: Path, pass_values: int = PASS_VALUES
+) -> Iterator[tuple[str, FieldCounts]]:
+    """The counts of every field, in an order of their own.
+
+    ``rows`` gives ``key`` (null: missing) and of strings ``check``, row by row, by field;
+    ``num_rows`` is about how many there are. What does not fit into memory goes to files
+    ``spill``.NAME, which are of no use afterwards.
+    """
+    estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))
+    if num_rows * len(rows) > pass_values:
+        queries = [lazy().select(pl.col("key").approx_n_unique()) for lazy in rows.values()]
+        found = pl.collect_all(queries, engine="streaming")
+        estimates = {name: int(frame.item()) for name, frame in zip(rows, found, strict=True)}
+    for names in _passes(estimates, pass_values):
+        if len(names) == 1 and estimates[names[0]] > pass_values:
+            passes = -(-estimates[names[0]] // pass_values)
+            yield names[0], _by_ranges(rows[names[0]], num_rows, passes, spill, names[0])
+        else:
+            queries = [_grouped(rows[name]()) for name in names]
+            found = pl.collect_all(queries, engine="streaming")
+            for name, frame in zip(names, found, strict=True):
+                yield name, _from_frame(frame)
+            del found
+
+
+def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str]]:
+    """Fields that are counted together."""
+    names: list[str] = []
+    total = 0
+    for name, number in sorted(estimates.items(), key=lambda item: item[1]):
+        if names and total + number > pass_values:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += number
+    if names:
+        yield names
+
+
+def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
+    wanted = [pl.len().cast(pl.UInt32).alias("len")]
+    if "check" in rows.collect_schema().names():
+        wanted += [pl.col("check").min().alias("least"), pl.col("check").max().alias("most")]
+    return rows.group_by("key").agg(wanted)
+
+
+def _from_frame(frame: pl.DataFrame) -> FieldCounts:
+    missing = int(frame.filter(pl.col("key").is_null())["len"].sum())
+    values = frame.drop_nulls("key").sort("key")
+    checks, collisions = None, 0
+    if "least" in values.columns:
+        checks = values["least"].to_numpy()
+        collisions = int((values["least"] != values["most"]).sum())
+    keys, counts = values["key"].to_numpy(), values["len"].to_numpy()
+    return FieldCounts(keys, counts, checks, collisions, missing)
+
+
+def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -> FieldCounts:
+    """Counts of one large field, range by range of keys."""
+    bounds = _bounds(rows, num_rows, passes)
+    files = {part: spill.with_name(f"{spill.name}.{name}.{part}") for part in ("k", "c", "h")}
+    types: dict[str, np.dtype[np.generic]] = {}
+    for file in files.values():
+        file.unlink(missing_ok=True)
+    missing = collisions = 0
+    for low, high in zip([None, *bounds], [*bounds, None], strict=True):
+        key = pl.col("key")
+        chosen = pl.lit(True) if low is None else key >= low
+        chosen = chosen if high is None else chosen & (key < high)
+        chosen = chosen | key.is_null() if low is None else chosen
+        found = _from_frame(_grouped(rows().filter(chosen)).collect(engine="streaming"))
+        missing, collisions = missing + found.missing, collisions + found.collisions
+        for part, array in zip("kch", (found.keys, found.counts, found.checks), strict=True):
+            if array is not None:
+                types[part] = array.dtype
+                with files[part].open("ab") as file:
+                    file.write(np.ascontiguousarray(array).data)
+        del found
+    whole = {part: np.memmap(files[part], dtype=types[part], mode="r") for part in types}
+    return FieldCounts(whole["k"], whole["c"], whole.get("h"), collisions, missing)
+
+
+def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
+    """Keys at which ranges of about equally many distinct values begin, from a sample of rows."""
+    step = max(1, num_rows // _SAMPLED_ROWS)
+    sample = rows().select("key").gather_every(step).collect(engine="streaming")["key"]
+    distinct = sample.drop_nulls().unique().sort().to_numpy()
+    places = np.linspace(0, len(distinct), passes + 1)[1:-1].astype(np.int64)
+    return [int(key) for key in np.unique(distinct[places])]
+
+
+def spilled(spill: Path) -> Sequence[Path]:
+    """What ``count_fields`` left behind."""
+    return sorted(spill.parent.glob(spill.name + ".*"))

@@ -1,0 +1,157 @@
+"""What a step of an embedding plan costs, from its groups, its bytes and how often ids repeat.
+
+Meant to rank whole plans before anything runs; no calibration is needed. Ids are taken to repeat as
+click data do: the share of the smallest id of n falls as n ** -2/3 (``touched``).
+"""
+
+import math
+from dataclasses import dataclass
+
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
+from sbpflow.embedding.plan.stack import Stack
+
+# Nanoseconds on one core, and milliseconds per call, rounded: compiled kernels, rowwise Adagrad,
+# 26 tables x 200k x 16, Intel Xeon (AMX) at 2 ranks, 2026-11. Another machine is slower or faster
+# in all of them; what ranks plans is how they stand to one another and to the link.
+INDEX_NS = 5.0  # find the place of an id among the unique ones
+READ_NS, READ_NS_PER_COLUMN = 5.0, 0.15
+SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.25
+STEP_NS, STEP_NS_PER_COLUMN = 10.0, 1.25  # read, rule, write of a row
+COPY_NS_PER_BYTE = 0.1
+GROUP_MS, STACK_MS, TRANSFER_MS = 1.0, 0.4, 0.3
+LOOPBACK_GB_PER_S = 2.0
+
+
+@dataclass(slots=True)
+class Price:
+    """Milliseconds of the busiest rank's work, and of its transfers; the bytes it sends."""
+
+    work_ms: float = 0.0
+    transfer_ms: float = 0.0
+    sent_bytes: int = 0
+
+    @property
+    def ms(self) -> float:
+        return self.work_ms + self.transfer_ms
+
+
+@dataclass(slots=True)
+class _Rank:
+    work_ns: float = 0.0
+    sent_bytes: float = 0.0
+
+    def read(self, rows: float, width: float) -> None:
+        self.work_ns += rows * (READ_NS + READ_NS_PER_COLUMN * width)
+
+    def index_and_sum(self, ids: float, width: float) -> None:
+        self.work_ns += ids * (INDEX_NS + SUM_NS + SUM_NS_PER_COLUMN * width)
+
+    def step(self, rows: float, width: float, states: int) -> None:
+        self.work_ns += rows * (STEP_NS + STEP_NS_PER_COLUMN * width * max(1, states))
+
+    def copy(self, num_bytes: float) -> None:
+        self.work_ns += COPY_NS_PER_BYTE * num_bytes
+
+
+def touched(num_rows: int, draws: float) -> float:
+    """Rows of a table of ``num_rows`` that ``draws`` ids name, on average."""
+    if draws <= 0 or num_rows <= 0:
+        return 0.0
+    total, low = 0.0, 0.0
+    for number in range(1, 41):  # slices of the table, finer where ids are frequent
+        high = (number / 40) ** 3
+        share = ((high ** (1 / 3)) - (low ** (1 / 3))) if high > low else 0.0
+        rows = (high - low) * num_rows
+        if rows > 0:
+            total += rows * -math.expm1(-draws * share / rows)
+        low = high
+    return min(total, draws, float(num_rows))
+
+
+def price_plan(
+    plan: EmbeddingPlan, num_rows: int, link_gb_per_s: float = LOOPBACK_GB_PER_S
+) -> Price:
+    """The price of a step over a global batch of ``num_rows``."""
+    ranks = {rank: _Rank() for rank in plan.world.ranks}
+    calls = 0
+    for group in plan.groups:
+        for stack in group.stacks:
+            for rank, cost in ranks.items():
+                _add_stack(cost, group, stack, rank, num_rows)
+        for rank, cost in ranks.items():
+            _add_vectors(cost, group, rank, num_rows)
+    steps = (
+        *plan.ahead_steps(num_rows),
+        *plan.forward_steps(num_rows),
+        *plan.push_steps(num_rows),
+        *plan.update_steps(num_rows),
+    )
+    for step in steps:
+        calls += _add_step(ranks, step)
+    stacks = sum(len(group.stacks) for group in plan.groups)
+    busiest = max(ranks.values(), key=lambda cost: cost.work_ns)
+    sent = max(cost.sent_bytes for cost in ranks.values())
+    return Price(
+        work_ms=1e-6 * busiest.work_ns + GROUP_MS * len(plan.groups) + STACK_MS * stacks,
+        transfer_ms=1e-6 * sent / link_gb_per_s + TRANSFER_MS * calls,
+        sent_bytes=int(sent),
+    )
+
+
+def _add_step(ranks: dict[int, _Rank], step: Step) -> int:
+    """Bytes that a step sends; where the batch decides, ``_add_stack`` has counted them."""
+    if isinstance(step, ExchangeStep):
+        return 1
+    for rank, cost in ranks.items():
+        cost.sent_bytes += step.bytes_sent(rank)
+    return 1 if step.groups else 0
+
+
+def _add_stack(cost: _Rank, group: GroupPlan, stack: Stack, rank: int, num_rows: int) -> None:
+    """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds."""
+    size = group.world.size
+    states = len(group.optimizer.state_names) if group.optimizer.name != "rowwise_adagrad" else 1
+    shards = {shard.table.name: shard for shard in stack.shards(rank)}
+    rows_travel = size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients
+    for use in stack.uses:
+        table, lookups = use.table, float(num_rows * use.hotness)
+        shard = shards.get(table.name)
+        held = 0.0 if shard is None else shard.num_rows / table.num_rows
+        width = stack.dim if shard is None else shard.width
+        all_touched = touched(table.num_rows, lookups) * held
+        if rows_travel:
+            mine = touched(table.num_rows, lookups / size)
+            cost.index_and_sum(lookups / size, stack.dim)
+            cost.read(lookups / size, stack.dim)  # expanding them
+            item = group.gradient_wire.itemsize
+            if group.exchange == "unique":
+                received = mine * size * held
+                cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
+            else:
+                received = mine * size
+                cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
+                cost.copy(mine * size * stack.dim * item)
+            cost.read(received if group.exchange == "unique" else mine, stack.dim)
+            cost.index_and_sum(received, stack.dim)
+        else:
+            here = lookups / size if group.exchange == "local" and size > 1 else lookups * held
+            cost.read(here, width)
+            cost.index_and_sum(here, width)
+            if group.exchange == "reduce" and size > 1:
+                cost.work_ns += lookups * INDEX_NS  # which of them are here
+        if group.whole_gradients and size > 1:
+            cost.copy(2 * table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize)
+        cost.step(all_touched, width, states)
+
+
+def _add_vectors(cost: _Rank, group: GroupPlan, rank: int, num_rows: int) -> None:
+    """Copies of vectors and gradients into and out of the buffers of boxed exchanges."""
+    size = group.world.size
+    if size == 1 or group.exchange not in ("columns", "reduce"):
+        return
+    there = num_rows * group.rank_width(rank) if rank in group.owners else 0
+    home = num_rows / size * group.width
+    terms = len(group.owners) if group.exchange == "reduce" else 1
+    both_ways = group.wire.itemsize + group.gradient_wire.itemsize
+    cost.copy(both_ways * (2 * there + (1 + terms) * home))

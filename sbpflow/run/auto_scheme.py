@@ -1,0 +1,137 @@
+"""``parallel.scheme: auto``: complete plans side by side, and the cheapest of them.
+
+A candidate says where every table lives; what it costs is a property of the whole plan, for tables
+that travel together share their calls. ``embedding/plan/price.py`` prices them.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+
+from sbpflow.config.table_rules import TableRule
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.price import Price, price_plan, touched
+from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.errors import PlanError
+
+Rules = dict[str, TableRule]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A complete plan by its name, with its price."""
+
+    name: str
+    rules: Rules
+    price: Price
+    plan: EmbeddingPlan
+
+
+def candidates(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    world_size: int,
+    batch_size: int,
+) -> dict[str, Rules]:
+    """Rules per table: all alike, whole tables balanced, and small tables copied beside those."""
+    alike: dict[str, Callable[[TableConfig], TableRule]] = {
+        "all B": lambda _: TableRule(sbp="B", exchange="local"),
+    }
+    if world_size > 1:
+        whole = _balanced(tables, features, world_size, batch_size)
+        alike |= {
+            "all unique": lambda _: TableRule(sbp="S(0)", exchange="unique"),
+            "all reduce": lambda _: TableRule(sbp="S(0)", exchange="reduce"),
+            "all whole": lambda table: whole[table.name],
+            "all S(1)": lambda table: (
+                TableRule(sbp="S(1)", exchange="columns")
+                if table.dim >= world_size
+                else whole[table.name]
+            ),
+        }
+    found = {
+        name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
+    }
+    for limit in (batch_size // (2 * world_size), 2 * batch_size):
+        small = [table for table in tables if table.num_rows <= limit]
+        if not 0 < len(small) < len(tables):
+            continue
+        copied = {escape(table.name): alike["all B"](table) for table in small}
+        for name in alike:
+            if name != "all B":
+                found[f"B up to {limit:,} rows, else {name.removeprefix('all ')}"] = (
+                    found[name] | copied
+                )
+    return found
+
+
+def _balanced(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    world_size: int,
+    batch_size: int,
+) -> dict[str, TableRule]:
+    """Each table whole on one rank: the heaviest first, to the rank with the least so far."""
+    hotness = {feature.name: feature.hotness for feature in features}
+
+    def weight(table: TableConfig) -> float:
+        lookups = batch_size * sum(hotness[name] for name in table.features)
+        return (lookups + 5 * touched(table.num_rows, lookups)) * (8 + table.dim)
+
+    loads = [0.0] * world_size
+    rules: dict[str, TableRule] = {}
+    for table in sorted(tables, key=weight, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += weight(table)
+        rules[table.name] = TableRule(sbp="B", ranks=(rank,), exchange="columns")
+    return rules
+
+
+def rank_candidates(
+    rules: Mapping[str, Rules],
+    plan: Callable[[Rules], EmbeddingPlan],
+    *,
+    num_rows: int,
+    link_gb_per_s: float,
+) -> list[Candidate]:
+    """All that fit in memory, the cheapest first; PlanError if none does."""
+    limit = _memory_bytes()
+    found: list[Candidate] = []
+    least = None
+    for name, chosen in rules.items():
+        planned = plan(chosen)
+        held = table_bytes(planned)
+        least = held if least is None else min(least, held)
+        if limit is None or held <= limit:
+            price = price_plan(planned, num_rows, link_gb_per_s)
+            found.append(Candidate(name, chosen, price, planned))
+    if not found:
+        raise PlanError(
+            f"parallel.scheme: auto: the tables take {(least or 0) / 1e9:.1f} GB with their state, "
+            f"this machine has {(limit or 0) / 1e9:.1f} GB; use fewer rows, a smaller "
+            "model.embedding_dim, parallel.table_dtype: bfloat16, or name a scheme and run it "
+            "on more machines"
+        )
+    return sorted(found, key=lambda candidate: candidate.price.ms)
+
+
+def table_bytes(plan: EmbeddingPlan) -> int:
+    """Bytes of rows and optimizer state, over all ranks."""
+    total = 0
+    for group in plan.groups:
+        for stack in group.stacks:
+            state = group.optimizer.state_elements_per_row(stack.dim) * plan.dtype.itemsize
+            per_row = stack.dim * plan.row_dtype.itemsize + state
+            for rank in plan.world.ranks:
+                shards = stack.shards(rank)
+                total += sum(s.num_rows * per_row * s.width // stack.dim for s in shards)
+    return total
+
+
+def _memory_bytes() -> int | None:
+    """Of this machine, for all of its ranks; ``None`` where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None

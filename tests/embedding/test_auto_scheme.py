@@ -1,0 +1,103 @@
+"""``scheme: auto``: complete plans, priced and ranked; the cheapest is the run's."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from sbpflow.config.table_rules import TableRule
+from sbpflow.embedding.plan.price import price_plan, touched
+from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.errors import PlanError
+from sbpflow.run.auto_scheme import candidates, table_bytes
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.explain import describe, format_plan
+from tests.embedding.cases import Spec
+from tests.embedding.test_plan import make_case
+from tests.training.wdl_case import FIELDS, make_config, train
+
+
+def auto(**changes):
+    config = make_config("dp", "rowwise_adagrad", dtype="float32", dim=8)
+    return replace(config, parallel=replace(config.parallel, scheme="auto", **changes))
+
+
+@pytest.mark.parametrize(("rows", "draws"), [(10, 1000), (1000, 1000), (100_000, 1000), (500, 3)])
+def test_touched_rows_are_those_of_a_draw(rows, draws):
+    generator = torch.Generator().manual_seed(1)
+    counts = [
+        (torch.rand(draws, generator=generator) ** 3 * rows).long().unique().numel()
+        for _ in range(200)
+    ]
+    assert touched(rows, draws) == pytest.approx(sum(counts) / len(counts), rel=0.06)
+
+
+def test_a_price_follows_bytes_link_and_balance():
+    one, other = (
+        make_case(**{name: Spec("B", "columns", ranks=(n % 2 if even else 0,))
+                     for n, name in enumerate("abcd")}).plan(2)
+        for even in (True, False)
+    )  # fmt: skip
+    assert price_plan(one, 4096).work_ms < price_plan(other, 4096).work_ms
+    fast, slow = (price_plan(one, 4096, link) for link in (2.0, 0.1))
+    assert fast.sent_bytes == slow.sent_bytes > 0
+    assert slow.transfer_ms - fast.transfer_ms == pytest.approx(fast.sent_bytes * 9.5e-6)
+    alone = make_case(**{name: Spec("B", "local") for name in "abcd"}).plan(1)
+    assert price_plan(alone, 4096).sent_bytes == 0
+
+
+def test_candidates_say_where_every_table_lives():
+    tables = [
+        TableConfig(name=f"t[{n}]", features=("f",), num_rows=rows, dim=dim)
+        for n, (rows, dim) in enumerate([(10, 8), (10, 1), (900, 8), (90_000, 8), (80_000, 1)])
+    ]
+    found = candidates(tables, [FeatureConfig(name="f", hotness=3)], 4, 128)
+    assert all(len(rules) == len(tables) for rules in found.values())
+    assert {"all B", "all unique", "all reduce", "all whole", "all S(1)"} < set(found)
+    assert any(name.startswith("B up to 16 rows, else") for name in found)
+    whole = found["all whole"]
+    assert len({rule.ranks for rule in whole.values()}) == 4  # the heaviest apart
+    assert [rule.sbp for rule in found["all S(1)"].values()] == ["S(1)", "B", "S(1)", "S(1)", "B"]
+    assert list(candidates(tables, [FeatureConfig(name="f")], 1, 128)) == ["all B"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_takes_the_cheapest_plan_and_says_what_it_is_next_to(world_size):
+    _, plan = plan_run(auto(), FIELDS, world_size=world_size, device_type="cpu")
+    prices = [one.ms for one in plan.priced]
+    assert prices == sorted(prices)
+    assert plan.priced[0].ms == price_plan(plan.embeddings, plan.batch_size).ms
+    assert {layout.key for layout in plan.layouts.values()} == {"parallel.scheme auto"}
+    text = format_plan(plan)
+    assert f"as priced: {plan.priced[0].name} {prices[0]:.1f} ms" in text
+    if world_size > 1:
+        assert f"; then {plan.priced[1].name} {prices[1]:.1f} ms" in text
+        assert len(prices) > 4
+    assert describe(plan)["compared"][0]["plan"] == plan.priced[0].name
+
+
+def test_a_pattern_decides_after_the_scheme():
+    config = auto()
+    name = next(iter(plan_run(config, FIELDS, world_size=2, device_type="cpu")[1].layouts))
+    rule = TableRule(sbp="S(0)", exchange="reduce")
+    config = replace(config, parallel=replace(config.parallel, tables={name: rule}))
+    _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    assert plan.layouts[name].exchange == "reduce"
+    assert plan.layouts[name].key == f"parallel.tables.{name}"
+
+
+def test_tables_that_do_not_fit_are_said_to():
+    _, plan = plan_run(auto(), FIELDS, world_size=2, device_type="cpu")
+    held = table_bytes(plan.embeddings)
+    with mock.patch("sbpflow.run.auto_scheme._memory_bytes", return_value=held // 4):
+        with pytest.raises(PlanError, match=r"scheme: auto: the tables take .* GB with their"):
+            plan_run(auto(), FIELDS, world_size=2, device_type="cpu")
+
+
+def test_it_trains_as_the_schemes_do(ranks):
+    losses = [
+        ranks(2, train, config, 3)[0]["losses"]
+        for config in (auto(), make_config("2", "rowwise_adagrad", dtype="float32", dim=8))
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
