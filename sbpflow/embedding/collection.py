@@ -106,9 +106,13 @@ class EmbeddingCollection:
     def begin(self, ids: Ids, num_rows: int, *, training: bool) -> EmbeddingsInFlight:
         """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
 
-        ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError.
+        ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError; of a
+        training batch on CUDA ids out of range are told by the next ``update``, before it changes
+        anything.
         """
         local = self._reader.read(ids)
+        if not training:
+            self._reader.check_late()
         wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
         if local.num_samples != wanted:
             raise DataError(
@@ -172,6 +176,7 @@ class EmbeddingCollection:
         """
         if step < 1:
             raise SbpError(f"update: step {step}; steps count from 1, over the whole job")
+        self._reader.check_late()
         for group in self._groups:
             group.update(step)
 

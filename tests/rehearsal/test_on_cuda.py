@@ -14,7 +14,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.matmul import ALIGNED_COLUMNS, linear_of_parts
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED
-from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
+from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device
 
 WIDTHS, OUTPUTS, ROWS = (16, 13), 5, 4
 
@@ -98,3 +98,23 @@ def test_ids_in_host_memory_are_refused_by_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
     assert whole == 'ids on cpu, the tables are on cuda:0; pass .to("cuda:0")'
     assert by_name.startswith("feature C1: ids on cpu")
+
+
+def bad_ids(world):
+    job = make_job(world, make_config("1", "sgd", dtype="float32"))
+    rows = to_device(make_batches(2, 30)[0], world.device)
+    job.trainer.step(rows)
+    before = [stored.weights.clone() for stored in job.embeddings.stored()]
+    rows.ids[7, 2] = 53
+    with pytest.raises(DataError) as refused:
+        job.trainer.step(rows)
+    for stored, weights in zip(job.embeddings.stored(), before, strict=True):
+        assert torch.equal(stored.weights, weights)
+    with pytest.raises(DataError, match="field C3: id 53"):
+        job.embeddings.forward(rows.ids, rows.num_rows, training=False)
+    return str(refused.value)
+
+
+def test_an_id_out_of_range_is_told_before_the_update(rehearsed_ranks):
+    (message,) = rehearsed_ranks(1, bad_ids)
+    assert message.startswith("field C3: id 53 in row 7 of rank 0's part of the batch; use 0..52")

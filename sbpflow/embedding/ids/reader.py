@@ -15,6 +15,7 @@ from sbpflow.embedding.ids.batch_ids import (
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError
+from sbpflow.runtime.late_read import LateRead
 from sbpflow.runtime.streams import mix
 
 _ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
@@ -40,7 +41,9 @@ class IdReader:
         self._by_name = by_name
         self._matrix = [n for n, first in enumerate(plan.ids.first) if first is not None]
         owner = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
+        self._owners = owner
         self._owner = torch.tensor(owner, dtype=torch.int64, device=device)
+        self._late: list[LateRead] = []
         limits = [rows[n] for n in owner]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         top = torch.iinfo(plan.ids_dtype).max
@@ -258,19 +261,39 @@ class IdReader:
         """The matrix in the plan's dtype, every id a row of its table."""
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
-        if matrix.dtype == self._plan.ids_dtype:
+        if matrix.dtype == self._plan.ids_dtype and not matrix.is_cuda:
             low, high = matrix.aminmax(dim=0)
             if bool(((low >= 0) & (high < self._least)).all()):
                 return matrix
         wide = matrix.to(torch.int64)
         bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < _ANY_ID)
-        if not bool(bad.any()):
+        if matrix.is_cuda and self._plan.out_of_range == "error":
+            return self._flagged(wide, bad)
+        if not matrix.is_cuda and not bool(bad.any()):
             return matrix.to(self._plan.ids_dtype)
         if self._plan.out_of_range == "error":
             row, column = (int(place) for place in bad.nonzero()[0])
             self._refuse(int(self._owner[column]), int(wide[row, column]), row)
         self.out_of_range.index_add_(0, self._owner, bad.sum(0))
         return self._replace(wide, bad, self._limits).to(self._plan.ids_dtype)
+
+    def _flagged(self, wide: Tensor, bad: Tensor) -> Tensor:
+        """Row 0 in place of bad ids, and the first of them on its way to the host."""
+        first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
+        id = wide.reshape(-1).index_select(0, first)
+        self._late.append(LateRead(torch.cat([bad.any().to(torch.int64).unsqueeze(0), first, id])))
+        return torch.where(bad, 0, wide).to(self._plan.ids_dtype)
+
+    def check_late(self) -> None:
+        """Raise DataError for ids in a matrix on CUDA that were read since the last call: there the
+        host does not wait for a check, so ask before what was looked up counts.
+        """
+        late, self._late = self._late, []
+        for found in late:
+            is_bad, place, id = found.wait().tolist()
+            if is_bad:
+                row, column = divmod(place, len(self._owners))
+                self._refuse(self._owners[column], id, row)
 
     def _lists(self, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists:
         """All lists of this rank's samples, interleaved: sample by sample."""
