@@ -11,9 +11,11 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.stack import Stack
 
-# Nanoseconds on one core, and milliseconds per call, rounded: compiled kernels, rowwise Adagrad,
-# 26 tables x 200k x 16, Intel Xeon (AMX) at 2 ranks, 2026-11. Another machine is slower or faster
-# in all of them; what ranks plans is how they stand to one another and to the link.
+# Nanoseconds on one core, and milliseconds per call. The first four lines are rounded readings:
+# compiled kernels, rowwise Adagrad, 26 tables x 200k x 16, Intel Xeon (AMX) at 2 ranks, 2026-11.
+# The last two were set by hand, so that whole plans of two random tasks rank as they ran
+# (``benchmarks.schemes``); no task held out has checked them. What ranks plans is how these numbers
+# stand to one another and to the link.
 INDEX_NS = 5.0  # find the place of an id among the unique ones
 READ_NS, READ_NS_PER_COLUMN = 5.0, 0.15
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.25
