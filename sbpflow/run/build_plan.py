@@ -17,7 +17,7 @@ from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import OutputConfig, TableLayout
 from sbpflow.embedding.storage.choose import choose_kernels
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
 from sbpflow.run.dense_steps import dense_steps
 from sbpflow.run.model import Fields, ModelSpec
@@ -67,6 +67,12 @@ def plan_run(
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
     spec: ModelSpec = config.model.spec(fields)
+    parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
+    if missing := [part for part in parts if not hasattr(spec, part)]:
+        raise SbpError(
+            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which has "
+            f"no {', '.join(missing)}; a TorchModel has all, and docs/embeddings.md shows a spec whole"
+        )
     if not spec.outputs:
         raise ConfigError(
             f"model {config.model.name}: its spec has no embedding outputs; give one at least, "

@@ -297,6 +297,15 @@ def test_its_parameters_are_not_split():
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
+def test_a_spec_that_lacks_something_is_told_what():
+    given = config("3", Model())
+    object.__setattr__(
+        given, "model", type("NoSpec", (), {"name": "own", "spec": lambda *_: None})()
+    )
+    with pytest.raises(SbpError, match="returned a NoneType, which has no outputs, parameters"):
+        plan_run(given, FIELDS, world_size=2, device_type="cpu")
+
+
 def run_example(num_ranks: int, *more: str) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={num_ranks}", *(more or ["examples/own_module.py"])]
