@@ -71,7 +71,7 @@ def plan_run(
     if missing := [part for part in parts if not hasattr(spec, part)]:
         raise SbpError(
             f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which has "
-            f"no {', '.join(missing)}; a TorchModel has all, and docs/embeddings.md shows a spec whole"
+            f"no {', '.join(missing)}; a TorchModel has all, docs/embeddings.md shows a spec whole"
         )
     if not spec.outputs:
         raise ConfigError(
