@@ -24,8 +24,9 @@ from data.format.vocabulary import vocabulary_content
 from data.prepare.content import manifest_content
 from data.prepare.count import Kept, build_vocabularies, field_entry, fit_columns
 from data.prepare.encode import FieldIds, encode_all
+from data.prepare.fetch import fetch_tables
 from data.prepare.options import PrepareOptions
-from data.prepare.remote import fetch_tables, version
+from data.prepare.remote import version
 from data.prepare.source import Input, find_inputs
 from data.prepare.stage import describe_bad, stage_inputs
 from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder

@@ -1,21 +1,17 @@
 """Inputs on other file systems, by the URLs that fsspec knows: s3://, gs://, hdfs://, memory://.
 
-Text is read where it lies. A table file (Parquet, Arrow) is fetched whole into the work folder
-before it is read, for its reader wants a local file.
+Text is read where it lies; ``fetch`` has what becomes of table files.
 """
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
-from sbpflow.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from data.prepare.source import Input
+from sbpflow.errors import ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 
@@ -134,22 +130,3 @@ def version(path: InputPath) -> tuple[object, ...]:
 def size_of(path: InputPath) -> int:
     """Bytes of the file."""
     return path.num_bytes if isinstance(path, RemotePath) else path.stat().st_size
-
-
-def fetch_tables(inputs: Sequence["Input"], work: Path) -> tuple["Input", ...]:
-    """The inputs with remote table files as local copies; what was fetched before stays."""
-    return tuple(_fetched(source, work) for source in inputs)
-
-
-def _fetched(source: "Input", work: Path) -> "Input":
-    if not source.is_table or not isinstance(source.path, RemotePath):
-        return source
-    target = work / "fetched" / f"{source.order:05d}" / source.path.name
-    if not target.exists() or target.stat().st_size != source.num_bytes:
-        source.path.fetch(target)
-    if target.stat().st_size != source.num_bytes:
-        raise DataError(
-            f"{source.path}: has {target.stat().st_size} bytes now and had {source.num_bytes}; it "
-            "changes while it is read, start again when it is complete"
-        )
-    return replace(source, path=target)
