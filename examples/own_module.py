@@ -74,7 +74,7 @@ def main() -> None:
         for step in range(60):
             loss = job.trainer.step(make_batch(step, world.rank, world.size))
             if world.rank == 0 and step % 20 == 19:
-                print(f"step {step + 1}: loss {float(loss):.4f}")  # noqa: T201 - a script
+                print(f"step {step + 1}: loss {float(loss):.4f}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from sbpflow.errors import DataError
 
@@ -27,9 +27,9 @@ def header(dtype: str, shape: tuple[int, ...]) -> bytes:
     return head + text.ljust(HEADER_BYTES - 11).encode("ascii") + b"\n"
 
 
-def type_name(dtype: object) -> str:
+def type_name(dtype: DTypeLike) -> str:
     """How headers call a dtype: ``<i4``, ``|u1``."""
-    return np.dtype(dtype).newbyteorder("<").str  # type: ignore[call-overload]
+    return np.dtype(dtype).newbyteorder("<").str
 
 
 def write_array(path: Path, array: "NDArray[Any]") -> int:
@@ -106,7 +106,9 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
     return raw[HEADER_BYTES:].view(dtype).reshape(shape)
 
 
-def read_array(path: Path, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Any:  # noqa: ANN401
+def read_array(
+    path: Path, dtype: str, shape: tuple[int, ...], start: int, stop: int
+) -> "NDArray[Any]":
     """Rows [start, stop) of a file as a new array; nothing is kept open."""
     out = np.empty((stop - start, *shape[1:]), dtype=dtype)
     row_bytes = num_items(shape[1:]) * out.itemsize

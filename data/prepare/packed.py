@@ -10,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 from sbpflow.errors import ConfigError, DataError
 
@@ -35,7 +35,7 @@ class _Zstd(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  anything writable
+    def readinto(self, buffer: bytearray | memoryview) -> int:
         target = memoryview(buffer).cast("B")
         while not self._waiting and self._unpack_more():
             pass

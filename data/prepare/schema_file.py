@@ -106,8 +106,10 @@ class _Reader:
             raise ConfigError(f"{self.key}: {key} {value} must be one of {', '.join(known)}")
         return cast("str", value)
 
-    def pair(self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str) -> Any:  # noqa: ANN401  (name and kind, of the kinds given)
-        """``NAME`` or ``{NAME: KIND}``."""
+    def pair(
+        self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str
+    ) -> tuple[str, str] | None:
+        """``NAME`` or ``{NAME: KIND}``: the name, and its kind of the kinds given."""
         value = raw.get(key)
         if value is None:
             return None

@@ -4,11 +4,8 @@ A part is done when its record is there: a JSON file, written last and in one st
 that carries our mark is ever emptied; anything else of that name is a user's.
 """
 
-import fcntl
 import json
-import logging
 import os
-import platform
 import shutil
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -17,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.file_lock import HeldError, hold, sign
 
-_LOG = logging.getLogger(__name__)
 MARK = "plan"
 _NEW_MARK = "plan.partial"
-_MOST_CHARACTERS = 200
 
 
 class DamagedWork(DataError):
@@ -88,26 +84,18 @@ def only_run(output: Path) -> Iterator[None]:
 
 def _locked(path: Path, output: Path) -> IO[str]:
     while True:
-        file = path.open("a+", encoding="utf-8", errors="replace")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read(_MOST_CHARACTERS).strip()
-            file.close()
+            file = hold(path)
+        except HeldError as error:
             raise ConfigError(
-                f"--output: {output} is being made by another run"
-                f"{f' ({holder})' if holder else ''}; wait for its end, or choose another output"
+                f"--output: {output} is being made by another run{error}; wait for its end, or "
+                "choose another output"
             ) from error
-        except OSError as error:  # a file system without locks
-            _LOG.warning("%s cannot be locked (%s); start no second run there", path, error)
         mine = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(mine, path.stat()):
             break
         file.close()  # its holder has just removed it
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
+    sign(file)
     return file
 
 

@@ -6,7 +6,7 @@ Their sizes follow from the rows and the size of the block.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -175,10 +175,13 @@ def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
     )
 
 
-class _Sections:
+Array = TypeVar("Array", Words, Tensor)
+
+
+class _Sections(Generic[Array]):
     """The sections of a block, an array or a tensor [n], one after the other."""
 
-    def __init__(self, words: Any) -> None:  # noqa: ANN401
+    def __init__(self, words: Array) -> None:
         self.words = words
         self._at = 0
 
@@ -186,7 +189,7 @@ class _Sections:
     def num_left(self) -> int:
         return self.words.shape[0] - self._at
 
-    def next(self, num_rows: int, columns: int | None = None) -> Any:  # noqa: ANN401
+    def next(self, num_rows: int, columns: int | None = None) -> Array:
         """[num_rows] int32, or [num_rows, columns]."""
         begin, self._at = self._at, self._at + num_rows * (1 if columns is None else columns)
         section = self.words[begin : self._at]

@@ -1,7 +1,7 @@
 """Who sends which box of a logical tensor to whom, for any two layouts. Pure arithmetic.
 
 Every conversion is a set of moves (from rank, to rank, box); the collective that carries them is
-chosen in ``boxing_plan``. One rule covers all pairs of layouts, placements and numbers of axes:
+chosen in ``plan``. One rule covers all pairs of layouts, placements and numbers of axes:
 
 * source ranks that differ only along B axes hold the same data: one of them sends it;
 * source ranks that differ only along P axes hold terms: each term is sent, the receiver adds them;

@@ -1,6 +1,6 @@
 """One step of a conversion: the collective that carries it, among whom, for how many bytes.
 
-Pure values. ``boxing_plan`` makes lists of them, ``boxing`` runs them.
+Pure values. ``plan`` makes lists of them, ``executor`` runs them.
 """
 
 from dataclasses import dataclass

@@ -73,10 +73,9 @@ def import_model(name: str) -> type[Any]:
         near = difflib.get_close_matches(class_name, classes, 3, cutoff=0.5)
         raise ConfigError(f"model.name: {module_name} has no {class_name!r}{_use(near)}")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
-    frozen = tagged and getattr(kind, "__dataclass_params__").frozen  # noqa: B009 - not in stubs
-    if not isinstance(kind, type) or not frozen or not callable(getattr(kind, "spec", None)):
+    if not isinstance(kind, type) or not tagged or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
-            f"model.name: {name} is no model's configuration; it must be a frozen dataclass with a "
+            f"model.name: {name} is no model's configuration; it must be a dataclass with a "
             "field name: str and a method spec(fields), as examples/ shows"
         )
     return kind

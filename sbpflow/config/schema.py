@@ -7,7 +7,7 @@ Facts that need no world are checked here; those that need the tables or the wor
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 from sbpflow.config.parse import Example, Range
 from sbpflow.config.table_rules import (
@@ -55,10 +55,6 @@ class ModelGroup(Protocol):
     @property
     def name(self) -> str:
         """The tag."""
-        ...
-
-    def spec(self, fields: Any) -> Any:  # noqa: ANN401 - of a room above this one
-        """The ``run.model.ModelSpec`` over ``run.model.Fields``."""
         ...
 
 

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import cast
 
 from sbpflow.config.checks import check
 from sbpflow.config.schema import Config
@@ -20,7 +21,7 @@ from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
 from sbpflow.run.dense_steps import dense_steps
-from sbpflow.run.model import Fields, ModelSpec
+from sbpflow.run.model import Fields, ModelConfig, ModelSpec
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
@@ -66,7 +67,7 @@ def plan_run(
     config: Config, fields: Fields, *, world_size: int, device_type: str
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
-    spec: ModelSpec = config.model.spec(fields)
+    spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
     if missing := [part for part in parts if not hasattr(spec, part)]:
         raise SbpError(

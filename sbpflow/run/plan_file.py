@@ -108,7 +108,7 @@ def _encode(value: object) -> object:
     return value
 
 
-def _decode(value: object) -> Any:  # noqa: ANN401 - any part of a plan
+def _decode(value: object) -> object:
     if isinstance(value, list):
         return tuple(_decode(item) for item in cast("list[object]", value))
     if not isinstance(value, dict):

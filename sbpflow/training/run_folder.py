@@ -1,20 +1,17 @@
 """The folder of a run: it takes one run at a time, and nothing of an earlier one is overwritten."""
 
-import fcntl
 import logging
-import os
-import platform
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.file_lock import HeldError, hold, sign
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-_MOST_CHARACTERS = 200  # read of who holds a lock
 
 
 class RunLock:
@@ -29,29 +26,18 @@ class RunLock:
         if rank != 0:
             return
         try:
-            file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="replace")
+            file = hold(folder / LOCK_FILE)
+        except HeldError as error:
+            raise ConfigError(
+                f"run.dir: {folder} is in use by another run{error}; give each run its own, for "
+                f"example {_another(folder)}, or wait for its end"
+            ) from error
         except OSError as error:
             reason = (error.strerror or "cannot be opened").lower()
             raise ConfigError(
                 f"run.dir: {folder / LOCK_FILE}: {reason}; remove it, or use {_another(folder)}"
             ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read(_MOST_CHARACTERS).strip()
-            file.close()
-            raise ConfigError(
-                f"run.dir: {folder} is in use by another run{f' ({holder})' if holder else ''}; "
-                f"give each run its own, for example {_another(folder)}, or wait for its end"
-            ) from error
-        except OSError as error:  # a file system without locks
-            logger.warning(
-                "run.dir: %s cannot be locked (%s); start no second run there", folder, error
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+        sign(file)
         self._file = file
 
     def close(self) -> None:

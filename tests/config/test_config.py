@@ -203,7 +203,7 @@ def test_a_config_cannot_be_changed(load):
         load("").run.seed = 8
 
 
-def test_the_facts_name_what_the_hash_sees(load):
+def test_the_facts_name_every_key(load):
     base = config_facts(load(""))
     assert base["optimizer.sparse.lr"] == "0.05"
     assert base["model.hidden"] == "[1024, 1024]"

@@ -19,7 +19,7 @@ from sbpflow.embedding.storage.access import Access, sum_bags
 class FbgemmStorage:
     """Device-resident float32 rows in one TBE table; the update is fused into its backward.
 
-    Serves exactly the cases ``kernels.choose_kernel`` lets through: rules and widths where TBE
+    Serves exactly the cases ``choose.choose_kernel`` lets through: rules and widths where TBE
     means the same as ``TorchStorage``.
     """
 
