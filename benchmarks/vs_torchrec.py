@@ -165,7 +165,8 @@ def main() -> None:
     where = args.link or "loopback"
     if args.ddp and args.hot != "one":
         parser.error("--ddp: plain torch is there for --hot one")
-    kinds = [args.layout] * (args.layout != "unique") + [args.hot] * (args.hot != "one")
+    usual = (("layout", "unique"), ("hot", "one"), ("kernel", "auto"))
+    kinds = [chosen for key, value in usual if (chosen := getattr(args, key)) != value]
     results = Results("_".join([f"vs_torchrec_{where}", *kinds]))
     for wire in args.wire:
         compare(args, wire, results)
