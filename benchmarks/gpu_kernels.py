@@ -29,8 +29,8 @@ IN_FBGEMM = ("sgd", "adagrad", "rowwise_adagrad")
 def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, Storage]]:
     """One after the other, for two large ones need not fit."""
     optimizer = SparseOptimizer(name=rule, lr=0.01)
-    shared = {"dim": WIDTH, "optimizer": optimizer, "device": device}
-    yield "torch", TorchStorage(rows, WIDTH, dtype=torch.float32, **shared)
+    shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}
+    yield "torch", TorchStorage(rows, WIDTH, **shared)
     try:
         from sbpflow.embedding.storage.triton_storage import TritonStorage
     except ImportError:

@@ -71,8 +71,9 @@ def noise_of(rows: int, width: int) -> RowNoise:
 def both(rows, width, optimizer, row_dtype=None, **kwargs):
     noise = noise_of(rows, width) if row_dtype else None
     shared = {"dim": width, "optimizer": optimizer, "device": DEVICE, "row_dtype": row_dtype}
-    one = TorchStorage(rows, width, dtype=torch.float32, noise=noise, **shared, **kwargs)
-    other = TritonStorage(rows, width, noise=noise, **shared, **kwargs)
+    shared |= {"dtype": torch.float32, "noise": noise}
+    one = TorchStorage(rows, width, **shared, **kwargs)
+    other = TritonStorage(rows, width, **shared, **kwargs)
     generator = torch.Generator().manual_seed(rows)
     start = torch.rand(rows, width, generator=generator) - 0.5
     for storage in (one, other):

@@ -210,20 +210,7 @@ def make_storage(
     """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
     if choice.name == "fbgemm" and rows > 0:
         return FbgemmStorage(rows, width, optimizer=optimizer, device=device)
-    if choice.name == "triton":
-        from sbpflow.embedding.storage.triton_storage import TritonStorage
-
-        return TritonStorage(
-            rows,
-            width,
-            dim=dim,
-            optimizer=optimizer,
-            device=device,
-            row_dtype=row_dtype,
-            sum_over_columns=sum_over_columns,
-            noise=noise,
-        )
-    return _torch_or_numba(choice.name)(
+    return _class_of(choice.name)(
         rows,
         width,
         dim=dim,
@@ -236,9 +223,14 @@ def make_storage(
     )
 
 
-def _torch_or_numba(name: KernelName) -> type[TorchStorage]:
-    if name != "numba":
-        return TorchStorage
-    from sbpflow.embedding.storage.numba_storage import NumbaStorage
+def _class_of(name: KernelName) -> type[TorchStorage]:
+    """The class of a kernel whose storages are made alike; those that compile load on demand."""
+    if name == "numba":
+        from sbpflow.embedding.storage.numba_storage import NumbaStorage
 
-    return NumbaStorage
+        return NumbaStorage
+    if name == "triton":
+        from sbpflow.embedding.storage.triton_storage import TritonStorage
+
+        return TritonStorage
+    return TorchStorage

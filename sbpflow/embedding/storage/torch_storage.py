@@ -29,6 +29,7 @@ class TorchStorage:
     """
 
     kernel = "torch"
+    always_fixed = False  # whether ``fixed_size`` is the default on every device
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class TorchStorage:
         fixed_size: bool | None = None,
     ) -> None:
         if fixed_size is None:
-            fixed_size = device.type == "cuda"
+            fixed_size = self.always_fixed or device.type == "cuda"
         # Then what is not stored here is not left out: it has a row of zeros behind the others.
         self.absent = rows if fixed_size else None
         kept = rows if self.absent is None else rows + 1

@@ -5,16 +5,14 @@ equality with the torch kernel under Triton's interpreter.
 """
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
-from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.streams import step_keys
 
@@ -37,34 +35,17 @@ class TritonStorage(TorchStorage):
     """Rows of float32, bfloat16 or float16 and state of float32, as ``TorchStorage`` holds them."""
 
     kernel = "triton"
+    always_fixed = True
 
-    def __init__(
-        self,
-        rows: int,
-        width: int,
-        *,
-        dim: int,
-        optimizer: SparseOptimizer,
-        device: torch.device,
-        row_dtype: torch.dtype | None = None,
-        sum_over_columns: SumOverColumns | None = None,
-        noise: RowNoise | None = None,
-    ) -> None:
-        super().__init__(
-            rows,
-            width,
-            dim=dim,
-            optimizer=optimizer,
-            dtype=torch.float32,
-            device=device,
-            row_dtype=row_dtype,
-            sum_over_columns=sum_over_columns,
-            noise=noise,
-            fixed_size=True,
-        )
-        # Tiles are of whole powers of two; of wide rows fewer positions, to stay in registers.
-        self._columns = _power_of_two(width)
-        self._block = max(1, min(kernels.BLOCK, 2048 // self._columns))
+    @cached_property
+    def _columns(self) -> int:
+        """Of a tile, which is of whole powers of two."""
+        return _power_of_two(self.weights.shape[1])
+
+    @cached_property
+    def _block(self) -> int:
+        """Positions of a tile: fewer of wide rows, to stay in registers."""
+        return max(1, min(kernels.BLOCK, 2048 // self._columns))
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
