@@ -40,7 +40,7 @@ _LOAD_PARTS = 8
 
 @dataclass(frozen=True)
 class Kept:
-    """The vocabulary of one field and what the train part said of it."""
+    """A vocabulary, of one field or of several, and what the train part said of it."""
 
     name: str
     num_rows: int
@@ -59,13 +59,11 @@ class Kept:
         """The vocabulary, from its files: what is mapped is in memory only while it is used."""
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
-    def said(self) -> dict[str, Any]:
-        """What the manifest says of the field beside its rows."""
-        said: dict[str, Any] = {
-            "train_missing": self.missing,
-            "train_rare": self.rare,
-            "rare_values": self.rare_values,
-        }
+    def said(self, is_shared: bool) -> dict[str, Any]:
+        """What the manifest says of a field beside its rows; lookups are of all its fields."""
+        said: dict[str, Any] = {"rare_values": self.rare_values}
+        if not is_shared:
+            said |= {"train_missing": self.missing, "train_rare": self.rare}
         optional = {"collisions": self.collisions, "grown": self.grown, "spare": self.spare}
         return {**said, **{key: value for key, value in optional.items() if value}}
 
@@ -109,11 +107,11 @@ def build_vocabularies(
     folder = work / "vocabulary"
     folder.mkdir(exist_ok=True)
     (work / "set").mkdir(exist_ok=True)
-    names = options.counted
+    names = list(options.counted)
     kept = [_load(folder / f"{name}.json", work / "set", name) for name in names]
     if None in kept:
         _check_there(staged, folder)
-        parents = {} if like is None else open_vocabularies(like)
+        parents = _parents(options, like)
 
         def build(name: str, counted: FieldCounts) -> Kept:
             made = _kept(name, counted, options, parents.get(name), work / "set")
@@ -137,6 +135,14 @@ def build_vocabularies(
     return [vocabulary for vocabulary in kept if vocabulary is not None]
 
 
+def _parents(options: PrepareOptions, like: Manifest | None) -> dict[str, Vocabulary]:
+    """The vocabularies of ``like`` by the name of the vocabulary, which is a shared one's too."""
+    if like is None:
+        return {}
+    found = open_vocabularies(like)
+    return {name: replace(found[of[0]], name=name) for name, of in options.counted.items()}
+
+
 def _check_there(staged: Sequence[Staged], folder: Path) -> None:
     if gone := [piece.path for piece in staged if not piece.path.exists()]:
         raise DamagedWork(f"{folder}: a part is damaged, and {gone[0]} is encoded")
@@ -145,19 +151,27 @@ def _check_there(staged: Sequence[Staged], folder: Path) -> None:
 def _counts(
     staged: Sequence[Staged], options: PrepareOptions, spill: Path
 ) -> Iterator[tuple[str, FieldCounts]]:
-    """The counts of every field with a vocabulary; none of rows that are only encoded."""
+    """The counts of every vocabulary; none of rows that are only encoded."""
     if options.is_encode:
         nothing = np.empty(0, dtype=np.uint64)
         for name in options.counted:
             yield name, FieldCounts(nothing, nothing.astype(np.uint32), None, 0, 0)
         return
-    rows = {name: partial(_rows_of, name, staged, options) for name in options.counted}
+    rows = {
+        name: partial(_rows_of, fields, staged, options) for name, fields in options.counted.items()
+    }
     num_rows = sum(piece.num_rows for piece in staged)
     yield from count_fields(rows, num_rows, spill)
 
 
-def _rows_of(name: str, staged: Sequence[Staged], options: PrepareOptions) -> pl.LazyFrame:
-    """``key`` and, of strings, ``check`` of every value of a field in the train part."""
+def _rows_of(
+    fields: Sequence[str], staged: Sequence[Staged], options: PrepareOptions
+) -> pl.LazyFrame:
+    """``key`` and, of strings, ``check`` of every value of the fields in the train part."""
+    return pl.concat([_rows_of_field(name, staged, options) for name in fields])
+
+
+def _rows_of_field(name: str, staged: Sequence[Staged], options: PrepareOptions) -> pl.LazyFrame:
     if options.schema.several(name) is not None:
         rows = pl.concat(train_rows(staged, options, lambda path: list_file(path, name), "row"))
         key, check = "key", "check"
@@ -171,12 +185,14 @@ def _rows_of(name: str, staged: Sequence[Staged], options: PrepareOptions) -> pl
 
 
 def _padding(staged: Sequence[Staged], options: PrepareOptions) -> dict[str, int]:
-    """Missing ids that fill up the train rows of the fields of fixed width."""
+    """Missing ids that fill up the train rows of the fields of fixed width, by vocabulary."""
     padding: dict[str, int] = {}
     for many in (many for many in options.schema.many if many.fixed):
         rows = pl.concat(train_rows(staged, options, lambda path: path, ""))
         lengths = rows.select(pl.len(), pl.col(many.name).cast(pl.Int64).sum()).collect()
-        padding[many.name] = int(lengths[0, 0]) * many.most - int(lengths[0, 1])
+        name = options.schema.vocabulary(many.name)
+        filled = int(lengths[0, 0]) * many.most - int(lengths[0, 1])
+        padding[name] = padding.get(name, 0) + filled
     return padding
 
 
@@ -343,12 +359,16 @@ def field_entry(
     hashed = dict(options.hash_sizes)
     many = options.schema.several(name)
     entry: dict[str, Any] = {"name": name}
+    vocabulary, shared = options.schema.vocabulary(name), dict(options.schema.vocabularies)
+    if name in shared:
+        entry["vocabulary"] = vocabulary
     if pair := next((pair for pair in options.crosses if "x".join(pair) == name), None):
         entry["parts"] = list(pair)
     if name in hashed:
         entry |= {"rows": hashed[name], "hashed": True}
-    elif name in kept:
-        entry |= {"rows": kept[name].num_rows, **kept[name].said()}
+    elif vocabulary in kept:
+        found = kept[vocabulary]
+        entry |= {"rows": found.num_rows, **found.said(is_shared=name in shared)}
     else:
         bounds = fitted[name]["bounds"]
         entry |= {"rows": len(bounds) + 1 + NUM_RESERVED_IDS, "buckets": bounds}

@@ -101,12 +101,15 @@ def _build(
     fields = [field_entry(name, options, kept, fitted) for name in options.fields]
     _report_growth(fields)
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
-    entries = {name: vocabulary.entry for name, vocabulary in kept.items()}
+    entries = {name: kept[of].entry for of, names in options.counted.items() for name in names}
     parents = _ancestors(like)
     content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
     if like is not None and content["vocabulary"]["digest"] == like.vocabulary_digest:
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
-    lookups = {} if like is not None else {v.name: v.lookups for v in kept.values()}
+    lookups: dict[str, Callable[[], Counts]] = {}
+    if like is None:
+        alone = [names[0] for names in options.counted.values() if len(names) == 1]
+        lookups = {name: kept[options.schema.vocabulary(name)].lookups for name in alone}
     _finish(work / "set", content, lookups, options)
 
 
@@ -145,11 +148,12 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 def _tables(kept: Mapping[str, Kept], options: PrepareOptions) -> dict[str, FieldIds]:
     """What turns keys into ids, by field."""
     tables: dict[str, FieldIds] = {}
-    for name, found in kept.items():
-        vocabulary = found.vocabulary()
-        tables[name] = FieldIds(vocabulary.table(), vocabulary)
+    for name, fields in options.counted.items():
+        vocabulary = kept[name].vocabulary()
+        tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))
     for name, num_rows in options.hash_sizes:
-        tables[name] = FieldIds(HashedIds(num_rows, options.seed, name))
+        salt = options.schema.vocabulary(name)
+        tables[name] = FieldIds(HashedIds(num_rows, options.seed, salt))
     return tables
 
 
