@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
 from data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
+from data.prepare.machines import Part
 from data.prepare.remote import InputPath
 from data.prepare.split import SplitRule
 from data.prepare.transforms import TRANSFORMS
@@ -35,6 +36,8 @@ class PrepareOptions:
     """Whether values that the set ``like`` has not get ids behind its own."""
     spare: float = 0.0
     """Free ids for later growth, as a fraction of the values kept."""
+    part: Part = field(default_factory=Part)
+    """Which share of the work this machine has."""
     is_encode: bool = False
     """Whether all rows are test rows, which need no label."""
 
