@@ -37,8 +37,6 @@ from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
-INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
-
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -96,7 +94,7 @@ class EmbeddingCollection:
         self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
-            fill_shard(stored, seed=seed, bound=INITIAL_BOUND)
+            fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
