@@ -37,8 +37,6 @@ from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
-INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
-
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -96,7 +94,7 @@ class EmbeddingCollection:
         self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
-            fill_shard(stored, seed=seed, bound=INITIAL_BOUND)
+            fill_shard(stored, seed=seed, bound=stored.shard.table.initial_range)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
@@ -137,7 +135,7 @@ class EmbeddingCollection:
             self.advance(batch)
         everywhere = batch.ids.finish()
         for group, part in zip(self._groups, batch.groups, strict=True):
-            part.everywhere, part.lr = everywhere, group.plan.optimizer.lr * self._lr_factor
+            part.everywhere, part.lr_factor = everywhere, self._lr_factor
             group.look_up(part)
 
     def outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
@@ -274,7 +272,7 @@ class EmbeddingCollection:
             stack.num_rows(rank),
             stack.width(rank) if stack.uses_on(rank) else stack.dim,
             dim=stack.dim,
-            optimizer=group.optimizer,
+            optimizer=stack.optimizer,
             dtype=self.plan.dtype,
             row_dtype=self.plan.row_dtype,
             device=self._world.device,

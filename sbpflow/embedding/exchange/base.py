@@ -43,24 +43,26 @@ class GroupInFlight:
     num_rows: int  # of the whole batch
     local: BatchIds
     training: bool
-    lr: float = 0.0  # that the rows are looked up for, and updated with
+    lr_factor: float = 1.0  # of the optimizers' rates, which the rows are looked up for
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
     counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
 
-    def look_up(self, storage: Storage, access: Access) -> Tensor:
-        """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
+    def look_up(self, storage: Storage, access: Access, lr: float) -> Tensor:
+        """Rows of a storage, which keeps them at hand for ``update`` if this is training; ``lr`` is
+        the rate of its optimizer.
+        """
         storage.prefetch(access.addresses)
         if self.training:
-            return storage.lookup(access, self.lr)
+            return storage.lookup(access, lr * self.lr_factor)
         rows = storage.lookup(access)
         storage.release(access.addresses)
         return rows
 
-    def update(self, storage: Storage, access: Access, grads: Tensor, step: int) -> None:
+    def update(self, storage: Storage, access: Access, grads: Tensor, lr: float, step: int) -> None:
         """A step on rows that were looked up, by this batch or by ones before it."""
-        storage.update(access, grads, self.lr, step)
+        storage.update(access, grads, lr * self.lr_factor, step)
         storage.release(access.addresses)
 
     def take_pending(self) -> Pending:

@@ -4,6 +4,7 @@ Values only. The shard list (EMBark's (table, row shard, column shard) -> rank) 
 layout here and nowhere else.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
+INITIAL_RANGE = 0.05  # as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
 
@@ -45,7 +47,8 @@ class TableConfig:
     """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
     ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
-    ``optimizer`` updates it in place of the plan's.
+    ``optimizer`` updates it in place of the plan's. It starts with values drawn from
+    U(-initial_range, initial_range).
     """
 
     name: str
@@ -54,8 +57,14 @@ class TableConfig:
     dim: int
     pooling: Pooling = "sum"
     optimizer: SparseOptimizer | None = None
+    initial_range: float = INITIAL_RANGE
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.initial_range < math.inf:
+            raise ConfigError(
+                f"table {self.name}: initial_range {self.initial_range}; use a finite number of 0 "
+                "or more, for example 0.05"
+            )
         if self.num_rows < 1 or self.dim < 1:
             raise ConfigError(
                 f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
