@@ -178,6 +178,18 @@ class EmbeddingCollection:
         for group in self._groups:
             group.update(step)
 
+    def gradient_squares(self) -> Tensor:
+        """0-d float64: squares of all that was collected, each row's gradients summed first.
+
+        Added up over all ranks it counts every row once, in any layout.
+        """
+        return torch.stack([group.gradient_squares() for group in self._groups]).sum()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what was collected by ``factor``, 0-d, before ``update``."""
+        for group in self._groups:
+            group.scale_gradients(factor)
+
     def forward(self, ids: Ids, num_rows: int, *, training: bool) -> dict[str, Tensor]:
         """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``.
 

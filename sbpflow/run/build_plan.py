@@ -26,8 +26,9 @@ from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
+from sbpflow.training.clipping import clip_steps
 from sbpflow.training.dense_optimizers import state_per_element
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
 
 
 def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
@@ -106,7 +107,10 @@ def plan_run(
         dtype=dtype,
         backend=backend,
         batch_size=config.data.batch_size,
+        loss=config.train.loss,
     )
+    clip = config.optimizer.clip
+    schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,
@@ -116,7 +120,8 @@ def plan_run(
         dense_backward=sent.backward,
         dense_conversions=sent.conversions,
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
-        schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
+        clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world, backend),
+        schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
         priced=priced,
