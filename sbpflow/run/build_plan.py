@@ -28,6 +28,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.clipping import clip_steps
 from sbpflow.training.dense_optimizers import state_per_element
+from sbpflow.training.evaluate import slice_columns
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
 
 
@@ -109,6 +110,7 @@ def plan_run(
         batch_size=config.data.batch_size,
         loss=config.train.loss,
     )
+    slice_columns(config.train.slices, embeddings)
     clip = config.optimizer.clip
     schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     return spec, RunPlan(

@@ -17,6 +17,7 @@ from sbpflow.boxing.plan import Conversion
 from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -174,6 +175,11 @@ class Trainer:
         self._coming: _BatchInFlight | None = None
         self._failure = ""
         self.num_steps = 0
+
+    @property
+    def embedding_plan(self) -> EmbeddingPlan:
+        """The plan of the tables, which says where a batch has the ids of a field."""
+        return self._embeddings.plan
 
     def step(self, batches: Batch | list[Batch], ahead: Batch | None = None) -> Tensor:
         """Train on a batch, or on several as if they were one; returns the mean loss over all

@@ -40,8 +40,8 @@ def whole(world: World, tensor: Any) -> np.ndarray:
     full = np.full(tensor.shape, np.nan).reshape(tensor.shape[0], -1)
     for part in tensor.rectangles:
         rows, columns = slice(part.row_start, part.row_stop), slice(part.col_start, part.col_stop)
-        full[rows, columns] = part.values.detach().double().numpy().reshape(
-            full[rows, columns].shape
+        full[rows, columns] = (
+            part.values.detach().double().numpy().reshape(full[rows, columns].shape)
         )
     return full.reshape(tensor.shape)
 
