@@ -114,6 +114,8 @@ def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
 
     ConfigError for what is no field of one id per row, naming those there are.
     """
+    if not names:
+        return {}
     first = {
         feature.name: column
         for feature, column in zip(plan.features, plan.ids.first, strict=True)

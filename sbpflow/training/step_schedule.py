@@ -6,7 +6,7 @@ one batch ahead. ``print(OVERLAPPED)`` shows what each move has under way beside
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -128,8 +128,11 @@ class StepSchedule:
         batches: Sequence[BatchT],
         coming: BatchT | None,
         world: World,
+        watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make the moves of one step over ``batches``; ``coming`` is the first of the next step.
+
+        ``watch(name)`` is around each.
 
         The functions make the moves, by name. A batch that none went before makes its moves ahead
         now; a move made ahead is not made again.
@@ -139,7 +142,7 @@ class StepSchedule:
 
         def make(move: Move, one: BatchT | None) -> None:
             if one is not None and move.name not in one.made:
-                with _named(move):
+                with _named(move), watch(move.name):
                     of_batch[move.name](one)
                 one.made.add(move.name)
 
@@ -150,7 +153,7 @@ class StepSchedule:
                 make(move, following if move.ahead else this)
         for move in self.each_step:
             if move.name in of_step:
-                with _named(move):
+                with _named(move), watch(move.name):
                     of_step[move.name]()
             else:
                 for one in batches:

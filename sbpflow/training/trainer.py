@@ -36,6 +36,7 @@ from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.losses import PLAIN, row_losses
+from sbpflow.training.move_times import MoveTimes, MoveWatch
 from sbpflow.training.step_schedule import (
     CLIP,
     OF_A_BATCH,
@@ -160,6 +161,7 @@ class Trainer:
         self._loss_config = loss
         self.gradient_norm: Tensor | None = None  # 0-d float64, before it was clipped
         self.schedule = schedule
+        self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
         # The loss is P like the gradients: as one more number among them it costs no collective.
@@ -220,6 +222,7 @@ class Trainer:
             batches,
             self._coming,
             self._boxing.world,
+            self.move_watch.move,
         )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
