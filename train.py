@@ -78,7 +78,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
             watch=health.LossWatch(boxing, manifest.dense),
             reporter=report,
         )
-        health.check_replicas(job.model.parameters, job.embeddings, boxing)
+        health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
         report.final(
             steps=result.steps,

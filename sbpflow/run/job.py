@@ -11,6 +11,7 @@ from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
+from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.dense_state import dense_state
@@ -28,11 +29,18 @@ class Job:
     plan: RunPlan
     boxing: Boxing
 
+    @property
+    def copies(self) -> dict[str, GlobalTensor]:
+        """Dense parameters and buffers, for ``check_replicas``."""
+        return {**self.model.parameters, **self.model.buffers}
+
     def state(self) -> dict[str, LogicalTensor]:
         """Everything that training changes, by logical name: ``tables/T``, ``tables/T/STATE``,
-        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles as views.
+        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles as views. P is a
+        parameter, or a buffer such as the running mean of a batch norm.
         """
-        dense = dense_state(self.model.parameters, self.trainer.optimizer)
+        model = self.model
+        dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
         return {**self.embeddings.state(), **dense}
 
 

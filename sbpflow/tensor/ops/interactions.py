@@ -86,8 +86,9 @@ class _PairProducts(torch.autograd.Function):
 def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the pairs lie in a flat [f, f], and for each cell of it its pair; the diagonal has the
     number behind the last."""
-    row, column = torch.tril_indices(fields, fields, -1)
+    row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column
-    places = torch.full((fields, fields), len(below))
-    places[row, column] = places[column, row] = torch.arange(len(below))
-    return below.to(device), places.flatten().to(device)
+    pairs = torch.arange(fields * (fields - 1) // 2, device=device)
+    places = torch.full((fields, fields), len(pairs), device=device)
+    places[row, column] = places[column, row] = pairs
+    return below, places.flatten()
