@@ -104,6 +104,11 @@ class TorchModel:
         Raises SbpError if ranks start with different values.
         """
         device = boxing.world.device
+        if self.autocast is not None and dtype != torch.float32:
+            raise SbpError(
+                f"autocast: {self.autocast} with {dtype}; it narrows float32 alone, so use "
+                "parallel.dtype: float32, or leave autocast out"
+            )
         if device.type == "meta":
             calls = partial(calls_of_norms, self._first)
             return ShapesOnly(self.parameters, layouts, boxing, dtype, calls)

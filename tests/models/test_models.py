@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from models.registry import MODELS as REGISTERED
+from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import TableRule
+from sbpflow.errors import ConfigError
+from sbpflow.run.model import Fields, count_parameters
 from tests.models.twins import BATCH, DIM, MODELS, STEPS, config_of, named, twin_run
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_job, train
 
@@ -96,3 +100,64 @@ def test_a_mixed_plan_trains_like_the_twin(ranks, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_split_parameters_train_like_the_twin(ranks, name):
     check(ranks, 2, name, config_of(name, "3", dense_layouts=SPLIT[name]))
+
+
+def rows_of(total, count):
+    """Fields with that many rows in all."""
+    sizes = {f"C{n + 1}": total // count for n in range(count)}
+    return sizes | {"C1": total - total // count * (count - 1)}
+
+
+NUMBERS = [f"I{n + 1}" for n in range(13)]
+CRITEO_X1 = Fields.of(NUMBERS, rows_of(2_086_303, 26))
+CRITEO_X4 = Fields.of([], rows_of(910_747, 39))
+MLPERF = Fields.of(NUMBERS, rows_of(204_184_588, 26))
+# Totals as the public runs logged them (BARS, reczoo/BARS at 5b5e61f); of MLPerf's, which log none,
+# the dense parameters by hand from its sizes.
+TOTALS = {
+    "bars_wdl_x1": (CRITEO_X1, 23_429_477),
+    "bars_deepfm_x1": (CRITEO_X1, 23_429_477),
+    "bars_dcnv2_x1": (CRITEO_X1, 22_018_021),
+    "bars_dlrm_x1": (CRITEO_X1, 21_664_241),
+    "bars_dcnv2_x4": (CRITEO_X4, 20_382_577),
+    "mlperf_dlrm": (MLPERF, 204_184_588 * 128 + 2_368_897),
+    "mlperf_dcnv2": (MLPERF, 204_184_588 * 128 + 171_392 + 10_627_200 + 5_245_953),
+}
+
+
+@pytest.mark.parametrize("preset", TOTALS)
+def test_a_preset_has_as_many_parameters_as_the_public_run(preset):
+    config = load_config(f"configs/{preset}.yaml", models=REGISTERED)
+    fields, total = TOTALS[preset]
+    assert count_parameters(config.model.spec(fields)) == total
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_every_model_has_a_configuration(name):
+    config = load_config(f"configs/{name}.yaml", models=REGISTERED)
+    assert config.model.name == name
+
+
+NOTHING = Fields.of([], {})
+ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields", "said"),
+    [
+        (["model.name=dlrm"], CRITEO_X4, "dlrm takes dense and sparse fields, .* has 0 and 39"),
+        (["model.name=deepfm"], ONLY_NUMBERS, "deepfm pairs fields, .* has 0 sparse and 2 dense"),
+        (["model.name=dcnv2"], NOTHING, "dcnv2 crosses embeddings"),
+        (["model.name=dcnv2", "model.bottom=[8]"], CRITEO_X1, r"bottom: \[8\] is for numeric"),
+        (["model.name=dcnv2", "model.hidden=[]"], CRITEO_X1, r"model.hidden: \[\] has no layer"),
+        (["model.name=dlrm", "model.compile=true", "model.norm=batch"], CRITEO_X1,
+         "compile: true with norm: batch"),
+        (["model.name=dlrm", "model.autocast=fp16"], CRITEO_X1, "model.autocast: 'fp16'.*bf16"),
+        (["model.name=dlrm", "model.norm=group"], CRITEO_X1, "model.norm: 'group'.*batch"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(tmp_path, overrides, fields, said):
+    path = tmp_path / "empty.yaml"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=said):
+        load_config(path, overrides, models=REGISTERED).model.spec(fields)
