@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
@@ -48,6 +50,8 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
     """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
     boxing.follow(plan.dense_conversions)
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
+    if boxing.world.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32
     embeddings = EmbeddingCollection(plan.embeddings, boxing, seed=seed, kernel=plan.kernels)
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
