@@ -9,6 +9,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.state import LogicalTensor
+from sbpflow.errors import SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
@@ -55,6 +56,11 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
     embeddings = EmbeddingCollection(plan.embeddings, boxing, seed=seed, kernel=plan.kernels)
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
+    if not hasattr(model, "buffers"):
+        raise SbpError(
+            f"model {config.model.name}: its dense part {type(model).__name__} has no buffers, the "
+            "state that no optimizer changes; without such state write self.buffers = {}"
+        )
     parts = [parameter.part for parameter in model.parameters.values()]
     trainer = Trainer(
         model,
