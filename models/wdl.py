@@ -14,6 +14,7 @@ from itertools import pairwise, permutations
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import Example, Range
@@ -209,6 +210,11 @@ class WdlSpec:
         parameters = make_parameters(self.parameters, layouts, boxing, seed=seed, dtype=dtype)
         return WideDeep(self, parameters)
 
+    def plain(self, *, seed: int) -> "PlainWideDeep":
+        """The dense part as an ordinary module; nothing in it depends on ``seed``."""
+        del seed
+        return PlainWideDeep(self.layers)
+
 
 class WideDeep:
     """The dense part of the model on one rank."""
@@ -247,3 +253,21 @@ class WideDeep:
     def _linear(self, index: int, inputs: Sequence[GlobalTensor]) -> GlobalTensor:
         weight, bias = (self.parameters[f"mlp.{index}.{part}"] for part in ("weight", "bias"))
         return ops.linear_of_parts(inputs, weight, bias, id=f"mlp.{index}")
+
+
+class PlainWideDeep(nn.Module):
+    """The dense part for prediction in one process: no global tensors, no dropout."""
+
+    def __init__(self, layers: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in layers)
+
+    def forward(self, vectors: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        """{"wide": [rows, 1], "deep": [rows, fields x dim]}, dense [rows, fields] -> [rows, 1]."""
+        if not len(self.mlp):
+            return vectors["wide"]
+        x = torch.cat([vectors["deep"], dense], 1) if "deep" in vectors else dense
+        for linear in self.mlp[:-1]:
+            x = torch.relu(linear(x))
+        deep = self.mlp[-1](x)
+        return vectors["wide"] + deep if "wide" in vectors else deep
