@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from sbpflow import __version__
+from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
 from sbpflow.run.plain_model import Bag, PlainModel
+from sbpflow.run.row_formats import ROW_FORMATS, RowFormat
 from sbpflow.training.metrics import Evaluation, evaluate
 
 FORMAT, VERSION = "sbpflow-model", 1
@@ -128,6 +130,34 @@ def describe_model(model: PlainModel) -> dict[str, Any]:
             for table in model.tables
         },
         "versions": {"sbpflow": __version__, "torch": torch.__version__},
+    }
+
+
+def parse_forms(text: str) -> tuple[Form, ...]:
+    """``--forms``; ConfigError for what there is not."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in FORMS]:
+        raise ConfigError(f"--forms: {unknown[0]!r} is not one of {', '.join(FORMS)}")
+    return tuple(form for form in FORMS if form in names)
+
+
+def parse_rows(text: str) -> RowFormat:
+    """``--rows``; ConfigError for what there is not."""
+    for name in ROW_FORMATS:
+        if text == name:
+            return name
+    raise ConfigError(f"--rows: {text!r} is not one of {', '.join(ROW_FORMATS)}")
+
+
+def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str, Any]:
+    """Where the values come from, for model.json."""
+    return {
+        "trained": {
+            "run": checkpoint.run,
+            "step": checkpoint.step,
+            "vocabulary": vocabulary_digest,
+            "config": checkpoint.documents.get("config"),
+        }
     }
 
 

@@ -1,0 +1,36 @@
+"""New rows with the ids of a set: all of them its test part, with or without labels."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.format.manifest import Manifest, load_manifest
+from data.prepare.content import options_like
+from data.prepare.options import PrepareOptions
+from data.prepare.prepare import prepare
+from data.prepare.remote import InputPath
+from data.prepare.split import SplitRule
+
+
+def encode(
+    inputs: Sequence[InputPath],
+    output: Path,
+    *,
+    like: Path,
+    workers: int,
+    max_bad_fraction: float,
+    overwrite: bool = False,
+) -> Manifest:
+    """A set in ``output`` of the rows of ``inputs``, with ids and constants of the set ``like``.
+
+    Of that one the manifest and the vocabularies are read, no rows. Raises what ``prepare`` raises.
+    """
+    options = PrepareOptions(
+        inputs=tuple(inputs),
+        output=output,
+        split=SplitRule("test"),
+        workers=workers,
+        max_bad_fraction=max_bad_fraction,
+        overwrite=overwrite,
+        is_encode=True,
+    )
+    return prepare(options_like(load_manifest(like), options))
