@@ -16,6 +16,7 @@ from sbpflow.runtime.launch import ArgumentParser, run_main
 if TYPE_CHECKING:
     from sbpflow.run.plain_model import PlainModel
     from sbpflow.run.row_formats import RowFormat
+    from sbpflow.runtime.doctor import Finding
 
 _FORMS = "pt2,safetensors"
 
@@ -269,14 +270,25 @@ def checkpoint(argv: Sequence[str]) -> int:
     return 0 if good else 1
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """What of this environment works, on the ranks that it runs on."""
+    from sbpflow.runtime import doctor
+
+    def moving(folder: Path) -> "Sequence[Finding]":
+        from sbpflow.run.machine_checks import checks  # torch, which may be broken
+
+        return checks(folder)
+
+    return doctor.main(argv, moving)
+
+
 def main() -> int:
     """Dispatch on the first word."""
     from sbpflow.errors import ConfigError
-    from sbpflow.runtime import doctor
 
     commands = {
         "explain": explain,
-        "doctor": doctor.main,
+        "doctor": doctor,
         "predict": predict,
         "export": export,
         "checkpoint": checkpoint,
