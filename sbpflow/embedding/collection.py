@@ -121,12 +121,12 @@ class EmbeddingCollection:
             )
         under_way = self._transfer.begin(local, num_rows)
         groups = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return EmbeddingsInFlight(under_way, groups, self._counts.start(groups))
+        return EmbeddingsInFlight(under_way, groups, self._counts.start(under_way, groups))
 
     def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
-        batch.ids.advance()
         batch.counts.finish()
+        batch.ids.advance()
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True

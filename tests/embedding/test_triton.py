@@ -125,8 +125,8 @@ def test_an_update_steps_as_torch_does(name, case, width, row_dtype):
 
 
 def compare(one, other, row_dtype=None):
-    for key in one.state:
-        torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-6, atol=2e-6)
+    for key in one.state:  # squares of sums of up to 200 float32 gradients, in another order
+        torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-6)
     if row_dtype is None:
         torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=2e-6)
         return

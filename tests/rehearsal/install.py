@@ -105,6 +105,7 @@ def _claim_device() -> None:
     cuda.set_device = _set_device
     cuda.current_device = lambda: Rehearsed.index
     cuda.get_device_name = lambda *_: "rehearsed CUDA device"
+    cuda.is_current_stream_capturing = lambda: False
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream, cuda.Event = _Stream, _Event
