@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.restore import check_fits, restore
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
@@ -13,7 +15,7 @@ from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
-from sbpflow.training.dense_state import dense_state
+from sbpflow.training.dense_state import begin_state, dense_state
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
 
@@ -34,6 +36,18 @@ class Job:
         """
         dense = dense_state(self.model.parameters, self.trainer.optimizer)
         return {**self.embeddings.state(), **dense}
+
+    def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
+        """Be the job that was saved, whatever it was laid out like: go on from its step.
+
+        With ``grown`` tables may have more rows than were saved; those are as they were made.
+        CheckpointError where the checkpoint does not fit, or is damaged: then restore another.
+        """
+        begin_state(self.trainer.optimizer, checkpoint.step)
+        state = self.state()
+        check_fits(checkpoint, state, grown=grown)
+        restore(checkpoint, state)
+        self.trainer.num_steps = checkpoint.step
 
 
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
