@@ -40,6 +40,7 @@ class _Clock:
 
     now: Floats
     link: Floats  # [N], when the last transfer has left it
+    # (transfer, whether of the next batch)
     over: dict[tuple[str, bool], Floats] = field(
         default_factory=dict
     )  # (transfer, of the next batch)

@@ -17,7 +17,7 @@ import yaml
 
 from planner.features import IdStats
 from sbpflow.config.table_plan import read_table_plan
-from sbpflow.config.table_rules import ParallelConfig, TableRule, resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig, TableRule, WireDtype, resolve_table_layouts
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
@@ -200,7 +200,9 @@ def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
     """What the engine makes of a plan; ConfigError where it cannot."""
-    wire = {None: None, torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(task.wire)
+    wire: WireDtype | None = None
+    if task.wire is not None and task.wire != task.dtype:
+        wire = "bfloat16" if task.wire == torch.bfloat16 else "float16"
     parallel = ParallelConfig(tables=rules(plan), exchange_dtype=wire)
     layouts = resolve_table_layouts(
         parallel,
@@ -241,7 +243,7 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """The plan of a file that ``plan_to_yaml`` or a person wrote; ConfigError where it does not fit."""
+    """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
     parallel = ParallelConfig(tables=read_table_plan(path))
     found: Plan = {}
     shapes = {table.name: table.shape for table in task.tables}
