@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from planner.cost import CostModel
+from planner.cost import CostModel, TaskCost
 from planner.design import Sample, draw_batches, draw_plans, draw_sample, place, shapes_for
 from planner.fit import Record, count_work, fit
 from planner.measure import Measured, measure
 from planner.profile import Profile
 from planner.ranks import gather_texts
-from planner.task import Choice, Plan, Shape, Task
+from planner.task import Choice, Plan, Shape
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.runtime.versions import summary as version_summary
@@ -34,6 +34,7 @@ LOG = logging.getLogger(__name__)
 
 PLANS_PER_SAMPLE = 6
 PICKS_PER_ROUND = 3
+DRAWN_SHARE = 0.6  # of the time, for plans drawn before any model
 MOST_SAMPLES = 100_000
 
 
@@ -55,7 +56,7 @@ class Settings:
 
 
 QUICK = Settings(seconds=4.0, rounds=1, most_rows=5_000, least_samples=3, repeats=2, overlapped=3)
-Pick = Callable[[CostModel, Task, int], list[Plan]]
+Pick = Callable[[TaskCost, int], list[Plan]]
 
 
 class Journal:
@@ -113,7 +114,7 @@ def calibrate(
 ) -> Profile | None:
     """Measure, fit, and measure the fit's picks; the profile on rank 0, ``None`` elsewhere.
 
-    ``pick(model, task, count)`` gives the plans that a search takes for best; by default a descent
+    ``pick(cost, count)`` gives the plans that a search takes for best; by default a descent
     that moves one table at a time.
     """
     run = _Run(boxing, settings, journal_path, pick or descend)
@@ -144,8 +145,8 @@ class _Run:
         """Half of the time for drawn plans, the rest in equal parts for the rounds of picks."""
         settings = self._settings
         for number in range(settings.rounds + 1):
-            share = 0.6 + 0.4 * number / max(settings.rounds, 1) if settings.rounds else 1.0
-            deadline = settings.seconds * share
+            share = DRAWN_SHARE + (1 - DRAWN_SHARE) * number / max(settings.rounds, 1)
+            deadline = settings.seconds * (share if settings.rounds else 1.0)
             self._measure_all(self._drawn() if number == 0 else self._picked(number), deadline)
         self._bar.close()
         return self._fitted()
@@ -177,7 +178,7 @@ class _Run:
         for number in self._known_samples():
             text = "[]"
             if model is not None:
-                plans = self._pick(model, self.sample(number).task, PICKS_PER_ROUND)
+                plans = self._pick(model.of(self.sample(number).task), PICKS_PER_ROUND)
                 text = json.dumps([plan_tree(plan) for plan in plans])
             chosen = json.loads(gather_texts(self._boxing, text)[0])
             for place_in, tree in enumerate(chosen):
@@ -248,10 +249,10 @@ class _Run:
         )
 
 
-def descend(model: CostModel, task: Task, count: int) -> list[Plan]:
+def descend(cost: TaskCost, count: int) -> list[Plan]:
     """Local optima from several starts, the cheapest first: each moves one table at a time."""
+    task = cost.task
     random = np.random.default_rng(task.batch_size)
-    cost = model.of(task)
     found: list[tuple[float, Plan]] = []
     for start in range(2 * count):
         shapes = {table.name: shapes_for(table, task.world_size) for table in task.tables}

@@ -8,7 +8,7 @@ less, and bounded to the ratios that were measured. Errors are told for tasks th
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from planner.cost import TaskCost
 from planner.features import Floats
 from planner.profile import Fusion, Profile
-from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, TRANSFERS, step_ms
+from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
 from planner.task import Choice, Task
 from planner.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
@@ -57,10 +57,12 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     VECTORS: ("vector_bytes", "vector_in_bytes", "num_columns", "num_reduce", "num_unique"),
     ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
     DENSE_GRADIENTS: ("always", "dense_parameters"),
+    REST: (),  # what is left of whole steps: ``_rest``
 }
+REST_TERMS = ("always", *_GROUPS, "num_stacks", "vector_bytes", "gradient_bytes", "counted_bytes")
 FLOOR_MS = 0.15  # relative errors count less below: clocks and the host's scheduler
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
-MEMBERS, PARTS, EPOCHS = 5, 4, 250
+MEMBERS, EPOCHS = 4, 100
 _POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -143,13 +145,18 @@ def _fit(records: Sequence[Record], backend: str, seed: int) -> Profile:
     learned = Profile(
         weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
     )
-    return Profile(
-        weights=plain.weights,
-        world_size=world_size,
-        backend=backend,
-        members=tuple(members) if members[0] else (),
-        hidden=_hidden(learned if members[0] else plain, records),
-    )
+    learned = learned if members[0] else plain
+    hidden = _hidden(learned, records)
+    matrix[:, PHASE[REST]] = _rest(learned, hidden, records)
+    return replace(learned, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
+
+
+def _rest(profile: Profile, hidden: Mapping[str, float], records: Sequence[Record]) -> Floats:
+    """[F] what steps take beyond the simulation of their phases, by calls and bytes."""
+    said = step_ms(np.stack(predicted_phases(profile, records)), hidden)
+    actual = np.array([record.step_ms for record in records])
+    x = np.stack([record.totals.max(0) for record in records])
+    return _weights(x, actual - said, REST_TERMS, importance=1.0 / actual)
 
 
 def _examples(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
@@ -162,14 +169,20 @@ def _examples(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
     return x, np.array([record.phases[:, place].max() for record in records])
 
 
-def _weights(x: Floats, y: Floats, terms: Sequence[str]) -> Floats:
-    """[F] non-negative, twice reweighted so that single slow readings do not decide."""
+def _weights(
+    x: Floats, y: Floats, terms: Sequence[str], importance: Floats | None = None
+) -> Floats:
+    """[F] non-negative, twice reweighted so that single slow readings do not decide.
+
+    ``importance`` [n] multiplies the errors; by default they are relative ones.
+    """
     weights = np.zeros(NUM_FEATURES)
     columns = [INDEX[name] for name in terms]
     if not columns or not y.any():
         return weights
     size = np.maximum(x[:, columns].max(0), 1e-12)
-    scaled, importance = x[:, columns] / size, 1.0 / (y + FLOOR_MS)
+    scaled = x[:, columns] / size
+    importance = 1.0 / (y + FLOOR_MS) if importance is None else importance
     robust = np.ones_like(y)
     found = np.zeros(len(columns))
     for _ in range(3):
@@ -236,7 +249,7 @@ def _train(x: Floats, y: Floats, weights: Floats, low: float, high: float, seed:
     mix = start.requires_grad_()
     scale = torch.full((len(_POWERS),), -np.log(len(_POWERS))).requires_grad_()
     power = torch.tensor([np.log(p / (2.0 - p)) for p in _POWERS]).float().requires_grad_()
-    optimizer = torch.optim.Adam([mix, scale, power], lr=0.03)
+    optimizer = torch.optim.Adam([mix, scale, power], lr=0.06)
     for _ in range(EPOCHS):
         optimizer.zero_grad()
         inside = (parts @ mix.exp().T / reference).clamp_min(1e-9)
@@ -299,7 +312,10 @@ def judge(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
     actual = np.array([record.step_ms for record in records])
     errors = {
         f"{name} relative": float(
-            np.median(np.abs(phases[..., place] - measured[..., place]) / (measured[..., place]))
+            np.median(
+                np.abs(phases[..., place] - measured[..., place])
+                / (measured[..., place] + FLOOR_MS)
+            )
         )
         for name, place in PHASE.items()
         if measured[..., place].mean() > LEAST_LEARNED_MS

@@ -165,29 +165,37 @@ def measure(
     trainer.schedule = OVERLAPPED
     times = _timed_steps(boxing, trainer, batches, overlapped)
     peak = peak_bytes() - before
-    median = {name: statistics.median(one[name] for one in serial) for name in PHASES}
-    mine = [*(median[name] for name in PHASES), statistics.median(totals)]
-    texts = gather_texts(boxing, json.dumps([mine, times, peak]))
+    mine = [[round(one[name], 4) for name in PHASES] for one in serial]
+    texts = gather_texts(boxing, json.dumps([mine, totals, times, peak]))
     return _join([json.loads(text) for text in texts])
 
 
-def _join(ranks: Sequence[tuple[list[float], list[float], int]]) -> Measured:
-    phases = [list(mine[:-1]) for mine, _, _ in ranks]
-    for name in TRANSFERS:  # the rank that came last waited for the transfer alone
-        place = PHASES.index(name)
-        least = min(row[place] for row in phases)
-        for row in phases:
-            row[place] = least
-    steps = [max(one) for one in zip(*(times for _, times, _ in ranks), strict=True)]
+def _join(ranks: Sequence[tuple[list[list[float]], list[float], list[float], int]]) -> Measured:
+    """Lower quartiles over the steps, for what else runs on a machine only adds to them.
+
+    Of a transfer it is what the rank waited that came to it last.
+    """
+    steps_of = [mine for mine, _, _, _ in ranks]
+    for step in zip(*steps_of, strict=True):
+        for place in (PHASES.index(name) for name in TRANSFERS):
+            least = min(row[place] for row in step)
+            for row in step:
+                row[place] = least
+    phases = [[_lower_quartile(column) for column in zip(*mine, strict=True)] for mine in steps_of]
+    steps = [max(one) for one in zip(*(times for _, _, times, _ in ranks), strict=True)]
     median = statistics.median(steps)
     spread = statistics.median(abs(ms - median) for ms in steps) / max(median, 1e-9)
     return Measured(
         phases=phases,
-        step_ms=median,
-        serial_ms=max(mine[-1] for mine, _, _ in ranks),
+        step_ms=_lower_quartile(steps),
+        serial_ms=max(_lower_quartile(totals) for _, totals, _, _ in ranks),
         noise=spread,
-        peak_bytes=[peak for _, _, peak in ranks],
+        peak_bytes=[peak for _, _, _, peak in ranks],
     )
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 def _steps(trainer: Trainer, batches: Sequence[Rows], count: int) -> None:
