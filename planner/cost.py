@@ -18,6 +18,7 @@ from planner.simulate import PHASES, SCHEDULES, TRANSFERS, max_of_sums, step_ms,
 from planner.task import Choice, Plan, Shape, Task
 from planner.work import (
     BUFFERS,
+    FEATURES,
     INDEX,
     MEMORY,
     NUM_FEATURES,
@@ -62,6 +63,20 @@ class TaskCost:
         self.linear = profile.weights_for(task.world_size)
         self._terms = profile.fusion
         self._shapes: dict[tuple[str, Hashable], ShapeCost] = {}
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of the P phases; ``planner.simulate.KINDS`` says what each is a part of."""
+        return PHASES
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the F counts."""
+        return FEATURES
+
+    @property
+    def num_features(self) -> int:
+        return NUM_FEATURES
 
     @property
     def bounds(self) -> tuple[Floats, Floats]:

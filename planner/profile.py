@@ -1,13 +1,12 @@
 """What a machine was measured to take, as one value: weights, corrections, links, provenance.
 
-``python -m planner calibrate`` writes one per machine beside the kernel profile in the user's cache;
-``described`` makes one from a table of published figures for machines that are not at hand, and says
-of each term that it is assumed.
+``python -m planner calibrate`` writes one per machine beside the kernel profile in the user's
+cache; ``planner.clusters.described`` makes one from published figures for machines that are not at
+hand, and says of each term that it is assumed.
 """
 
 import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ import numpy as np
 from planner.features import Floats
 from planner.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
 from planner.work import FEATURES, INDEX, NUM_FEATURES
+from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.cache_dir import cache_dir
 
@@ -177,15 +177,11 @@ class Profile:
 
 
 def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
-    sent = {
-        "ids": "ids",
-        "counted ids": "counted",
-        "vectors": "vector",
-        "row gradients": "gradient",
-    }
+    counted_by = ("ids", "", "counted", "vector", "gradient", "")
+    sent: dict[str, str] = dict(zip(map(str, TRANSFERS), counted_by, strict=True))
     column[:] = 0.0
     call = link.call_ms(world_size)
-    if kind in sent:
+    if sent[kind]:
         column[INDEX[f"{sent[kind]}_bytes"]] = link.per_byte_ms(world_size)
     if kind == "dense gradients":
         column[INDEX["dense_parameters"]] = 2 * 4 * link.per_byte_ms(world_size)
@@ -203,9 +199,7 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
 
 def default_path() -> Path:
     """Where this machine's calibration is kept."""
-    words = f"{platform.node()} {os.cpu_count()}".split()
-    name = "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()
-    return cache_dir() / f"planner-{name}.json"
+    return cache_dir() / f"planner-{machine_key()}.json"
 
 
 def load(path: Path | None = None) -> Profile:

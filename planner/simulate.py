@@ -26,7 +26,8 @@ from sbpflow.training.step_schedule import (
     StepSchedule,
 )
 
-MOVES = tuple(move.name for move in (*OF_A_BATCH, *OF_A_STEP))
+REST = "rest"  # what a step takes beside its moves: calls, threads that take turns
+MOVES = (*(move.name for move in (*OF_A_BATCH, *OF_A_STEP)), REST)
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 PHASES = (*MOVES, *TRANSFERS)
 PHASE = {name: place for place, name in enumerate(PHASES)}
@@ -40,6 +41,7 @@ class _Clock:
 
     now: Floats
     link: Floats  # [N], when the last transfer has left it
+    # (transfer, whether of the next batch)
     over: dict[tuple[str, bool], Floats] = field(
         default_factory=dict
     )  # (transfer, of the next batch)
@@ -67,6 +69,7 @@ def step_ms(
             clock.now = clock.now + phases[:, :, PHASE[move.name]]
             for kind in move.starts:
                 _start(clock, phases[:, :, PHASE[kind]], kind, move.ahead, hidden, schedule)
+        clock.now = clock.now + phases[:, :, PHASE[REST]]
     return clock.now.max(1) - before
 
 
@@ -98,6 +101,18 @@ def sum_of_maxima(phases: Floats) -> Floats:
 def max_of_sums(phases: Floats) -> Floats:
     """[N]: the rank with the most work; nobody waits for anybody."""
     return phases.sum(2).max(1)
+
+
+# What each phase is a part of, for reports with four kinds of time.
+KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("begin", "advance", "look_up", "outputs"), "forward"),
+    **dict.fromkeys(
+        ("forward", "backward", "send_dense", "receive_dense", "update_dense"), "dense"
+    ),
+    **dict.fromkeys(("push", "collect", "update", REST), "backward"),
+    **dict.fromkeys((IDS, COUNTS, COUNTED_IDS, VECTORS), "forward exchange"),
+    **dict.fromkeys((ROW_GRADIENTS, DENSE_GRADIENTS), "backward exchange"),
+}
 
 
 def hidden_by(phases: Floats, hidden: Mapping[str, float]) -> dict[str, Floats]:

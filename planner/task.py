@@ -17,13 +17,14 @@ import yaml
 
 from planner.features import IdStats
 from sbpflow.config.table_plan import read_table_plan
-from sbpflow.config.table_rules import ParallelConfig, TableRule, resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig, TableRule, WireDtype, resolve_table_layouts
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, format_nd_sbp
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +74,24 @@ class Choice:
             )
         return TableRule(sbp=shape.sbp, ranks=ranks, exchange=shape.exchange)
 
-    @staticmethod
-    def of(rule: TableRule, world_size: int) -> "Choice":
-        """The choice that a rule stands for in a world; ConfigError if it cuts unevenly."""
-        if rule.sizes is not None:
-            raise ConfigError(
-                f"rule {rule.sbp}: sizes {list(rule.sizes)}; planners cut evenly, leave sizes out"
-            )
-        placement = rule.placement("rule", "cpu", world_size)
-        nd_sbp, ranks = rule.parsed("rule"), placement.ranks
-        if len(nd_sbp) == 2:
-            rows, cols = placement.shape
-            return Choice(Shape(rule.sbp, "reduce", (rows, cols)), ranks)
-        kind, count = str(nd_sbp[0]), len(ranks)
-        if kind == "B" and (rule.exchange == "local" or count == world_size > 1):
-            return Choice(Shape("B", "local"), ranks)
-        if kind == "B":
-            return Choice(Shape("B", rule.exchange or "columns"), ranks)
-        if kind == "S(0)":
-            return Choice(Shape("S(0)", rule.exchange or "reduce", (count, 1)), ranks)
-        return Choice(Shape("S(1)", "columns", (1, count)), ranks)
-
 
 Plan = dict[str, Choice]
+
+
+def choice_of(given: TableLayout, world_size: int) -> Choice:
+    """The choice that a resolved layout stands for; ConfigError if it cuts unevenly."""
+    layout = given.layout
+    if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
+        raise ConfigError(f"{given.key}: {layout} has sizes; planners cut evenly, leave them out")
+    ranks, kinds = layout.placement.ranks, layout.nd_sbp
+    if len(kinds) == 2:
+        rows, columns = layout.placement.shape
+        return Choice(Shape(format_nd_sbp(kinds), "reduce", (rows, columns)), ranks)
+    if isinstance(kinds[0], Split):
+        parts = (len(ranks), 1) if kinds[0].dim == 0 else (1, len(ranks))
+        return Choice(Shape(str(kinds[0]), given.exchange, parts), ranks)
+    whole = world_size > 1 and len(ranks) == 1
+    return Choice(Shape("B", "columns" if whole else "local"), ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +196,9 @@ def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
     """What the engine makes of a plan; ConfigError where it cannot."""
-    wire = {None: None, torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(task.wire)
+    wire: WireDtype | None = None
+    if task.wire is not None and task.wire != task.dtype:
+        wire = "bfloat16" if task.wire == torch.bfloat16 else "float16"
     parallel = ParallelConfig(tables=rules(plan), exchange_dtype=wire)
     layouts = resolve_table_layouts(
         parallel,
@@ -241,18 +239,11 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """The plan of a file that ``plan_to_yaml`` or a person wrote; ConfigError where it does not fit."""
+    """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
     parallel = ParallelConfig(tables=read_table_plan(path))
-    found: Plan = {}
     shapes = {table.name: table.shape for table in task.tables}
     layouts = resolve_table_layouts(parallel, shapes, {}, task.world_size, task.device_type)
-    for name, layout in layouts.items():
-        rule = parallel.tables[layout.key.removeprefix("parallel.tables.")]
-        found[name] = Choice.of(rule, task.world_size)
-        if found[name].shape.exchange != layout.exchange:
-            shape = found[name].shape
-            found[name] = Choice(Shape(shape.sbp, layout.exchange, shape.parts), found[name].ranks)
-    return found
+    return {name: choice_of(layout, task.world_size) for name, layout in layouts.items()}
 
 
 def _rule_tree(rule: TableRule) -> dict[str, Any]:

@@ -6,7 +6,7 @@ one batch ahead. ``print(OVERLAPPED)`` shows what each move has under way beside
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -67,6 +67,12 @@ class BatchInFlight:
 
 
 BatchT = TypeVar("BatchT", bound=BatchInFlight)
+Observer = Callable[[Move], AbstractContextManager[None]]
+
+
+def _unobserved(move: Move) -> AbstractContextManager[None]:
+    del move
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +118,19 @@ class StepSchedule:
         batches: Sequence[BatchT],
         coming: BatchT | None,
         world: World,
+        observe: Observer = _unobserved,
     ) -> None:
         """Make the moves of one step over ``batches``; ``coming`` is the first of the next step.
 
         The functions make the moves, by name. A batch that none went before makes its moves ahead
-        now; a move made ahead is not made again.
+        now; a move made ahead is not made again. ``observe`` is entered around every move.
         """
         world.wait_at_once = self.wait_at_once
         early = [move for move in self.each_batch if move.ahead]
 
         def make(move: Move, one: BatchT | None) -> None:
             if one is not None and move.name not in one.made:
-                with _named(move):
+                with _named(move), observe(move):
                     of_batch[move.name](one)
                 one.made.add(move.name)
 
@@ -134,7 +141,7 @@ class StepSchedule:
                 make(move, following if move.ahead else this)
         for move in self.each_step:
             if move.name in of_step:
-                with _named(move):
+                with _named(move), observe(move):
                     of_step[move.name]()
             else:
                 for one in batches:

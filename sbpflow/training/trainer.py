@@ -38,6 +38,7 @@ from sbpflow.training.step_schedule import (
     OVERLAPPED,
     BatchInFlight,
     Move,
+    Observer,
     StepSchedule,
 )
 
@@ -144,6 +145,7 @@ class Trainer:
         self._seed = seed
         self._rate_factor = rate_factor
         self.schedule = schedule
+        self.observe: Observer | None = None  # entered around every move of a step
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
         # The loss is P like the gradients: as one more number among them it costs no collective.
@@ -199,6 +201,7 @@ class Trainer:
             batches,
             self._coming,
             self._boxing.world,
+            *(() if self.observe is None else (self.observe,)),
         )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
