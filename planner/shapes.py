@@ -54,9 +54,7 @@ def _cuts(size: int) -> list[int]:
     return [*powers, size]
 
 
-def problem_of(
-    model: TaskCost, allowed: Callable[[Shape], bool] | None = None
-) -> Problem:
+def problem_of(model: TaskCost, allowed: Callable[[Shape], bool] | None = None) -> Problem:
     """The search's problem of a model's task; pinned tables are part of its base.
 
     ``allowed`` narrows the shapes. PlanError for a table that none is left for.

@@ -1,4 +1,4 @@
-"""DreamShard: a cost network learned from measured placements, a policy trained on what it estimates.
+"""DreamShard: a cost network from measured placements, a policy trained on what it estimates.
 
 Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
 ``training.py``). A table's 21 features pass an MLP and are summed per device; heads give forward,
@@ -9,8 +9,8 @@ places: the order has to tell it. Between the updates, placements of the policy 
 the cost network is trained on all measured so far.
 Differences: measurements are this machine's prices of whole plans; they are divided by the mean of
 the first ones, since the rates were chosen for milliseconds of another machine; rows, sizes and
-pooling are taken as logarithms and scaled by the training tables in place of each task's own; devices
-without room get no probability in training, too; episodes of a batch run side by side.
+pooling are logarithms scaled by the training tables in place of each task's own; devices without
+room get no probability in training, too; episodes of a batch run side by side.
 """
 
 from collections.abc import Sequence

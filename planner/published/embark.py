@@ -1,16 +1,16 @@
-"""EMBark's greedy planner: 3-D shards (table, row part, column part), the most expensive one halved.
+"""EMBark's greedy planner: shards (table, row part, column part), the most expensive one halved.
 
 Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/planner.py`` and
 ``generate_plan.py``. A rank's cost is a weighted sum of what its shards look up and send; shards go
 largest first to the cheapest rank with room, never two of one table to one rank. Then the dearest
 shard's table is cut in two, by rows or by columns, whichever gives the lower maximum, and all is
-placed again, at most 20 times; the best of these plans, and of all tables cut by rows over all ranks,
-is taken. The compression of a cluster of tables is data-parallel (copied), reduction or unique.
+placed again, at most 20 times; the best of these plans, and of all tables cut by rows over all
+ranks, is taken. Clusters of tables are data-parallel (copied), or compressed by reduction or uniquely.
 Differences: the two branches that take the other cut when one alone is possible are put right; the
 weights, given by hand there, are read from this machine's prices; the two thresholds that say which
-tables are copied and which are unique, given by hand there, are tried on a grid of nine and the plan
-kept that costs least as measured, which is kinder to it than its defaults; tables that have both row
-and column parts lie on a grid of ranks, so their parts are pairs of powers of two.
+tables are copied and which are unique, given by hand there, are tried on a grid of nine, and the
+plan kept that costs least as measured, which is kinder to it than its defaults; tables with both
+row and column parts lie on a grid of ranks.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.published.greedy import size_greedy
 from planner.published.setting import EXCHANGE, Setting
 from planner.search.problem import Assignment, Floats, Move, price_of
 from planner.shapes import COPIED, WHOLE, option_number
@@ -37,11 +38,10 @@ class _Weights:
 def embark(setting: Setting) -> Assignment:
     """The plan that costs least, of those with different shares of copied and unique tables."""
     plans = [
-        plan
-        for copied in SHARES
-        for unique in SHARES
-        for plan in _planned(setting, copied, unique)
+        plan for copied in SHARES for unique in SHARES for plan in _planned(setting, copied, unique)
     ]
+    if not plans:  # none has room: as the greedy by size would have it, and the plan says so
+        return size_greedy(setting)
     return min(plans, key=lambda plan: price_of(setting.problem, plan).rank)
 
 
@@ -130,9 +130,7 @@ class _Search:
             held = held + float(problem.pricing.memory(problem.options[table][number].home))
         costs = {table: self._shard_cost(table, cut) for table, cut in cuts.items()}
         for table in sorted(cuts, key=lambda t: (-costs[t], t)):
-            number = option_number(
-                problem.options[table], self._shape(table, cuts[table], unique)
-            )
+            number = option_number(problem.options[table], self._shape(table, cuts[table], unique))
             if number is None:
                 return table
             option = problem.options[table][number]
@@ -178,5 +176,3 @@ class _Search:
             placed = self._place(cut, copied, unique)
             tried.append((np.inf if isinstance(placed, int) else placed[0], cut))
         return min(tried, key=lambda one: one[0])[1] if tried else None
-
-

@@ -1,6 +1,7 @@
 """What the learned planners share: small networks, sums per device, scaled features."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ LOGARITHMIC = (1, 2, 3)  # rows, pooling, size: over several orders of magnitude
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
     """Linear layers with ReLU between them, and after the last one if ``last``."""
     layers: list[nn.Module] = []
-    for place, (width, following) in enumerate(zip(widths, widths[1:], strict=False)):
+    for place, (width, following) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width, following))
         if last or place < len(widths) - 2:
             layers.append(nn.ReLU())

@@ -7,9 +7,9 @@ beam of 3 over column cuts tries the 10 largest and the 10 dearest tables, to a 
 tables go by falling cost to the device of least predicted cost under a limit on its columns, which
 is scanned from 1.0 to 1.5 times the mean in 11 steps.
 Differences: 10,000 sets and 2,000 placements are measured in place of 100,000; a cut halves all
-parts of a table at once, and its parts lie on distinct devices, because that is what an even S(1) is
-here; the forward and the backward exchange are one network; rows and pooling are logarithms; costs
-are divided by their mean.
+parts of a table at once, and its parts lie on distinct devices, as an even S(1) does here;
+the forward and the backward exchange are one network; rows and pooling are logarithms; costs are
+divided by their mean.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from planner.published.greedy import random_devices, size_greedy
 from planner.published.nets import Scaling, mlp
 from planner.published.setting import BACKWARD, EXCHANGE, FORWARD, Setting
 from planner.search.problem import Assignment, Floats, Move
@@ -126,10 +127,11 @@ class _Beam:
         self.known: dict[tuple[tuple[int, int], ...], float] = {}
 
     def run(self) -> Assignment:
-        cuts = (1,) * len(self.setting.tables)
+        cuts: tuple[int, ...] = (1,) * len(self.setting.tables)
         placed, cost = self._place(cuts)
         best = (cost, cuts, placed)
-        beam, seen = [(cost, cuts)], {cuts}
+        beam = [(cost, cuts)]
+        seen: set[tuple[int, ...]] = {cuts}
         for _ in range(DEPTH):
             tried: list[tuple[float, tuple[int, ...]]] = []
             for _, parent in beam:
@@ -214,8 +216,6 @@ class _Beam:
 
     def _assignment(self, cuts: tuple[int, ...], placed: list[list[int]] | None) -> Assignment:
         if placed is None:  # nothing had room: as the greedy by size would have it
-            from planner.published.greedy import size_greedy
-
             return size_greedy(self.setting)
         parts = _parts(self.setting, self.model.scaling, cuts)
         ranks: list[list[int]] = [[] for _ in cuts]
@@ -286,8 +286,6 @@ def _placements(
     settings: Sequence[Setting], random: np.random.Generator, count: int
 ) -> tuple[Floats, Floats]:
     """Random placements: [count, devices] sums of columns, and ms of each device's exchange."""
-    from planner.published.greedy import random_devices
-
     size = settings[0].num_ranks
     sums, exchange = np.zeros((count, size)), np.zeros((count, size))
     for row in range(count):

@@ -6,7 +6,7 @@ effort give the same plan: budgets are counted in insertions, not in seconds.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.search.exact import linear_optimum
 from planner.search.insertion import Inserter
@@ -33,13 +33,13 @@ class Effort:
     def of(problem: Problem) -> "Effort":
         """What keeps 200 tables x 16 ranks under 10 s and 1000 x 128 under 60 s on a 2026 Xeon."""
         size = problem.num_tables * problem.num_ranks
-        insertions = max(2000, min(4500, 60 * problem.num_tables))
+        insertions = max(400, min(4000, 40 * problem.num_tables))
         return Effort(insertions=insertions, exact_time=0.5 if size <= 800 else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best plan, and by name what every seed was priced at (milliseconds; inf: does not fit).
+    """The best plan; by name every seed (``plans``) and what it was priced at (``seeds``).
 
     ``others`` are the next best plans met, for a measurement to choose among.
     """
@@ -47,6 +47,7 @@ class Found:
     assignment: Assignment
     priced: Priced
     seeds: Mapping[str, Priced]
+    plans: Mapping[str, Assignment]
     others: tuple[Assignment, ...]
     insertions: int
     seconds: float
@@ -97,6 +98,7 @@ def search(
         assignment=unique[0],
         priced=price_of(problem, unique[0]),
         seeds=priced,
+        plans=plans,
         others=tuple(unique[1:]),
         insertions=local.insertions,
         seconds=time.perf_counter() - start,
@@ -116,8 +118,3 @@ def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> li
         if len(chosen) == STARTS:
             break
     return chosen
-
-
-def with_seconds(found: Found, seconds: float) -> Found:
-    """The same result with the time of what went before it."""
-    return replace(found, seconds=seconds)

@@ -6,7 +6,7 @@ family of them represented; shards of a table split over some ranks lie on neigh
 Without ortools (the ``planner`` extra) there is no integer program; the search goes on without.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -80,7 +80,11 @@ def linear_optimum(
     kept = [_kept(problem, linear, table, around[table].option) for table in tables]
     moves = [
         [
-            *(move for n in kept[table] for move in moves_of(problem, problem.options[table][n], n)),
+            *(
+                move
+                for n in kept[table]
+                for move in moves_of(problem, problem.options[table][n], n)
+            ),
         ]
         for table in tables
     ]
@@ -110,13 +114,29 @@ def linear_optimum(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Price:
+    """Features to whole units of the program."""
+
+    slope: Floats
+
+    def __call__(self, row: Floats) -> int:
+        return round(SCALE * float(row @ self.slope))
+
+
 class _Program:
     """The integer program: a flag per move, a flag per key, a maximum per phase.
 
     ortools has no types that a checker can follow, hence ``Any``.
     """
 
-    def __init__(self, problem: Problem, linear: Linear, moves: list[list[Move]], model: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        problem: Problem,
+        linear: Linear,
+        moves: list[list[Move]],
+        model: Any,  # noqa: ANN401
+    ) -> None:
         self.problem, self.linear, self.moves, self.model = problem, linear, moves, model
         self.chosen: list[list[Any]] = [[model.new_bool_var("") for _ in mine] for mine in moves]
         for flags in self.chosen:
@@ -152,7 +172,7 @@ class _Program:
             room = float(self.problem.limit_bytes[rank]) - held_before
             self.model.add(sum(terms) <= int(room / unit))
 
-    def _terms(self, rank: int, cost: Any) -> list[Any]:  # noqa: ANN401
+    def _terms(self, rank: int, cost: Callable[[Floats], int]) -> list[Any]:
         terms: list[Any] = []
         for table, mine in enumerate(self.moves):
             for move, flag in zip(mine, self.chosen[table], strict=True):
@@ -172,11 +192,13 @@ class _Program:
             if weight <= 0.0 or not slope.any():
                 continue
             longest = self.model.new_int_var(-(2**40), 2**40, "")
-            shared = sum(round(SCALE * slope[key[0]]) * flag for key, flag in self.keys.items())
+            shared = sum(
+                round(SCALE * float(slope[key[0]])) * flag for key, flag in self.keys.items()
+            )
             for rank in range(self.problem.num_ranks):
-                first = self.linear.offsets[phase] + self.problem.base[rank] @ slope
-                terms = self._terms(rank, lambda row, slope=slope: round(SCALE * float(row @ slope)))
-                self.model.add(round(SCALE * float(first)) + sum(terms) + shared <= longest)
+                first = float(self.linear.offsets[phase] + self.problem.base[rank] @ slope)
+                terms = self._terms(rank, _Price(slope))
+                self.model.add(round(SCALE * first) + sum(terms) + shared <= longest)
             total.append(round(WEIGHT_SCALE * float(weight)) * longest)
         self.model.minimize(sum(total))
 
@@ -184,7 +206,7 @@ class _Program:
 def enumerated(
     problem: Problem, numbers: tuple[tuple[int, ...], ...], most: int = 5_000_000
 ) -> tuple[Assignment, int] | None:
-    """The best of all plans that lay each table in one of ``numbers[table]``; and how many those are.
+    """The best of all plans that lay each table in one of ``numbers[table]``; and their number.
 
     Whole tables go to any rank, split ones lie on the first aligned neighbours; equal ranks are not
     told apart. Exact on the full model. ``None`` if there are more than ``most``.

@@ -111,12 +111,12 @@ def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
     return replace(problem, base=base, present=tuple(present))
 
 
-def greedy(problem: Problem, weights: Floats, inserter: Inserter) -> Iterator[tuple[str, Assignment]]:
+def greedy(
+    problem: Problem, weights: Floats, inserter: Inserter
+) -> Iterator[tuple[str, Assignment]]:
     """Tables one after another, each in the option and on the ranks that are best then."""
     yield "greedy", build(problem, inserter, heaviest_first(weights)).assignment()
-    whole = [
-        [option.shape for option in options if option.whole] for options in problem.options
-    ]
+    whole = [[option.shape for option in options if option.whole] for options in problem.options]
     built = build(problem, narrowed(problem, whole), heaviest_first(weights))
     yield "greedy, whole tables", built.assignment()
     largest = heaviest_first(bytes_of(problem))

@@ -32,7 +32,7 @@ class PhaseMaxima:
         return totals[..., 0] + totals[..., 1]
 
 
-def keys_of(*keys: Key):  # noqa: ANN201
+def keys_of(*keys: Key):
     return lambda _ranks: keys
 
 
@@ -61,9 +61,7 @@ def make_problem(
             mine.append(Option(("rows", parts), shard, home, keys_of((5, "unique"))))
         if splits:
             copied = row * np.array([1, 1, 1 / num_ranks, 1.0, 2.0, 0.0])
-            mine.append(
-                Option(("copied",), np.zeros((0, FEATURES)), copied, keys_of((5, "local")))
-            )
+            mine.append(Option(("copied",), np.zeros((0, FEATURES)), copied, keys_of((5, "local"))))
         options.append(tuple(mine))
     limit = np.full(num_ranks, max(slack * held.sum() / num_ranks, held.max() * 1.01))
     return Problem(
