@@ -135,7 +135,7 @@ def test_transfers_take_turns_on_the_link():
     both = phases(look_up=(1, 1), vectors=(5, 5), ids=(5, 5), outputs=(1, 1))
     alone = phases(look_up=(1, 1), vectors=(5, 5), outputs=(1, 1))
     hidden = {VECTORS: 1.0, IDS: 1.0}
-    assert step_ms(both, hidden)[0] > step_ms(alone, hidden)[0] + 3
+    assert step_ms(both, hidden)[0] > step_ms(alone, hidden)[0] + 2
 
 
 @pytest.mark.parametrize("overlap", [True, False])
