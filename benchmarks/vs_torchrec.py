@@ -34,7 +34,7 @@ def work(args: argparse.Namespace) -> None:
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
-    from sbpflow.embedding.collection import INITIAL_BOUND
+    from sbpflow.embedding.plan.tables import INITIAL_RANGE
     from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def work(args: argparse.Namespace) -> None:
     with World.start("cpu") as world, torch.random.fork_rng():
         batches = make_batches(shape, world.rank, world.size)
         wire = getattr(torch, args.wire)
-        peer = TorchRecPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND, wire=wire)
+        peer = TorchRecPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE, wire=wire)
         ours = ClickTrainer(
             shape,
             batches,
@@ -53,7 +53,7 @@ def work(args: argparse.Namespace) -> None:
             layout=args.layout,
             kernel=args.kernel,
         )
-        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND) if args.ddp else None
+        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
         apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))

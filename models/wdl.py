@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import Example, Range
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
@@ -74,7 +75,11 @@ class WideConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WdlConfig:
-    """Shape of the model; ``deep: false`` trains the wide part alone."""
+    """Shape of the model; ``deep: false`` trains the wide part alone.
+
+    ``fields`` and ``tables`` say by pattern which fields share a table, and what a table's columns,
+    pooling and initial values are (``config.model_tables``).
+    """
 
     name: Literal["wdl"] = "wdl"
     deep: bool = True
@@ -82,6 +87,12 @@ class WdlConfig:
     hidden: Annotated[tuple[Count, ...], Example((400, 400))] = (1024, 1024)
     dropout: Annotated[float, Range(low=0, below=1)] = 0.5
     wide: WideConfig = field(default_factory=WideConfig)
+    fields: Annotated[Mapping[str, FieldRule], Example({"*_shop": FieldRule(table="shop")})] = (
+        field(default_factory=dict[str, FieldRule])
+    )
+    tables: Annotated[Mapping[str, TableShape], Example({"deep.C1": TableShape(dim=8)})] = field(
+        default_factory=dict[str, TableShape]
+    )
 
     def __post_init__(self) -> None:
         if not self.deep and self.wide.is_empty:
@@ -98,11 +109,16 @@ class WdlConfig:
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
         if wide := [*_columns(self.wide.columns, fields), *crosses]:
-            outputs.append(embedding_output("wide", wide, dim=1, combine="sum"))
-        deep = fields.sparse if self.deep else ()
-        if deep:
-            outputs.append(embedding_output("deep", deep, dim=self.embedding_dim))
-        widths = [len(deep) * self.embedding_dim + len(fields.dense), *self.hidden, 1]
+            one_each = "a wide table has one weight per value"
+            outputs.append(
+                embedding_output("wide", wide, dim=1, combine="sum", rules=self, fixed_dim=one_each)
+            )
+        inputs = len(fields.dense)
+        if self.deep and fields.sparse:
+            deep = embedding_output("deep", fields.sparse, dim=self.embedding_dim, rules=self)
+            outputs.append(deep)
+            inputs += deep.width
+        widths = [inputs, *self.hidden, 1]
         return WdlSpec(
             outputs=tuple(outputs),
             layers=tuple(pairwise(widths)) if self.deep else (),

@@ -27,7 +27,8 @@ from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.run.torch_model import TorchModel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, Move
+from sbpflow.training.move_times import MoveTimes
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -95,18 +96,18 @@ class MoveTimer:
         return found
 
     @contextmanager
-    def __call__(self, move: Move) -> Generator[None]:
+    def move(self, name: str) -> Generator[None]:
         self._boxing.world.barrier()
         self._waited = self._worked_in_waits = 0.0
         start = self._worked()
         yield
         worked, waited = self._worked() - start - self._worked_in_waits, self._waited
-        self.times[move.name] += 1e3 * worked
-        kinds = _FIRST_WAITS[move.name]
+        self.times[name] += 1e3 * worked
+        kinds = _FIRST_WAITS[name]
         if kinds:
             self.times[kinds[0]] += 1e3 * waited
         else:
-            self.times[move.name] += 1e3 * waited
+            self.times[name] += 1e3 * waited
 
 
 class _Layers(nn.Module):
@@ -165,12 +166,12 @@ def measure(
     totals: list[float] = []
     for repeat in range(repeats):
         with MoveTimer(boxing) as timer:
-            trainer.observe = timer
+            trainer.move_watch = timer
             start = time.perf_counter()
             trainer.step(batches[repeat % len(batches)])
             totals.append(1e3 * (time.perf_counter() - start))
         serial.append(timer.times)
-    trainer.observe = None
+    trainer.move_watch = MoveTimes()
     trainer.schedule = OVERLAPPED
     times = _timed_steps(boxing, trainer, batches, overlapped)
     peak = peak_bytes() - before

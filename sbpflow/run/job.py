@@ -11,6 +11,7 @@ from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
+from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.dense_state import dense_state
@@ -44,6 +45,9 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
     parts = [parameter.part for parameter in model.parameters.values()]
+    clip, clipper = config.optimizer.clip, None
+    if clip is not None:
+        clipper = Clipper(clip, model.parameters, embeddings, boxing, plan.clip)
     trainer = Trainer(
         model,
         embeddings,
@@ -51,7 +55,10 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         boxing,
         dtype=dtype,
         seed=seed,
-        rate_factor=rate_factor(config.optimizer.schedule),
+        rate_factor=rate_factor(config.optimizer.of_dense),
+        table_rate_factor=rate_factor(config.optimizer.of_tables),
+        clipper=clipper,
+        loss=config.train.loss,
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
         planned=(plan.batch_size, plan.dense_conversions),

@@ -109,7 +109,7 @@ def move_names(world):
     trainer.step(batches[0])
     world.log.clear()
     with MoveTimer(boxing) as timer:
-        trainer.observe = timer
+        trainer.move_watch = timer
         trainer.step(batches[1])
     sent = sum(r.bytes_sent for r in world.log.records if r.step_id.endswith("bwd/vectors"))
     counted = count_work(task, plan)[world.rank, INDEX["gradient_bytes"]]

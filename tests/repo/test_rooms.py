@@ -17,14 +17,14 @@ MODELS = re.compile(
     r"(?i)(?<![a-z])(wdl|wide|deep|dlrm|deepfm|dcn(v2)?|tower|mlp|crosses)(?![a-z])"
 )
 COLLECTIVES = set(
-    "all_to_all all_to_all_single all_reduce all_gather all_gather_into_tensor reduce_scatter "
+    "batch_isend_irecv all_to_all all_to_all_single all_reduce all_gather all_gather_into_tensor reduce_scatter "
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
 # Who may, and what for: conversions; rows whose number a batch decides; the checked mode's headers.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
-    "embedding/exchange/all_to_all.py": {"all_to_all_single"},
+    "embedding/exchange/all_to_all.py": {"all_to_all_single", "batch_isend_irecv"},
     "runtime/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
 }
 

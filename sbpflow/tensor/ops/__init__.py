@@ -6,7 +6,7 @@ through them gives gradients in the dual layouts without further code.
 
 from sbpflow.tensor.ops.elementwise import add, cast, dropout, mul, nonlinear, relu, scale
 from sbpflow.tensor.ops.indexing import gather
-from sbpflow.tensor.ops.loss import bce_with_logits
+from sbpflow.tensor.ops.loss import bce_with_logits, class_weights, focal_weights, smooth_labels
 from sbpflow.tensor.ops.matmul import bias_add, linear, linear_of_parts, matmul
 from sbpflow.tensor.ops.reductions import reduce_max, reduce_mean, reduce_sum
 from sbpflow.tensor.ops.shapes import concat, flatten, reshape
@@ -16,9 +16,11 @@ __all__ = [
     "bce_with_logits",
     "bias_add",
     "cast",
+    "class_weights",
     "concat",
     "dropout",
     "flatten",
+    "focal_weights",
     "gather",
     "linear",
     "linear_of_parts",
@@ -31,4 +33,5 @@ __all__ = [
     "relu",
     "reshape",
     "scale",
+    "smooth_labels",
 ]
