@@ -100,7 +100,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
         peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
         health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
-        notes = {**result.notes, "ids out of range": outside}
+        notes = {"ids out of range": outside}
         if planned is not None:
             rows = config.data.batch_size * config.train.accumulate
             notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
@@ -109,7 +109,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
-            notes=notes,
+            notes={**result.notes, **notes},
             peak_memory_bytes=[int(peak) for peak in peaks],
         )
     for loader in loaders.values():

@@ -62,11 +62,18 @@ class Measured:
 
 
 class MoveTimer:
-    """Watches a trainer's moves: ms of each without its waits, and of the waits, by transfer."""
+    """Watches a trainer's moves: ms of each without its waits, and of the waits, by transfer.
+
+    What one thread of the host computes is told by the clock of that thread, which other programs
+    on the machine do not move; waits, several threads and devices by the clock on the wall.
+    """
 
     def __init__(self, boxing: Boxing) -> None:
         self._boxing = boxing
+        on_host = boxing.world.device.type == "cpu" and torch.get_num_threads() == 1
+        self._worked = time.thread_time if on_host else self._now
         self._waited = 0.0
+        self._worked_in_waits = 0.0
         self.times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def __enter__(self) -> "MoveTimer":
@@ -82,19 +89,21 @@ class MoveTimer:
         return time.perf_counter()
 
     def _wait(self, finish: Callable[[], T]) -> T:
-        start = self._now()
+        start, worked = self._now(), self._worked()
         found = finish()
         self._waited += self._now() - start
+        self._worked_in_waits += self._worked() - worked
         return found
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
         """Around the move ``name``."""
         self._boxing.world.barrier()
-        start, self._waited = self._now(), 0.0
+        self._waited = self._worked_in_waits = 0.0
+        start = self._worked()
         yield
-        elapsed, waited = self._now() - start, self._waited
-        self.times[name] += 1e3 * (elapsed - waited)
+        worked, waited = self._worked() - start - self._worked_in_waits, self._waited
+        self.times[name] += 1e3 * worked
         kinds = _FIRST_WAITS[name]
         if kinds:
             self.times[kinds[0]] += 1e3 * waited
