@@ -30,7 +30,7 @@ class _Builder(Protocol):
     def fma(self, a: object, b: object, c: object) -> object: ...
 
 
-def _compiled(function: FunctionT) -> FunctionT:
+def compiled(function: FunctionT) -> FunctionT:
     """``function`` for numba, whose machine code is kept with the user's caches."""
     config: Any = numba.config
     default, config.CACHE_DIR = config.CACHE_DIR, str(cache_dir() / "numba")
@@ -56,7 +56,7 @@ def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> o
 fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
 
 
-@_compiled
+@compiled
 def _popcount(v: np.uint64) -> np.uint64:
     v = v - ((v >> U64(1)) & U64(0x5555555555555555))
     v = (v & U64(0x3333333333333333)) + ((v >> U64(2)) & U64(0x3333333333333333))
@@ -64,7 +64,7 @@ def _popcount(v: np.uint64) -> np.uint64:
     return (v * U64(0x0101010101010101)) >> U64(56)
 
 
-@_compiled
+@compiled
 def index_by_bits(
     addresses: Array, words: Array, before: Array, rows: Array, inverse: Array
 ) -> int:
@@ -93,7 +93,7 @@ def index_by_bits(
     return count
 
 
-@_compiled
+@compiled
 def _sort_by_digits(keys: Array, places: Array) -> None:
     """Sort non-negative ``keys``, and ``places`` with them: a radix sort."""
     other_keys, other_places = np.empty_like(keys), np.empty_like(places)
@@ -113,7 +113,7 @@ def _sort_by_digits(keys: Array, places: Array) -> None:
         shift += _DIGIT_BITS
 
 
-@_compiled
+@compiled
 def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
     """As ``index_by_bits``, in memory that grows with the batch and not with the table."""
     size, shift = 2, U64(63)
@@ -143,7 +143,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
     return count
 
 
-@_compiled
+@compiled
 def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
     """``sums`` [unique, width] of ``grads`` [n, width], in order."""
     sums[:] = 0
@@ -154,7 +154,7 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
             sums[j, k] += grads[i, k]
 
 
-@_compiled
+@compiled
 def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
     """As ``sum_rows`` where address i lies in the bag b with ``ends[b] <= i < ends[b + 1]``.
 
@@ -173,7 +173,7 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
                     sums[j, k] += grads[b, k]
 
 
-@_compiled
+@compiled
 def add_squares(grads: Array, squares: Array) -> None:
     """``squares`` [n]: the sum of squares of each row, column by column."""
     for j in range(grads.shape[0]):
@@ -188,7 +188,7 @@ def add_squares(grads: Array, squares: Array) -> None:
 # ``grads[j]``. ``keep`` is what weight decay leaves. Numbers are of the type of the arrays.
 
 
-@_compiled
+@compiled
 def step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
     for j in range(at.size):
         a = at[j]
@@ -196,7 +196,7 @@ def step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) ->
             weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
 
 
-@_compiled
+@compiled
 def step_adagrad(
     weights: Array,
     at: Array,
@@ -216,7 +216,7 @@ def step_adagrad(
             weights[a, k] = weights[a, k] * keep + move
 
 
-@_compiled
+@compiled
 def step_rowwise_adagrad(
     weights: Array,
     at: Array,
@@ -238,7 +238,7 @@ def step_rowwise_adagrad(
             weights[a, k] = fma(grads[j, k], scale, weights[a, k] * keep)
 
 
-@_compiled
+@compiled
 def step_lazy_adam(
     weights: Array,
     at: Array,
@@ -271,7 +271,7 @@ def step_lazy_adam(
             weights[a, k] = weights[a, k] * keep + (move * m) / denominator
 
 
-@_compiled
+@compiled
 def step_ftrl(
     weights: Array,
     at: Array,
@@ -298,14 +298,14 @@ def step_ftrl(
             weights[a, k] = -beyond / curvature if beyond != 0 else l1 - l1
 
 
-@_compiled
+@compiled
 def _mixed(z: np.uint64) -> np.uint64:
     z = (z ^ (z >> U64(30))) * _MIX_1
     z = (z ^ (z >> U64(27))) * _MIX_2
     return z ^ (z >> U64(31))
 
 
-@_compiled
+@compiled
 def _as_float16(bits: np.int64) -> np.int64:
     """The float16 nearest to a float32 of at most 65504, both as bits."""
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
@@ -324,7 +324,7 @@ def _as_float16(bits: np.int64) -> np.int64:
     return sign | nearest
 
 
-@_compiled
+@compiled
 def store_rounded(
     values: Array,
     out: Array,
@@ -364,7 +364,7 @@ def store_rounded(
             out[row, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
 
 
-@_compiled
+@compiled
 def fill_uniform(
     out: Array, key: int, bound: float, num_columns: int, first_row: int, first_column: int
 ) -> None:
