@@ -29,6 +29,7 @@ def explain(argv: Sequence[str]) -> int:
 
     try:
         from data import fields_of, load_manifest
+        from data.growth import growth_of, growth_text
         from models.registry import MODELS
     except ImportError as error:
         raise ConfigError(
@@ -43,11 +44,13 @@ def explain(argv: Sequence[str]) -> int:
     device_type = device_type_of(device) if device == "auto" else device
     _, plan = plan_run(config, fields, world_size=args.world_size, device_type=device_type)
     plan = with_known_kernels(plan, config.parallel.kernel)
+    facts = describe(plan)
+    growth = growth_of(manifest, facts["tables"])
     if args.json:
-        json.dump(describe(plan), sys.stdout, indent=1)
+        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
         print()
     else:
-        print(format_plan(plan))
+        print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
     return 0
 
 

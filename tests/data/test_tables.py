@@ -18,6 +18,7 @@ from data.prepare import prepare
 from data.prepare.encode import encode_all
 from data.prepare.schema_file import read_schema
 from data.stats import compute_stats, load_stats
+from sbpflow.__main__ import explain
 from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 
@@ -201,6 +202,25 @@ def test_growth_moves_no_id_and_fills_spare_ones_first(tmp_path, capsys):
     assert set(before.spare_ids().tolist()) < set(new_ids.tolist())
     assert 1 not in ids_of(big, "shop")
     assert next(e for e in big.content["fields"] if e["name"] == "shop")["grown"]["spare"] == 5
+    after = open_vocabularies(big)["shop"]
+    loads = np.zeros(big.field("shop").rows)
+    loads[after.ids] = after.counts
+    parts = [part.sum() for part in np.array_split(loads, 4)]
+    said = explained(capsys, big.path, "--json")
+    (shop,) = (one for one in json.loads(said)["growth"] if one["table"] == "deep.shop")
+    assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
+    assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
+    line = "deep.shop: 12 new values, 5 in spare ids and 7 behind the old rows; the fullest of 4"
+    assert line in explained(capsys, big.path)
+    assert "grown" not in explained(capsys, same.path)
+
+
+def explained(capsys, folder, *more):
+    """What explain prints for scheme 2 on four ranks."""
+    capsys.readouterr()
+    words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
+    assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
+    return capsys.readouterr().out
 
 
 def ids_of(manifest, name):
