@@ -8,17 +8,14 @@ they are given, and kept in the user's cache directory.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, cast
 
-import numba
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.compiled import Array, compiled
 from sbpflow.runtime.streams import GAMMA, MIX_1, MIX_2
 
-Array = np.ndarray[Any, Any]
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 U64 = np.uint64
 _GAMMA, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
@@ -28,17 +25,6 @@ class _Builder(Protocol):
     """What is used of llvmlite's."""
 
     def fma(self, a: object, b: object, c: object) -> object: ...
-
-
-def compiled(function: FunctionT) -> FunctionT:
-    """``function`` for numba, whose machine code is kept with the user's caches."""
-    config: Any = numba.config
-    default, config.CACHE_DIR = config.CACHE_DIR, str(cache_dir() / "numba")
-    try:
-        jit = numba.njit(cache=True, nogil=True, error_model="numpy")
-        return cast("FunctionT", jit(function))
-    finally:
-        config.CACHE_DIR = default
 
 
 def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
