@@ -16,7 +16,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.plan.tables import HALF_DTYPES
+from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
@@ -29,7 +29,6 @@ from sbpflow.runtime.versions import import_fbgemm
 _NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
-KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +151,19 @@ def choose_kernel(
     return KernelChoice("torch", faults["fbgemm"])
 
 
+def request_of(stack: Stack, request: KernelRequest) -> KernelRequest:
+    """What is asked for a stack: by its tables, or by the run."""
+    return stack.tables[0].kernel or request
+
+
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
     """The kernel of every table by name; the same on every rank."""
-    missing = missing_kernels(request)
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:
-            choice = choose_kernel(request, StackFacts.of(plan, group, stack), missing)
+            asked = request_of(stack, request)
+            facts = StackFacts.of(plan, group, stack)
+            choice = choose_kernel(asked, facts, missing_kernels(asked))
             choices |= {table.name: choice for table in stack.tables}
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
         reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
