@@ -66,6 +66,8 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.runtime.world import device_type_of
 
     own = _checkout("explain")
+    from data.growth import growth_of, growth_text
+
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
     config = load_config(args.config, args.overrides, models=own.models)
@@ -90,11 +92,13 @@ def explain(argv: Sequence[str]) -> int:
         config, fields, world_size=args.world_size, device_type=device_type, planned=planned
     )
     plan = with_known_kernels(plan, config.parallel.kernel)
+    facts = describe(plan)
+    growth = growth_of(manifest, facts["tables"])
     if args.json:
-        json.dump(describe(plan), sys.stdout, indent=1)
+        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
         print()
     else:
-        print(format_plan(plan))
+        print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
     return 0
 
 
