@@ -189,7 +189,7 @@ class _Public(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
 
 
-def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
+def _make_wdl(shape: Shape, seed: int, bound: float) -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

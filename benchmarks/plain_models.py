@@ -27,7 +27,12 @@ def hidden_layers(
 
 
 class PlainModel(nn.Module):
-    """Tables of vectors ``deep`` and, in some models, of weights ``wide``; dense fields."""
+    """Tables of vectors ``deep`` and, in some models, of weights ``wide``; dense fields.
+
+    ``initial_range``: tables and vectors of dense fields start as U(-r, r).
+    """
+
+    initial_range = 0.05
 
     def __init__(self, rows: Sequence[int], num_dense: int, dim: int, sparse: bool) -> None:
         super().__init__()
@@ -45,16 +50,17 @@ class PlainModel(nn.Module):
         self.numbers = nn.Parameter(torch.empty(self.num_dense, self.dim))
 
     def start(self) -> "PlainModel":
-        """Glorot-uniform linears, zero biases, the rest U(-0.05, 0.05)."""
+        """Glorot-uniform linears, zero biases, the rest U(-initial_range, initial_range)."""
+        bound = self.initial_range
         for part in self.modules():
             if isinstance(part, nn.Linear):
                 nn.init.xavier_uniform_(part.weight)
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
             if isinstance(part, nn.Embedding):
-                nn.init.uniform_(part.weight, -0.05, 0.05)
+                nn.init.uniform_(part.weight, -bound, bound)
         if hasattr(self, "numbers"):
-            nn.init.uniform_(self.numbers, -0.05, 0.05)
+            nn.init.uniform_(self.numbers, -bound, bound)
         return self
 
     def tables(self) -> list[nn.Parameter]:
@@ -96,7 +102,9 @@ class PlainWide(PlainModel):
 
 
 class PlainDeepFm(PlainWide):
-    """The same, and the products of all pairs."""
+    """The same, and the products of all pairs; a standard deviation of 1e-4, as FuxiCTR's."""
+
+    initial_range = 3**0.5 * 1e-4
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         vectors = self.with_numbers(dense, ids)

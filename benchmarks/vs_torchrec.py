@@ -6,8 +6,8 @@ Losses are compared first; then runs of both take turns and medians are reported
 itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
 network namespace of its own behind a link of that rate (2 ranks, needs root). ``--ddp`` times
 plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
-``dcnv2`` train TorchRec's own models, and time their dense part alone as well: what both spend there
-dilutes the ratio.
+``dcnv2`` train TorchRec's own models, and time their dense part alone as well: what both spend
+there dilutes the ratio.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def work(args: argparse.Namespace) -> None:
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
-    from sbpflow.embedding.collection import INITIAL_BOUND
+    from sbpflow.embedding.plan.tables import INITIAL_RANGE
     from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def work(args: argparse.Namespace) -> None:
         batches = make_batches(shape, world.rank, world.size)
         wire = getattr(torch, args.wire)
         peer = TorchRecPeer(
-            shape, batches, seed=SEED, bound=INITIAL_BOUND, wire=wire, model=args.model
+            shape, batches, seed=SEED, bound=INITIAL_RANGE, wire=wire, model=args.model
         )
         ours = ClickTrainer(
             shape,
@@ -59,7 +59,7 @@ def work(args: argparse.Namespace) -> None:
             kernel=args.kernel,
             model=args.model,
         )
-        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND) if args.ddp else None
+        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
         apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))

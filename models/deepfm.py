@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from models.layered import Count, DenseOptions, LayeredSpec, Widths
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 
+# Standard deviation 1e-4, as FuxiCTR's. With U(-0.05, 0.05) the vectors of rare values, hardly
+# trained, put noise into every pair: 0.006 apart in test AUC between seeds on 88,000 Criteo rows.
+INITIAL_RANGE = 3**0.5 * 1e-4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepFmConfig(DenseOptions):
+class DeepFmConfig(ModelOptions):
     """Shape of the model; ``hidden: []`` is a factorization machine without the MLP."""
 
     name: Literal["deepfm"] = "deepfm"
@@ -48,8 +52,23 @@ class DeepFmConfig(DenseOptions):
         )
         return DeepFmSpec(
             outputs=(
-                embedding_output("wide", fields.sparse, dim=1, combine="sum"),
-                embedding_output("deep", fields.sparse, dim=dim),
+                embedding_output(
+                    "wide",
+                    fields.sparse,
+                    dim=1,
+                    combine="sum",
+                    initial_range=INITIAL_RANGE,
+                    rules=self,
+                    fixed_dim="a wide table has one weight per value",
+                ),
+                embedding_output(
+                    "deep",
+                    fields.sparse,
+                    dim=dim,
+                    initial_range=INITIAL_RANGE,
+                    rules=self,
+                    fixed_dim="pairs of vectors are of one length",
+                ),
             ),
             options=self,
             mlp=mlp if self.hidden else None,
@@ -71,7 +90,7 @@ class DeepFmSpec(LayeredSpec):
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Vectors and weights of dense fields, and the MLP."""
-        specs = vector_specs(self.numbers, self.dim)
+        specs = vector_specs(self.numbers, self.dim, INITIAL_RANGE)
         if self.numbers:
             specs |= linear_specs("wide_numeric", self.numbers, 1, bias=False)
         return specs | (self.mlp.parameters() if self.mlp is not None else {})

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import permutations
 from typing import Annotated, Literal
 
-from models.layered import Count, DenseOptions, Fraction, LayeredSpec, Widths
+from models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example, Range
 from sbpflow.embedding.plan.tables import OutputConfig
@@ -59,7 +59,7 @@ class WideConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WdlConfig(DenseOptions):
+class WdlConfig(ModelOptions):
     """Shape of the model; ``deep: false`` trains the wide part alone.
 
     ``numeric`` says how dense fields enter the deep part: as their values, or each as a vector of
@@ -90,15 +90,20 @@ class WdlConfig(DenseOptions):
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
         if wide := [*_columns(self.wide.columns, fields), *crosses]:
-            outputs.append(embedding_output("wide", wide, dim=1, combine="sum"))
-        deep = fields.sparse if self.deep else ()
-        if deep:
-            outputs.append(embedding_output("deep", deep, dim=self.embedding_dim))
+            one_each = "a wide table has one weight per value"
+            outputs.append(
+                embedding_output("wide", wide, dim=1, combine="sum", rules=self, fixed_dim=one_each)
+            )
         numbers = len(fields.dense)
         each = self.embedding_dim if self.numeric == "vectors" else 1
+        inputs = numbers * each
+        if self.deep and fields.sparse:
+            deep = embedding_output("deep", fields.sparse, dim=self.embedding_dim, rules=self)
+            outputs.append(deep)
+            inputs += deep.width
         mlp = MlpShape(
             name="mlp",
-            inputs=len(deep) * self.embedding_dim + numbers * each,
+            inputs=inputs,
             hidden=self.hidden,
             outputs=1,
             norm=self.norm,

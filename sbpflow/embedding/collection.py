@@ -37,8 +37,6 @@ from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
-INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
-
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -96,7 +94,7 @@ class EmbeddingCollection:
         self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
-            fill_shard(stored, seed=seed, bound=INITIAL_BOUND)
+            fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
@@ -121,12 +119,12 @@ class EmbeddingCollection:
             )
         under_way = self._transfer.begin(local, num_rows)
         groups = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return EmbeddingsInFlight(under_way, groups, self._counts.start(groups))
+        return EmbeddingsInFlight(under_way, groups, self._counts.start(under_way, groups))
 
     def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
-        batch.ids.advance()
         batch.counts.finish()
+        batch.ids.advance()
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True

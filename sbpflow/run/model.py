@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
 from sbpflow.config.table_rules import Scheme, TableRule
-from sbpflow.embedding.plan.tables import Combine, FeatureConfig, OutputConfig, Pooling, TableConfig
+from sbpflow.embedding.plan.tables import (
+    INITIAL_RANGE,
+    Combine,
+    FeatureConfig,
+    OutputConfig,
+    Pooling,
+    TableConfig,
+)
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
@@ -27,13 +35,17 @@ from sbpflow.training.dense_part import DensePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``."""
+    """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``.
+
+    Fields of one ``vocabulary`` have the same id for the same value; "" is one of its own.
+    """
 
     name: str
     rows: int
     hotness: int = 1
     ragged: bool = False
     weighted: bool = False
+    vocabulary: str = ""
 
     def feature(self) -> FeatureConfig:
         """The same, as the embedding engine names it."""
@@ -162,22 +174,72 @@ def embedding_output(
     dim: int,
     combine: Combine = "concat",
     pooling: Pooling = "sum",
+    initial_range: float = INITIAL_RANGE,
+    rules: TableRules | None = None,
+    fixed_dim: str = "",
 ) -> OutputConfig:
-    """An output with a table ``<name>.<field>`` of ``dim`` columns per field."""
-    return OutputConfig(
-        name=name,
-        tables=tuple(
-            TableConfig(
-                name=f"{name}.{one.name}",
-                features=(one.name,),
-                num_rows=one.rows,
-                dim=dim,
-                pooling=pooling,
+    """An output with a table ``<name>.<field>`` of ``dim`` columns per field.
+
+    ``rules``, a model's configuration with ``fields`` and ``tables``, may say otherwise by pattern;
+    ``fixed_dim`` is why this output's dim is not theirs to set, "" if it is. Raises ConfigError.
+    """
+    tables: list[TableConfig] = []
+    for own, members in _tables_of(fields, rules).items():
+        table = f"{name}.{own}"
+        shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
+        if fixed_dim and shape.dim not in (None, dim):
+            raise ConfigError(
+                f"model.tables.{pattern}: dim {shape.dim} for {table}, which has {dim}: "
+                f"{fixed_dim}; write a pattern that leaves it out"
             )
-            for one in fields
-        ),
-        combine=combine,
-    )
+        initial = initial_range if shape.initial_range is None else shape.initial_range
+        tables.append(
+            TableConfig(
+                name=table,
+                features=tuple(one.name for one in members),
+                num_rows=members[0].rows,
+                dim=shape.dim or dim,
+                pooling=shape.pooling or pooling,
+                initial_range=initial,
+            )
+        )
+    return OutputConfig(name=name, tables=tuple(tables), combine=combine)
+
+
+def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str, list[IdField]]:
+    """The fields of each table, by the table's name, in the order of the first of them."""
+    found: dict[str, list[IdField]] = {}
+    shared: dict[str, str] = {}
+    for one in fields:
+        table = table_of(rules, one.name) if rules is not None else None
+        if table is not None:
+            shared[one.name] = table
+        found.setdefault(table or one.name, []).append(one)
+    for table, members in found.items():
+        _check_shared(table, members, shared)
+    return found
+
+
+def _check_shared(table: str, members: Sequence[IdField], shared: Mapping[str, str]) -> None:
+    first = members[0]
+    for other in members[1:]:
+        pair = f"{first.name} and {other.name} in one table {table}"
+        if first.name not in shared or other.name not in shared:
+            alone = first.name if first.name not in shared else other.name
+            raise ConfigError(
+                f"model.fields: {pair}, which is {alone}'s own; let a pattern match both, or call "
+                "the table otherwise"
+            )
+        if first.vocabulary != other.vocabulary or not first.vocabulary:
+            raise ConfigError(
+                f"model.fields: {pair}, but each has ids of its own: one id would be two values; "
+                f"prepare the set with `vocabulary: {table}` for both in its schema"
+            )
+        if first.rows != other.rows:
+            raise ConfigError(
+                f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
+                "of one table have as many"
+            )
 
 
 def schemes_of(

@@ -17,7 +17,6 @@ from models.deepfm import DeepFmConfig
 from models.dlrm import DlrmConfig
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.config.schema import Config
-from sbpflow.embedding.collection import INITIAL_BOUND
 from sbpflow.runtime.streams import fill_uniform
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
@@ -81,9 +80,9 @@ def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
     found: dict[str, tuple[Tensor, float]] = {}
     for kind in ("wide", "deep"):
         for field, table in zip(NAMES, getattr(twin, kind), strict=False):
-            found[f"{kind}.{field}"] = table.weight, INITIAL_BOUND
+            found[f"{kind}.{field}"] = table.weight, twin.initial_range
     if hasattr(twin, "numbers"):
-        found["numeric.weight"] = twin.numbers, 0.05
+        found["numeric.weight"] = twin.numbers, twin.initial_range
     if len(twin.wide):
         found |= _linear("wide_numeric", twin.wide_numeric)
     for index, cross in enumerate(getattr(twin, "cross", ())):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, SparseSgd
 from sbpflow.config.table_rules import ParallelConfig
-from sbpflow.embedding.collection import INITIAL_BOUND
+from sbpflow.embedding.plan.tables import INITIAL_RANGE
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, start_job
@@ -196,7 +196,7 @@ def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[st
     for field in FIELDS.sparse:
         table = torch.empty(field.rows, DIM, dtype=torch.float64)
         name = f"deep.{field.name}"
-        fill_uniform(table, seed=SEED, name=name, bound=INITIAL_BOUND, num_columns=DIM)
+        fill_uniform(table, seed=SEED, name=name, bound=INITIAL_RANGE, num_columns=DIM)
         tables.append(table.requires_grad_())
     optimizer = torch.optim.SGD([*net.parameters(), *tables], lr=LR)
     losses = []
