@@ -14,7 +14,7 @@ import yaml
 
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import build, plain, show
-from sbpflow.config.schema import SPARSE_OPTIMIZERS, Config
+from sbpflow.config.schema import TABLE_OPTIMIZERS, Config
 from sbpflow.config.table_rules import (
     TableRule,
 )
@@ -171,7 +171,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _split_key(key: str) -> list[str]:
     """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
-    of_optimizer = {name for kind in SPARSE_OPTIMIZERS for name in kind.__dataclass_fields__}
+    of_optimizer = {name for kind in TABLE_OPTIMIZERS for name in kind.__dataclass_fields__}
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.restore import check_fits, restore
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
@@ -15,9 +17,10 @@ from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
-from sbpflow.training.dense_state import dense_state
+from sbpflow.training.dense_state import begin_state, dense_state
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
 
@@ -46,6 +49,18 @@ class Job:
         dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
         return {**self.embeddings.state(), **dense}
 
+    def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
+        """Be the job that was saved, whatever it was laid out like: go on from its step.
+
+        With ``grown`` tables may have more rows than were saved; those are as they were made.
+        CheckpointError where the checkpoint does not fit, or is damaged: then restore another.
+        """
+        begin_state(self.trainer.optimizer, checkpoint.step)
+        state = self.state()
+        check_fits(checkpoint, state, grown=grown)
+        restore(checkpoint, state)
+        self.trainer.num_steps = checkpoint.step
+
 
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
     """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
@@ -62,6 +77,9 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
             "state that no optimizer changes; without such state write self.buffers = {}"
         )
     parts = [parameter.part for parameter in model.parameters.values()]
+    clip, clipper = config.optimizer.clip, None
+    if clip is not None:
+        clipper = Clipper(clip, model.parameters, embeddings, boxing, plan.clip)
     trainer = Trainer(
         model,
         embeddings,
@@ -69,7 +87,10 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         boxing,
         dtype=dtype,
         seed=seed,
-        rate_factor=rate_factor(config.optimizer.schedule),
+        rate_factor=rate_factor(config.optimizer.of_dense),
+        table_rate_factor=rate_factor(config.optimizer.of_tables),
+        clipper=clipper,
+        loss=config.train.loss,
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
         planned=(plan.batch_size, plan.dense_conversions),

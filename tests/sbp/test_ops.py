@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -419,7 +420,7 @@ def _dropped(world, nd_sbp, seed):
 
 
 def test_dropout_masks(ranks):
-    """Replicas drop the same elements, parts different ones; the mean stays."""
+    """The same elements are dropped under every layout and world size; the mean stays."""
     a, b = ranks(2, _dropped, parse_nd_sbp("B"), 5)
     assert (a == b).all()
     assert set(a.flatten()) == {0.0, a.max()}
@@ -427,8 +428,9 @@ def test_dropout_masks(ranks):
     assert a.mean() == pytest.approx(1.0, abs=0.1)
     other = ranks(2, _dropped, parse_nd_sbp("B"), 6)[0]
     assert (a != other).any()
-    c, d = ranks(2, _dropped, parse_nd_sbp("S(0)"), 5)
-    assert (c != d).any()
+    for size, sbp, axis in ((2, "S(0)", 0), (2, "S(1)", 1), (3, "S(0)", 0)):
+        parts = ranks(size, _dropped, parse_nd_sbp(sbp), 5)
+        assert (np.concatenate(parts, axis) == a).all(), sbp
 
 
 def test_impossible_signature_names_what_is_legal():

@@ -93,7 +93,7 @@ class RowGroup(Group[RowsInFlight]):
 
     def update(self, step: int) -> None:
         last, _, ((access, grad),) = self.take_collected()
-        last.update(self._storage, access, grad, step)
+        last.update(self._storage, access, grad, self._stack.optimizer.lr, step)
 
 
 class UniqueGroup(RowGroup):
@@ -137,7 +137,8 @@ class UniqueGroup(RowGroup):
         asked, into = batch.asked, batch.into
         ids = self._steps(batch.num_rows).ids
         batch.accesses = [Access(received(ids, batch.take_pending(), sum(into)))]
-        rows = batch.look_up(self._storage, batch.accesses[0])
+        lr = self._stack.optimizer.lr
+        rows = batch.look_up(self._storage, batch.accesses[0], lr)
         step = self._vector_step(batch)
         batch.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 

@@ -11,7 +11,6 @@ import torch
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.sbp.layout import Layout
@@ -75,7 +74,6 @@ class GroupPlan:
     output: OutputConfig
     exchange: Exchange
     stacks: tuple[Stack, ...]
-    optimizer: SparseOptimizer
     shared_state: tuple[int, ...]
     world: Placement
     dtype: torch.dtype
