@@ -62,12 +62,12 @@ def linear_specs(
     return specs
 
 
-def vector_specs(
-    num_fields: int, dim: int, bound: float = INITIAL_RANGE
-) -> dict[str, ParameterSpec]:
+def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
     """A vector per dense field, ``Layers.numeric_vectors``; none without such fields."""
     shape = (num_fields, dim)
-    return {"numeric.weight": ParameterSpec(shape=shape, bound=bound)} if num_fields else {}
+    if not num_fields:
+        return {}
+    return {"numeric.weight": ParameterSpec(shape=shape, bound=INITIAL_RANGE)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,7 +174,6 @@ def embedding_output(
     dim: int,
     combine: Combine = "concat",
     pooling: Pooling = "sum",
-    initial_range: float = INITIAL_RANGE,
     rules: TableRules | None = None,
     fixed_dim: str = "",
 ) -> OutputConfig:
@@ -192,7 +191,7 @@ def embedding_output(
                 f"model.tables.{pattern}: dim {shape.dim} for {table}, which has {dim}: "
                 f"{fixed_dim}; write a pattern that leaves it out"
             )
-        initial = initial_range if shape.initial_range is None else shape.initial_range
+        initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
         tables.append(
             TableConfig(
                 name=table,
