@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -56,3 +57,22 @@ def test_sigterm_is_passed_on_and_the_job_may_save_first(tmp_path):
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert process.returncode == 130
     assert "starts again" not in told
+
+
+def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
+    (tmp_path / "hang.py").write_text(
+        "import pathlib, signal, subprocess, sys\n"
+        "if pathlib.Path('once').exists(): sys.exit(0)\n"
+        "pathlib.Path('once').touch()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "rank = subprocess.Popen(['sleep', '1.5'])\n"
+        "rank.wait()\n"
+        "signal.pause()\n"
+    )
+    process = start(tmp_path, f"exec {sys.executable} hang.py", STUCK_S="1")
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert told.splitlines() == [
+        "supervise: its ranks are gone for 1 s, it is ended",
+        "supervise: ended with code 137, starts again in 0 s (19 restarts left)",
+    ]
