@@ -200,6 +200,7 @@ def export(argv: Sequence[str]) -> int:
             spec,
             plan.embeddings,
             checkpoint.tensor,
+            saved=checkpoint.tensors,
             num_dense=len(fields.dense),
             seed=config.run.seed,
             row_format=rows,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data.format.manifest import Manifest, load_manifest
 from data.prepare.content import options_like
+from data.prepare.machines import Part
 from data.prepare.options import PrepareOptions
 from data.prepare.prepare import prepare
 from data.prepare.remote import InputPath
@@ -19,10 +20,12 @@ def encode(
     workers: int,
     max_bad_fraction: float,
     overwrite: bool = False,
-) -> Manifest:
+    part: Part | None = None,
+) -> Manifest | None:
     """A set in ``output`` of the rows of ``inputs``, with ids and constants of the set ``like``.
 
-    Of that one the manifest and the vocabularies are read, no rows. Raises what ``prepare`` raises.
+    Of that one the manifest and the vocabularies are read, no rows. Raises what ``prepare`` raises,
+    and returns what it returns; ``part`` is this machine's of several.
     """
     options = PrepareOptions(
         inputs=tuple(inputs),
@@ -31,6 +34,7 @@ def encode(
         workers=workers,
         max_bad_fraction=max_bad_fraction,
         overwrite=overwrite,
+        part=part or Part(),
         is_encode=True,
     )
     return prepare(options_like(load_manifest(like), options))

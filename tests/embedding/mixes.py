@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.collection import INITIAL_BOUND, EmbeddingCollection
+from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.plan.tables import INITIAL_RANGE, FeatureConfig, OutputConfig, TableConfig
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement
@@ -170,7 +170,7 @@ def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, Reference
     for table in mix.tables():
         weights = torch.empty(table.shape, dtype=mix.row_dtype or torch.float64)
         fill_uniform(
-            weights, seed=SEED, name=table.name, bound=INITIAL_BOUND, num_columns=table.dim
+            weights, seed=SEED, name=table.name, bound=INITIAL_RANGE, num_columns=table.dim
         )
         tables[table.name] = ReferenceTable(weights.double().numpy(), table.pooling)
     outputs: list[dict[str, np.ndarray]] = []
