@@ -21,12 +21,16 @@ def train(path: str, overrides: Sequence[str]) -> int:
     """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
+    from data.format.keep import keep_without_rows
     from data.read.loaders import open_loaders
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
+    from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.config.checks import data_path, run_dir
     from sbpflow.config.load import load_config
+    from sbpflow.run import resume
     from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.checkpoints import Checkpoints
     from sbpflow.run.explain import format_plan
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
@@ -50,6 +54,13 @@ def train(path: str, overrides: Sequence[str]) -> int:
     setup_logging(world.rank)
     boxing = Boxing(world)
     lock = health.on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
+    data = resume.DataFacts(
+        path=str(manifest.path),
+        fingerprint=manifest.fingerprint,
+        vocabulary_digest=manifest.vocabulary_digest,
+        ancestors=tuple(one.digest for one in manifest.ancestors),
+    )
+    decision = resume.decide(config, data, boxing)
     loaders = open_loaders(
         manifest,
         config.data,
@@ -59,17 +70,31 @@ def train(path: str, overrides: Sequence[str]) -> int:
         device=world.device,
         crosses=spec.hashed_columns,
     )
-    plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
+    plan = resume.with_saved_kernels(plan, decision) or with_measured_kernels(
+        plan, config.parallel.kernel, boxing
+    )
     job = build_job(config, spec, plan, boxing)
+    start = resume.load(decision, job, data, boxing)
     with Report(
         config,
         rank=world.rank,
-        num_steps=num_train_steps(config.train, loaders["train"].num_steps),
+        num_steps=start.steps_of_before + num_train_steps(config.train, loaders["train"].num_steps),
         devices=health.gather_text(boxing, device_name(world.device)),
         sections={"plan": format_plan(plan, shards=False)},
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
+        going_on=start.going_on,
     ) as report:
         report.keep(PLAN_FILE, plan_to_json(plan))
+        checkpoints = Checkpoints(
+            config,
+            job,
+            loaders["train"],
+            decision=decision,
+            start=start,
+            data=data,
+            metrics_bytes=lambda: report.metrics_bytes,
+            keep_set=lambda folder: keep_without_rows(manifest, folder / DATA_FOLDER),
+        )
         result = fit(
             job.trainer,
             loaders,
@@ -77,6 +102,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
             boxing=boxing,
             watch=health.LossWatch(boxing, manifest.dense),
             reporter=report,
+            checkpoints=checkpoints,
         )
         health.check_replicas(job.model.parameters, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
@@ -87,6 +113,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
             test=result.test,
             notes={"overlap": result.overlap, "ids out of range": outside},
         )
+        checkpoints.finished()
     for loader in loaders.values():
         loader.close()
     lock.close()

@@ -33,6 +33,53 @@ class Reporter(Protocol):
         ...
 
 
+class Checkpoints(Protocol):
+    """Where a run begins, and when it is saved; every rank has one and asks it alike."""
+
+    @property
+    def step(self) -> int:
+        """Steps that were trained before."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the read goes on with, counted from 0."""
+        ...
+
+    @property
+    def steps_of_before(self) -> int:
+        """Of them, those of another set: they do not count as steps of the epochs to come."""
+        ...
+
+    def scored(self, step: int, evaluation: Evaluation | None) -> None:
+        """The validation part was scored after ``step``; ``None`` on ranks other than 0."""
+        ...
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Whether ``save`` is to be called after this step."""
+        ...
+
+    def save(self, step: int, batch: Batch, *, last: bool) -> None:
+        """Save, once ``step`` was made of batches up to ``batch``; every rank calls it."""
+        ...
+
+
+class _NoCheckpoints:
+    """A run from its first step on, which is not saved."""
+
+    step = epoch = steps_of_before = 0
+
+    def scored(self, step: int, evaluation: Evaluation | None) -> None:
+        pass
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        del step, last
+        return False
+
+    def save(self, step: int, batch: Batch, *, last: bool) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What a run came to; ``samples_per_s`` is over all ranks, evaluations are on rank 0 only."""
@@ -111,15 +158,20 @@ def fit(
     boxing: Boxing,
     watch: LossWatch,
     reporter: Reporter,
+    checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Train on ``loaders["train"]``, score ``val`` on the way and ``val`` and ``test`` at the end.
 
-    Raises TrainingError at a loss that is not a number.
+    With ``checkpoints`` it goes on from where they say, and is saved when they say. Raises
+    TrainingError at a loss that is not a number.
     """
-    last = num_train_steps(train, loaders["train"].num_steps)
-    pace, step = Pace(), 0
+    keeper = checkpoints or _NoCheckpoints()
+    last = keeper.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
+    pace, step = Pace(), keeper.step
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
-    for epoch in range(train.epochs):
+    for epoch in range(keeper.epoch, train.epochs):
+        if step >= last:
+            break
         for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()
             step += 1
@@ -134,14 +186,15 @@ def fit(
             if logged:
                 rate, split = pace.interval()
                 reporter.step(step, watch.last, rate, {"epoch": epoch + 1, **split})
+            if step < last and train.eval_every and step % train.eval_every == 0:
+                watch.flush()
+                keeper.scored(step, _score("val", step, trainer, loaders, boxing, reporter))
+            if keeper.is_due(step, last=step == last):
+                watch.flush()
+                keeper.save(step, batches[-1], last=step == last)
             if step == last:
                 break
-            if train.eval_every and step % train.eval_every == 0:
-                watch.flush()
-                _score("val", step, trainer, loaders, boxing, reporter)
             pace.resume()
-        if step == last:
-            break
     return Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
