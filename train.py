@@ -3,9 +3,16 @@
 Composes configuration, data, model and loop; has no logic of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
+
+if TYPE_CHECKING:
+    from data import Manifest, RowLoader
+    from sbpflow.config.schema import Config
+    from sbpflow.run.job import Job
+    from sbpflow.run.resume import Resumed
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
@@ -21,25 +28,19 @@ def train(path: str, overrides: Sequence[str]) -> int:
     """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
-    from data.format.keep import keep_without_rows
     from data.read.loaders import open_loaders
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
-    from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.config.checks import data_path, run_dir
     from sbpflow.config.load import load_config
     from sbpflow.run import resume
     from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.checkpoints import Checkpoints
-    from sbpflow.run.explain import format_plan
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
-    from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
     from sbpflow.run.start import start_world
-    from sbpflow.runtime.world import device_name, device_type_of, world_size_of_environment
+    from sbpflow.runtime.world import device_type_of, world_size_of_environment
     from sbpflow.training import health
-    from sbpflow.training.loop import fit, num_train_steps
-    from sbpflow.training.report import Report, setup_logging
+    from sbpflow.training.report import setup_logging
     from sbpflow.training.run_folder import RunLock
 
     config = load_config(path, overrides, models=MODELS)
@@ -74,24 +75,51 @@ def train(path: str, overrides: Sequence[str]) -> int:
         plan, config.parallel.kernel, boxing
     )
     job = build_job(config, spec, plan, boxing)
-    start = resume.load(decision, job, data, boxing)
+    run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
+    _fit(config, manifest, job, loaders, run)
+    for loader in loaders.values():
+        loader.close()
+    lock.close()
+    world.close()
+    return 0
+
+
+def _fit(
+    config: "Config",
+    manifest: "Manifest",
+    job: "Job",
+    loaders: "Mapping[str, RowLoader]",
+    run: "Resumed",
+) -> None:
+    """Train, score and report; the job is as it was left, where it goes on."""
+    from data.format.keep import keep_without_rows
+    from sbpflow.checkpoint.folder import DATA_FOLDER
+    from sbpflow.run.checkpoints import Checkpoints
+    from sbpflow.run.explain import format_plan
+    from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
+    from sbpflow.runtime.world import device_name
+    from sbpflow.training import health
+    from sbpflow.training.loop import fit, num_train_steps
+    from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
+    from sbpflow.training.report import Report
+
+    boxing, world = job.boxing, job.boxing.world
     with Report(
         config,
         rank=world.rank,
-        num_steps=start.steps_of_before + num_train_steps(config.train, loaders["train"].num_steps),
+        num_steps=run.start.steps_of_before
+        + num_train_steps(config.train, loaders["train"].num_steps),
         devices=health.gather_text(boxing, device_name(world.device)),
-        sections={"plan": format_plan(plan, shards=False)},
+        sections={"plan": format_plan(job.plan, shards=False)},
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
-        going_on=start.going_on,
+        going_on=run.start.going_on,
     ) as report:
-        report.keep(PLAN_FILE, plan_to_json(plan))
+        report.keep(PLAN_FILE, plan_to_json(job.plan))
         checkpoints = Checkpoints(
             config,
             job,
             loaders["train"],
-            decision=decision,
-            start=start,
-            data=data,
+            resumed=run,
             metrics_bytes=lambda: report.metrics_bytes,
             keep_set=lambda folder: keep_without_rows(manifest, folder / DATA_FOLDER),
         )
@@ -103,22 +131,20 @@ def train(path: str, overrides: Sequence[str]) -> int:
             watch=health.LossWatch(boxing, manifest.dense),
             reporter=report,
             checkpoints=checkpoints,
+            profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
-        health.check_replicas(job.model.parameters, job.embeddings, boxing)
+        peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
+        health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
         report.final(
             steps=result.steps,
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
-            notes={"overlap": result.overlap, "ids out of range": outside},
+            notes={**result.notes, "ids out of range": outside},
+            peak_memory_bytes=[int(peak) for peak in peaks],
         )
         checkpoints.finished()
-    for loader in loaders.values():
-        loader.close()
-    lock.close()
-    world.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import yaml
 
+from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import build, plain, show
-from sbpflow.config.schema import SPARSE_OPTIMIZERS, Config
+from sbpflow.config.schema import TABLE_OPTIMIZERS, Config
 from sbpflow.config.table_rules import (
     TableRule,
 )
@@ -89,7 +90,7 @@ def dump_config(config: Config) -> str:
 def config_facts(config: Config) -> dict[str, str]:
     """Dotted keys and their values as YAML on one line; what the ranks compare.
 
-    An entry of ``parallel.tables``, ``parallel.dense`` and ``optimizer.tables`` is a key, and so is
+    An entry of a group of patterns (``parallel.tables``, ``model.tables``, ...) is a key, and so is
     their order, which decides where two patterns match.
     """
     facts = dict(_flat("", plain(config)))
@@ -97,6 +98,7 @@ def config_facts(config: Config) -> dict[str, str]:
         ("parallel.tables", config.parallel.tables),
         ("parallel.dense", config.parallel.dense),
         ("optimizer.tables", config.optimizer.tables),
+        *((f"model.{name}", getattr(config.model, name, {})) for name in ("fields", "tables")),
     ):
         facts[f"{key} (order)"] = show(list(patterns))
     return facts
@@ -169,11 +171,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _split_key(key: str) -> list[str]:
     """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
-    of_optimizer = {name for kind in SPARSE_OPTIMIZERS for name in kind.__dataclass_fields__}
+    of_optimizer = {name for kind in TABLE_OPTIMIZERS for name in kind.__dataclass_fields__}
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),
         ("optimizer.tables.", of_optimizer),
+        ("model.tables.", set(TableShape.__dataclass_fields__)),
+        ("model.fields.", set(FieldRule.__dataclass_fields__)),
     ):
         if key.startswith(prefix):
             rest = key.removeprefix(prefix)

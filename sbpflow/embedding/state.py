@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, shards_of
 
 
@@ -66,11 +66,11 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                 parts = () if held is None else (_weights(held),)
                 found.append(LogicalTensor(name=name, shape=table.shape, rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})
-                for key in group.optimizer.state_names:
-                    parts = () if held is None else (_state(held, key, starts, group),)
-                    shape = group.optimizer.state_shape(*table.shape)
+                for key in stack.optimizer.state_names:
+                    parts = () if held is None else (_state(held, key, starts, stack),)
+                    shape = stack.optimizer.state_shape(*table.shape)
                     column_starts = None
-                    if _is_per_shard(group, shape):
+                    if _is_per_shard(stack, shape):
                         shape, column_starts = (table.num_rows, len(starts)), tuple(starts)
                     found.append(
                         LogicalTensor(
@@ -83,8 +83,8 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
     return {tensor.name: tensor for tensor in found}
 
 
-def _is_per_shard(group: GroupPlan, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 and not group.optimizer.shares_row_state
+def _is_per_shard(stack: Stack, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 and not stack.optimizer.shares_row_state
 
 
 def _weights(held: StoredShard) -> Rectangle:
@@ -98,12 +98,12 @@ def _weights(held: StoredShard) -> Rectangle:
     )
 
 
-def _state(held: StoredShard, key: str, starts: list[int], group: GroupPlan) -> Rectangle:
+def _state(held: StoredShard, key: str, starts: list[int], stack: Stack) -> Rectangle:
     shard, values = held.shard, held.state[key]
     first, last = shard.col_start, shard.col_stop
     if values.ndim == 1:
         first, last = 0, 1
-        if not group.optimizer.shares_row_state:
+        if not stack.optimizer.shares_row_state:
             first = starts.index(shard.col_start)
             last, values = first + 1, values.unsqueeze(1)
     return Rectangle(

@@ -15,7 +15,7 @@ from sbpflow.config.schema import Config
 from sbpflow.errors import ConfigError
 from sbpflow.run.job import Job
 from sbpflow.run.plan_file import plan_to_json
-from sbpflow.run.resume import FINISHED, TRAINING, DataFacts, Decision, Start, relevant_facts
+from sbpflow.run.resume import FINISHED, TRAINING, Resumed, relevant_facts
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.health import gather_facts, on_all_or_none
 from sbpflow.training.metrics import Evaluation
@@ -36,7 +36,7 @@ class Read(Protocol):
 
 
 class Checkpoints:
-    """Saves a run as ``config.checkpoint`` says; ``training/loop.py`` has what each call means.
+    """Saves a run as ``config.checkpoint`` says; ``training/saving.py`` has what each call means.
 
     Every rank makes one. ``read`` is the loader of the train part, ``metrics_bytes`` the length of
     what was reported so far; ``keep_set`` leaves the set, without its rows, in a folder.
@@ -48,14 +48,13 @@ class Checkpoints:
         job: Job,
         read: Read,
         *,
-        decision: Decision,
-        start: Start,
-        data: DataFacts,
+        resumed: Resumed,
         metrics_bytes: Callable[[], int],
         keep_set: Callable[[Path], None],
     ) -> None:
+        decision, start, data = resumed.decision, resumed.start, resumed.data
         self.step, self.epoch = start.step, start.epoch
-        self.steps_of_before = start.steps_of_before
+        self.steps_of_before, self.loop = start.steps_of_before, start.loop
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
         self._world = job.boxing.world
@@ -93,10 +92,10 @@ class Checkpoints:
     def is_due(self, step: int, *, last: bool) -> bool:
         return self._saver is not None and (last or step % self._config.checkpoint.every == 0)
 
-    def save(self, step: int, batch: Batch, *, last: bool) -> None:
+    def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
             return
-        self._saver.save(step, self._documents(batch))
+        self._saver.save(step, self._documents(batch, loop))
         if self._world.rank == 0:
             best = self._best if self._config.checkpoint.keep_best else None
             keep_only(
@@ -113,7 +112,7 @@ class Checkpoints:
         if self._lock is not None:
             self._lock.close()
 
-    def _documents(self, batch: Batch) -> dict[str, Any]:
+    def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
         """Rank 0's are written; the others' cost nothing."""
         if self._world.rank:
             return {}
@@ -127,7 +126,7 @@ class Checkpoints:
             },
             "cursor": self._read.state_after(batch),
             "steps_of_before": self.steps_of_before,
-            "loop": {},
+            "loop": dict(loop),
             "best": self._best,
             "metrics_bytes": self._metrics_bytes(),
             "world_size": self._world.size,

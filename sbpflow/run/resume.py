@@ -43,7 +43,8 @@ _FREE = re.compile(
     r"run\.dir|data\.(path|loader)|checkpoint\..*|train\.(epochs|max_steps|log_every|progress"
     r"|profile.*)|parallel\.(?!dtype|table_dtype|exchange_dtype|tables\..*\.exchange_dtype).*"
 )
-_EVALUATION = "train.eval_every"  # free, unless something is decided from the scores
+# These are free unless something is decided from the scores.
+_EVALUATION = re.compile(r"train\.(eval_every|eval_rows|exact_auc_rows|slices.*)")
 _DECIDED_BY_SCORES = ("train.stop", "train.plateau")
 
 
@@ -97,6 +98,15 @@ class Start:
     best: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A decision, what came of it, and the set that the run reads."""
+
+    decision: Decision
+    start: Start
+    data: DataFacts
+
+
 def checkpoint_dir(config: Config) -> Path:
     """Where the checkpoints of a run are; nothing is made."""
     return config.checkpoint.dir or config.run.dir / CHECKPOINTS_FOLDER
@@ -109,7 +119,7 @@ def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
     kept = {
         key: value
         for key, value in facts.items()
-        if not _FREE.fullmatch(key) and not (free_scores and key == _EVALUATION)
+        if not _FREE.fullmatch(key) and not (free_scores and _EVALUATION.fullmatch(key))
     }
     return {**kept, "the set in data.path": data.fingerprint[:16]}
 

@@ -1,7 +1,8 @@
 """The logical names of the dense part's state: what is saved, whatever the layout.
 
-``dense/P`` is parameter P, ``dense/P/STATE`` what its optimizer keeps of it, element by element;
-the optimizer's own count of steps is left out, for a job has one count for everything.
+``dense/P`` is parameter or buffer P, ``dense/P/STATE`` what the optimizer keeps of a parameter,
+element by element; the optimizer's own count of steps is left out, for a job has one count for
+everything.
 """
 
 import copy
@@ -19,7 +20,9 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def dense_state(
-    parameters: Mapping[str, GlobalTensor], optimizer: torch.optim.Optimizer | None
+    parameters: Mapping[str, GlobalTensor],
+    buffers: Mapping[str, GlobalTensor],
+    optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
     """Every tensor of the dense part by name, the same names on all ranks once a step was made.
 
@@ -30,6 +33,7 @@ def dense_state(
         found.append(_logical(f"dense/{name}", parameter, parameter.part.detach()))
         for key, value in _kept(optimizer, parameter.part):
             found.append(_logical(f"dense/{name}/{key}", parameter, value))
+    found += [_logical(f"dense/{name}", one, one.part) for name, one in buffers.items()]
     return {tensor.name: tensor for tensor in found}
 
 

@@ -56,7 +56,7 @@ class StackFacts:
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
             width=next((w for w in sorted(widths) if w % 4), min(widths)),
-            optimizer=group.optimizer,
+            optimizer=stack.optimizer,
             dtype=plan.dtype,
             row_dtype=plan.row_dtype,
             column_split=stack.is_column_split(),
@@ -170,9 +170,10 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
 def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) -> None:
     """Compile what a plan needs, or load it from the user's cache, before the first step."""
     rules = {
-        group.optimizer
+        stack.optimizer
         for group in plan.groups
-        if any(kernels[table.name].name == "numba" for table in group.tables)
+        for stack in group.stacks
+        if kernels[stack.tables[0].name].name == "numba"
     }
     if not rules:
         return
