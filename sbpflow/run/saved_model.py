@@ -53,11 +53,6 @@ def saved_config(
     return config_from_tree(tree, overrides, models=models, own_model=own_model)
 
 
-def set_folder(checkpoint: Checkpoint) -> Path:
-    """The run's copy of its set without the rows: the manifest, and which value has which id."""
-    return checkpoint.path.parent / "data"
-
-
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
     """The plan that the run followed, kernels included, if ``plan`` is that but for these.
 
