@@ -1,8 +1,9 @@
-"""``python -m sbpflow explain | doctor``. A composition root: it may import every package."""
+"""``python -m sbpflow explain | report | doctor``. A composition root: may import all."""
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
 
@@ -51,12 +52,28 @@ def explain(argv: Sequence[str]) -> int:
     return 0
 
 
+def report(argv: Sequence[str]) -> int:
+    """Write a page of curves and tables of one or more runs, and say where."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow report",
+        description="Write one HTML file that shows runs side by side and needs no network.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (its run.dir)")
+    parser.add_argument("--output", type=Path, help="the file; RUN/report.html of the first run")
+    args = parser.parse_args(argv)
+
+    from sbpflow.run.report_page import write_report
+
+    print(write_report([Path(run) for run in args.runs], args.output))
+    return 0
+
+
 def main() -> int:
     """Dispatch on the first word."""
     from sbpflow.errors import ConfigError
     from sbpflow.runtime import doctor
 
-    commands = {"explain": explain, "doctor": doctor.main}
+    commands = {"explain": explain, "report": report, "doctor": doctor.main}
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(f"usage: python -m sbpflow {{{','.join(commands)}}} [-h] ...")

@@ -23,7 +23,7 @@ from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
-from sbpflow.training.run_folder import PLAN_FILE, set_aside
+from sbpflow.training.run_folder import PLAN_FILE, REPORT_FILE, TRACE_FILE, set_aside
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -72,7 +72,8 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        names = [METRICS_FILE, BOARD_FOLDER, PLAN_FILE, START_FILE]
+        names = [METRICS_FILE, BOARD_FOLDER, PLAN_FILE, START_FILE, REPORT_FILE]
+        names += sorted(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))
         earlier = None if append else set_aside(folder, names)
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)

@@ -55,6 +55,8 @@ def _another(folder: Path) -> str:
     return f"run.dir={shlex.quote(str(free))}"
 
 
+TRACE_FILE = "trace-rank{rank}.json"  # of the steps of train.profile
+REPORT_FILE = "report.html"  # written on demand by run/report_page.py
 PLAN_FILE = "plan.json"  # the plan that a run followed; run/plan_file.py reads and writes it
 
 
