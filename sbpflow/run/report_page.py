@@ -1,6 +1,6 @@
 """``python -m sbpflow report``: runs side by side on one HTML page that needs nothing beside it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def _results(runs: Sequence[Run]) -> str:
         ("sum of chances of positives", [both_sums(run) for run in runs]),
         ("steps", of("steps", lambda v: f"{v:,}")),
         ("samples per second", of("samples_per_s", lambda v: f"{v:,.0f}")),
-        ("minutes shown", [f"{run.minutes(run.events[-1]):.1f}" for run in runs]),
+        ("time shown", [_clock(run.minutes(run.events[-1])) for run in runs]),
     ]
     told = [(name, cells) for name, cells in rows if any(cell != "-" for cell in cells)]
     header = ["", *(run.name for run in runs)]
@@ -144,33 +144,32 @@ def _speed(runs: Sequence[Run]) -> str:
         line_chart("ms per step", "step", curves("step_ms"), zero=True),
     ]
     bars = stacked_bars(
-        "a step by move, rank 0, median of the intervals",
+        "a step by move, rank 0, of the interval whose steps took the median time",
         [(run.name, _moves(run)) for run in runs if _moves(run)],
     )
     return _row(charts) + bars
 
 
 def _moves(run: Run) -> list[tuple[str, float]]:
-    """(move, ms) in the order of the schedule, the wait for data first and the rest last."""
-    steps = [event for event in run.of("step") if "move_forward_ms" in event]
+    """(move, ms) in the order of the schedule, the wait for data first and the rest last.
+
+    Of one interval, so that the parts add up to the step.
+    """
+    steps = [event for event in run.of("step") if event.get("move_forward_ms") is not None]
     if not steps:
         return []
-    keys = [key for key in steps[0] if key.startswith("move_")]
+    one = sorted(steps, key=lambda event: event["step_ms"])[len(steps) // 2]
+    keys = [key for key in one if key.startswith("move_")]
     order = [move["move"] for move in run.plan.get("schedule", ())]
     keys.sort(key=lambda key: order.index(_bare(key)) if _bare(key) in order else len(order))
-    parts = [("wait for data", _median(steps, "data_ms"))]
-    parts += [(_bare(key), _median(steps, key)) for key in keys]
-    rest = _median(steps, "step_ms") - sum(value for _, value in parts)
+    parts = [("wait for data", float(one["data_ms"]))]
+    parts += [(_bare(key), float(one[key])) for key in keys]
+    rest = one["step_ms"] - sum(value for _, value in parts)
     return [*parts, ("loop", max(rest, 0.0))]
 
 
 def _bare(key: str) -> str:
     return key.removeprefix("move_").removesuffix("_ms")
-
-
-def _median(events: Sequence[Mapping[str, Any]], key: str) -> float:
-    values = sorted(float(event[key]) for event in events if event.get(key) is not None)
-    return values[len(values) // 2] if values else 0.0
 
 
 def _calibration(runs: Sequence[Run]) -> str:
@@ -289,6 +288,11 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _value(value: Figure, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
+
+
+def _clock(minutes: float) -> str:
+    seconds = round(60 * minutes)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _size(num_bytes: float) -> str:

@@ -330,4 +330,6 @@ def _block(title: str, body: str) -> str:
 def _show(value: Value) -> str:
     if value is None:
         return "none"
+    if isinstance(value, list):
+        return ", ".join(_show(one) for one in value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -82,9 +82,10 @@ class Stopper:
 
     def why(self, step: int) -> str:
         """One line on the end of the run."""
+        delta = f" by more than {self.best.min_delta:g}" if self.best.min_delta else ""
         return (
             f"at step {step}, after {self.best.waited} evaluations of val in a row without a "
-            f"better {self.config.metric} than {self.best.value:.6g} at step {self.best.step}"
+            f"better {self.config.metric} than {self.best.value:.6g} at step {self.best.step}{delta}"
         )
 
 
