@@ -3,9 +3,13 @@
 Composes configuration, data, model and loop; has no logic of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
+
+if TYPE_CHECKING:
+    from sbpflow.training.loop import Reporter
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
@@ -17,8 +21,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     return train(args.config, args.overrides)
 
 
-def train(path: str, overrides: Sequence[str]) -> int:
-    """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
+def train(
+    path: str, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
+) -> int:
+    """Train as the configuration at ``path`` says, with ``key=value`` overrides.
+
+    ``tracker(rank)`` makes a reporter of the caller's own, told on every rank beside the run's.
+    """
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
@@ -37,6 +46,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
     from sbpflow.training.report import Report, setup_logging
+    from sbpflow.training.reporters import Reporters
     from sbpflow.training.run_folder import RunLock
 
     config = load_config(path, overrides, models=MODELS)
@@ -77,7 +87,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
             config.train,
             boxing=boxing,
             watch=health.LossWatch(boxing, manifest.dense),
-            reporter=report,
+            reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
         peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
