@@ -94,7 +94,7 @@ class EmbeddingCollection:
         self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
-            fill_shard(stored, seed=seed, bound=stored.shard.table.initial_range)
+            fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
@@ -119,12 +119,12 @@ class EmbeddingCollection:
             )
         under_way = self._transfer.begin(local, num_rows)
         groups = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return EmbeddingsInFlight(under_way, groups, self._counts.start(groups))
+        return EmbeddingsInFlight(under_way, groups, self._counts.start(under_way, groups))
 
     def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
-        batch.ids.advance()
         batch.counts.finish()
+        batch.ids.advance()
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True

@@ -3,13 +3,13 @@
 ``run.job`` executes the result and ``python -m sbpflow explain`` prints it.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import cast
 
 from sbpflow.config.checks import check
+from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
 from sbpflow.config.table_rules import DTYPES, Schemes, resolve_dense_layouts
@@ -46,12 +46,7 @@ def _with_optimizers(
     those after it; ``sparse`` is what tables without a pattern have.
     """
     names = [table.name for output in outputs for table in output.tables]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, 3, cutoff=0.5) or names[:5]
-            raise ConfigError(
-                f"optimizer.tables.{pattern}: matches no table; did you mean {' or '.join(near)}?"
-            )
+    check_matches("optimizer.tables", patterns, names, "table")
 
     def changed(table: TableConfig) -> TableConfig:
         for pattern, given in patterns.items():
@@ -95,6 +90,7 @@ def plan_run(
             f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
             'such as embedding_output("fields", fields.sparse, dim=8)'
         )
+    _check_table_rules(config.model, fields, spec.outputs)
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
@@ -128,6 +124,14 @@ def plan_run(
         accumulate=config.train.accumulate,
         priced=priced,
     )
+
+
+def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
+    """ConfigError for a pattern of ``model.fields`` or ``model.tables`` that matches nothing."""
+    if isinstance(model, TableRules):
+        names = [table.name for output in outputs for table in output.tables]
+        check_matches("model.fields", model.fields, (one.name for one in fields.ids), "field")
+        check_matches("model.tables", model.tables, names, "table")
 
 
 def _plan_tables(

@@ -228,3 +228,17 @@ def test_the_facts_name_every_key(load):
     assert first["parallel.tables.deep.C1.sbp"] == second["parallel.tables.deep.C1.sbp"] == "S(0)"
     changed = {key for key in first if first[key] != second[key]}
     assert changed == {"parallel.tables (order)"}
+
+
+def test_tables_of_a_model_are_set_by_pattern(load):
+    config = load("", "model.tables.deep.C1.dim=8", "model.tables.deep.C*={pooling: mean}")
+    assert list(config.model.tables) == ["deep.C1", "deep.C*"]
+    assert (config.model.tables["deep.C1"].dim, config.model.tables["deep.C*"].pooling) == (
+        8,
+        "mean",
+    )
+    facts = config_facts(load("", "model.fields.*_shop.table=shop"))
+    assert facts["model.fields.*_shop.table"] == "shop"
+    assert facts["model.fields (order)"] == "['*_shop']"
+    assert "model.tables.x.dim: 0 is not >= 1" in refused(load, "model.tables.x.dim=0")
+    assert "model.tables.x.initial_range" in refused(load, "model.tables.x.initial_range=-1")

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from data import load_manifest
+from data import fields_of, load_manifest
 from data.__main__ import main
 from data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from data.format.npy import write_array
@@ -16,6 +16,7 @@ from data.format.vocabulary import open_vocabularies
 from data.prepare import prepare
 from data.prepare.encode import encode_all
 from data.prepare.schema_file import read_schema
+from data.stats import compute_stats, load_stats
 from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 
@@ -346,3 +347,70 @@ def test_rows_made_by_hand_are_refused_by_verify(tmp_path, as_csv, capsys):
         (folder / MANIFEST).write_text(json.dumps(content))
         assert main(["verify", str(folder)]) == 2
         assert f"train-000000.npy: row 5 has {message[:9]}" in capsys.readouterr().err
+
+
+SHARED = """
+separator: ","
+sparse:
+  home: {kind: string, vocabulary: city}
+  work: {kind: string, vocabulary: city}
+  seen: {kind: string, max: 4, vocabulary: city}
+  shop: string
+"""
+
+
+def shared_rows(path, first):
+    cities = [f"city {n % 7 + first}" for n in range(120)]
+    path.write_text("".join(
+        f"{n % 2},{city},{cities[n // 2]},{'|'.join(cities[n : n + n % 3])},{city}\n"
+        for n, city in enumerate(cities)
+    ))  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_columns_of_one_vocabulary_have_one_id_for_a_value(tmp_path, hashed):
+    (tmp_path / "schema.yaml").write_text(SHARED)
+    words = ["--input", shared_rows(tmp_path / "t.csv", 0), "--schema", tmp_path / "schema.yaml"]
+    words += ["--output", tmp_path / "set", "--split", "time:1,0,0"]
+    words += ["--hash-size", "1000"] if hashed else []
+    assert main(["prepare", *map(str, words)]) == 0
+    made = load_manifest(tmp_path / "set")
+    home, work, shop = (ids_of(made, name) for name in ("home", "work", "shop"))
+    assert np.array_equal(home[np.arange(120) // 2], work)
+    assert not np.array_equal(home, shop)
+    lengths, values = RowFiles(made, "train").lists(0, 120)
+    want = [home[n + k] for n in range(120) for k in range(min(n % 3, 120 - n))]
+    assert values.tolist() == want
+    assert [f.vocabulary for f in made.fields] == ["city", "city", "city", ""]
+    assert fields_of(made).sparse[0].vocabulary == "city"
+    if hashed:
+        return
+    assert sorted(path.name for path in (made.path / "vocabulary").glob("*.ids.npy")) == [
+        "city.ids.npy", "shop.ids.npy",
+    ]  # fmt: skip
+    counts = open_vocabularies(made)["work"].counts
+    assert counts.sum() == 240 + lengths.sum()
+    assert load_stats(made) == compute_stats(made)
+    words = ["--like", made.path, "--input", shared_rows(tmp_path / "new.csv", 3), "--grow"]
+    words += ["--output", tmp_path / "grown", "--split", "time:1,0,0"]
+    assert main(["prepare", *map(str, words)]) == 0
+    grown = load_manifest(tmp_path / "grown")
+    assert [grown.field(name).rows for name in ("home", "work", "seen")] == [9 + 3] * 3
+    assert np.array_equal(ids_of(grown, "home")[:4], home[3:7])
+
+
+@pytest.mark.parametrize(
+    ("schema", "more", "message"),
+    [
+        (SHARED.replace("work: {kind: string", "work: {kind: integer"), [], "of home, too"),
+        (SHARED.replace("city", "shop"), [], "is the name of a column that has another"),
+        (SHARED, ["--hash-size", "home=50"], "home and work share the vocabulary city"),
+        (SHARED.replace("city", "a/b"), [], "must be letters"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_shared_is_refused(tmp_path, capsys, schema, more, message):
+    (tmp_path / "schema.yaml").write_text(schema)
+    words = ["--input", shared_rows(tmp_path / "t.csv", 0), "--schema", tmp_path / "schema.yaml"]
+    assert main(["prepare", *map(str, [*words, "--output", tmp_path / "set", *more])]) == 2
+    assert message in capsys.readouterr().err

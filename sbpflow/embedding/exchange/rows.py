@@ -191,8 +191,7 @@ class LocalRowsGroup(RowGroup):
         if not batch.training:
             return
         steps = self._steps(batch.num_rows)
-        rows = self._for_all(batch.wanted.rows())
-        batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
+        batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
 
     def look_up(self, batch: RowsInFlight) -> None:
         if batch.pending is not None:
@@ -207,9 +206,5 @@ class LocalRowsGroup(RowGroup):
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self._steps(batch.num_rows).gradients
-        sums = self._for_all(self.row_gradients(batch, grad))
-        batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
-
-    def _for_all(self, rows: Tensor) -> Tensor:
-        """The same rows, once for every rank."""
-        return rows.repeat(self.world.size, *[1] * (rows.ndim - 1))
+        sums = self.row_gradients(batch, grad)
+        batch.pending = self._gradients.start_for_all(step, sums, batch.into)

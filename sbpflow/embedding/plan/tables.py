@@ -18,9 +18,9 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
-INITIAL_RANGE = 0.05  # as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
+INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,7 @@ class TableConfig:
     """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
     ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
-    ``optimizer`` updates it in place of the plan's. It starts with values drawn from
-    U(-initial_range, initial_range).
+    ``optimizer`` updates it in place of the plan's. It starts as U(-initial_range, initial_range).
     """
 
     name: str
@@ -60,17 +59,17 @@ class TableConfig:
     initial_range: float = INITIAL_RANGE
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.initial_range < math.inf:
-            raise ConfigError(
-                f"table {self.name}: initial_range {self.initial_range}; use a finite number of 0 "
-                "or more, for example 0.05"
-            )
         if self.num_rows < 1 or self.dim < 1:
             raise ConfigError(
                 f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
             )
         if self.pooling not in ("sum", "mean"):
             raise ConfigError(f"table {self.name}: pooling {self.pooling!r}; use sum or mean")
+        if not 0.0 <= self.initial_range < math.inf:
+            raise ConfigError(
+                f"table {self.name}: initial_range {self.initial_range}; use a finite number of 0 "
+                "or more, for example 0.05"
+            )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
                 f"table {self.name}: features {list(self.features)}; name one or more, each once"
