@@ -115,7 +115,7 @@ def stacked_bars(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, float
     legend = _legend([(name, shades[name], False) for name in names])
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {width} {height}" class="wide">{"".join(body)}</svg>{legend}</figure>'
+        f'<svg viewBox="0 0 {width} {height}" class="full">{"".join(body)}</svg>{legend}</figure>'
     )
 
 

@@ -23,7 +23,7 @@ body { font: 14px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em aut
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .5em; }
 .row { display: flex; flex-wrap: wrap; gap: 1em; }
 figure { margin: 0 0 1em; flex: 1 1 400px; max-width: 480px; }
-figure:has(.wide) { flex-basis: 100%; max-width: none; }
+figure:has(.full) { flex-basis: 100%; max-width: none; }
 figcaption { font-weight: 600; margin-bottom: .2em; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: currentColor; } svg .axis { fill: var(--soft); }
