@@ -69,10 +69,26 @@ def explain(argv: Sequence[str]) -> int:
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
     config = load_config(args.config, args.overrides, models=own.models)
-    fields = own.fields_of(own.load_manifest(data_path(config)))
+    manifest = own.load_manifest(data_path(config))
+    fields = own.fields_of(manifest)
     device = config.parallel.device  # a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
-    _, plan = plan_run(config, fields, world_size=args.world_size, device_type=device_type)
+    planned = None
+    if config.parallel.plan == "auto":
+        from data.stats import load_stats
+        from planner.for_run import plan_tables
+
+        planned = plan_tables(
+            config,
+            fields,
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=args.world_size,
+            device_type=device_type,
+        ).rules
+    _, plan = plan_run(
+        config, fields, world_size=args.world_size, device_type=device_type, planned=planned
+    )
     plan = with_known_kernels(plan, config.parallel.kernel)
     if args.json:
         json.dump(describe(plan), sys.stdout, indent=1)
