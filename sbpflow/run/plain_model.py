@@ -185,6 +185,11 @@ def _dense_part(spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, seed: int
             f"model: {type(spec).__name__} has no method plain(seed), which gives its dense part "
             "as an ordinary torch module; add one, as models/ and docs/embeddings.md show"
         )
+    if not hasattr(spec, "buffers"):
+        raise ConfigError(
+            f"model: {type(spec).__name__} has no buffers, the shapes of what its dense part keeps "
+            "beside parameters; without such state write buffers = {}"
+        )
     exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (has it, see above)
     module = exportable.plain(seed=seed).to(plan.dtype)
     found = dict(module.named_parameters())
@@ -202,6 +207,9 @@ def _dense_part(spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, seed: int
                     f"{list(found[name].shape)}; its spec says {list(one.shape)}"
                 )
             found[name].copy_(value.reshape(one.shape))
+        buffers = dict(module.named_buffers())
+        for name in exportable.buffers:
+            buffers[name].copy_(read(f"dense/{name}"))
     return module.requires_grad_(False)
 
 

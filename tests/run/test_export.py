@@ -293,6 +293,7 @@ def test_what_cannot_be_exported_is_refused_by_name(tmp_path):
 
     class Odd:
         parameters, outputs, hashed_columns = spec.parameters, spec.outputs, ()
+        buffers = {}
 
     def make(spec):
         return plain_model(spec, plan.embeddings, lambda name: torch.zeros(()), num_dense=3, seed=7)
