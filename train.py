@@ -98,7 +98,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
         peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
-        health.check_replicas(job.model.parameters, job.embeddings, boxing)
+        health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
         notes = {"ids out of range": outside}
         if planned is not None:

@@ -124,7 +124,8 @@ class ParallelConfig:
 
     ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
-    Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
+    Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
+    behind the point; rows are stored as ``table_dtype`` and vectors travel as
     ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
     where it starts, and sends no ids ahead. ``checked: true`` compares, before each transfer, what
     every rank is about to do: for finding ranks that take different steps, at the cost of a round
@@ -149,6 +150,7 @@ class ParallelConfig:
     )
     kernel: Kernel = "auto"
     dtype: Dtype = "float32"
+    tf32: bool = False
     table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
     exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
     overlap: bool = True

@@ -41,12 +41,14 @@ class LogicalTensor:
     """A named tensor of the state, of full ``shape``, and this rank's rectangles of it.
 
     Ranks may hold equal rectangles: copies of B tables, and the state of rows whose columns are
-    spread over ranks.
+    spread over ranks. ``column_starts`` is there for state of one number per row and column shard:
+    where the shards start in the table's columns.
     """
 
     name: str
     shape: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
+    column_starts: tuple[int, ...] | None = None
 
 
 def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, LogicalTensor]:
@@ -67,9 +69,17 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                 for key in stack.optimizer.state_names:
                     parts = () if held is None else (_state(held, key, starts, stack),)
                     shape = stack.optimizer.state_shape(*table.shape)
+                    column_starts = None
                     if _is_per_shard(stack, shape):
-                        shape = (table.num_rows, len(starts))
-                    found.append(LogicalTensor(name=f"{name}/{key}", shape=shape, rectangles=parts))
+                        shape, column_starts = (table.num_rows, len(starts)), tuple(starts)
+                    found.append(
+                        LogicalTensor(
+                            name=f"{name}/{key}",
+                            shape=shape,
+                            rectangles=parts,
+                            column_starts=column_starts,
+                        )
+                    )
     return {tensor.name: tensor for tensor in found}
 
 

@@ -5,11 +5,13 @@ A model is one module with a frozen configuration class, tagged by its field ``n
 ``explain`` can ask it anything. Nothing here knows a model.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
@@ -25,6 +27,8 @@ from sbpflow.embedding.plan.tables import (
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.dense_part import DensePart
 
@@ -256,6 +260,13 @@ def schemes_of(
     }
 
 
+def count_parameters(spec: ModelSpec) -> int:
+    """Trained numbers of a model: the rows of its tables and its dense parameters."""
+    tables = {table.name: table for output in spec.outputs for table in output.tables}
+    dense = sum(math.prod(one.shape) for one in spec.parameters.values())
+    return dense + sum(table.num_rows * table.dim for table in tables.values())
+
+
 def make_parameters(
     specs: Mapping[str, ParameterSpec],
     layouts: Mapping[str, Layout],
@@ -269,6 +280,36 @@ def make_parameters(
         name: _parameter(name, spec, layouts[name], boxing, seed=seed, dtype=dtype)
         for name, spec in specs.items()
     }
+
+
+def make_buffers(
+    specs: Mapping[str, ParameterSpec],
+    placement: Placement,
+    boxing: Boxing,
+    *,
+    dtype: torch.dtype,
+) -> dict[str, GlobalTensor]:
+    """The whole of each buffer on every rank of ``placement``, B."""
+    layout = Layout(placement, (Broadcast(),) * placement.ndim)
+    device = boxing.world.device
+    return {
+        name: GlobalTensor(
+            torch.full(spec.shape, spec.value, dtype=dtype, device=device),
+            layout,
+            spec.shape,
+            boxing,
+        )
+        for name, spec in specs.items()
+    }
+
+
+def initial_values(
+    name: str, spec: ParameterSpec, *, seed: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The whole of a parameter as a run of this seed starts with it, on the CPU."""
+    whole = torch.empty(spec.shape, dtype=dtype)
+    _fill(whole, name, spec, tuple(slice(0, size) for size in spec.shape), seed)
+    return whole
 
 
 def _parameter(
@@ -286,16 +327,23 @@ def _parameter(
         part = torch.empty(0, dtype=dtype, device=world.device)
         return parameter(part, layout, spec.shape, boxing)
     sizes = [extent.stop - extent.start for extent in slices]
-    part = torch.full(sizes, spec.value, dtype=dtype, device=world.device)
-    if spec.bound:
-        rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
-        fill_uniform(
-            part.view(-1, part.shape[-1]),
-            seed=seed,
-            name=name,
-            bound=spec.bound,
-            num_columns=spec.shape[-1],
-            first_row=rows.start,
-            first_column=columns.start,
-        )
+    part = torch.empty(sizes, dtype=dtype, device=world.device)
+    _fill(part, name, spec, slices, seed)
     return parameter(part, layout, spec.shape, boxing)
+
+
+def _fill(part: Tensor, name: str, spec: ParameterSpec, slices: Sequence[slice], seed: int) -> None:
+    """Initial values of the part of a parameter that ``slices`` cut out of it."""
+    if not spec.bound:
+        part.fill_(spec.value)
+        return
+    rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
+    fill_uniform(
+        part.view(-1, part.shape[-1]),
+        seed=seed,
+        name=name,
+        bound=spec.bound,
+        num_columns=spec.shape[-1],
+        first_row=rows.start,
+        first_column=columns.start,
+    )

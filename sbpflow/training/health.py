@@ -89,7 +89,7 @@ class LossWatch:
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
 
 
-def _gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
+def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
     """The facts of every rank, in rank order."""
     device = boxing.world.device
     raw = json.dumps(dict(facts)).encode()  # ASCII, so that blanks can fill it up
@@ -112,7 +112,7 @@ def on_all_or_none(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
         if boxing.world.size == 1:
             raise
         refused = str(error)
-    everyone = _gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
+    everyone = gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
     if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
         raise ConfigError(reasons[0])
     return cast("Result", result)

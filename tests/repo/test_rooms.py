@@ -17,7 +17,7 @@ MODELS = re.compile(
     r"(?i)(?<![a-z])(wdl|wide|deep|dlrm|deepfm|dcn(v2)?|tower|mlp|crosses)(?![a-z])"
 )
 COLLECTIVES = set(
-    "batch_isend_irecv all_to_all all_to_all_single all_reduce all_gather all_gather_into_tensor reduce_scatter "
+    "all_to_all all_to_all_single all_reduce all_gather all_gather_into_tensor reduce_scatter "
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )

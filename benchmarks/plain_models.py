@@ -1,0 +1,168 @@
+"""The models in plain PyTorch, one process, nothing of sbpflow: what they are compared with.
+
+Written from the papers and the public code that docs/models.md names. Tables are nn.Embedding,
+normalisation and dropout torch's own; ``forward(dense, ids)`` gives logits [rows].
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+
+
+def hidden_layers(
+    inputs: int, hidden: Sequence[int], norm: str = "none", dropout: float = 0.0
+) -> list[nn.Module]:
+    """Linear, norm, ReLU, dropout for each of ``hidden``."""
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers.append(nn.Linear(inputs, size))
+        if (kind := NORMS[norm]) is not None:
+            layers.append(kind(size))
+        layers += [nn.ReLU(), nn.Dropout(dropout)]
+        inputs = size
+    return layers
+
+
+class PlainModel(nn.Module):
+    """Tables of vectors ``deep`` and, in some models, of weights ``wide``; dense fields."""
+
+    def __init__(self, rows: Sequence[int], num_dense: int, dim: int, sparse: bool) -> None:
+        super().__init__()
+        self.dim, self.num_dense = dim, num_dense
+        self.deep = nn.ModuleList(nn.Embedding(n, dim, sparse=sparse) for n in rows)
+        self.wide = nn.ModuleList()
+
+    def add_wide(self, rows: Sequence[int], sparse: bool) -> None:
+        """A weight per value of every field."""
+        self.wide = nn.ModuleList(nn.Embedding(n, 1, sparse=sparse) for n in rows)
+        self.wide_numeric = nn.Linear(self.num_dense, 1, bias=False)
+
+    def add_number_vectors(self) -> None:
+        """A vector per dense field."""
+        self.numbers = nn.Parameter(torch.empty(self.num_dense, self.dim))
+
+    def start(self) -> "PlainModel":
+        """Glorot-uniform linears, zero biases, the rest U(-0.05, 0.05)."""
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.xavier_uniform_(part.weight)
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
+            if isinstance(part, nn.Embedding):
+                nn.init.uniform_(part.weight, -0.05, 0.05)
+        if hasattr(self, "numbers"):
+            nn.init.uniform_(self.numbers, -0.05, 0.05)
+        return self
+
+    def tables(self) -> list[nn.Parameter]:
+        return [table.weight for table in [*self.deep, *self.wide]]
+
+    def others(self) -> list[nn.Parameter]:
+        tables = {id(table) for table in self.tables()}
+        return [one for one in self.parameters() if id(one) not in tables]
+
+    def vectors(self, ids: Tensor) -> list[Tensor]:
+        return [table(ids[:, n]) for n, table in enumerate(self.deep)]
+
+    def with_numbers(self, dense: Tensor, ids: Tensor) -> Tensor:
+        """[rows, fields, dim], dense fields last."""
+        numbers = [dense[:, n : n + 1] * self.numbers[n] for n in range(self.num_dense)]
+        return torch.stack([*self.vectors(ids), *numbers], 1)
+
+    def first_order(self, dense: Tensor, ids: Tensor) -> Tensor:
+        weights = sum(table(ids[:, n]) for n, table in enumerate(self.wide))
+        return weights + self.wide_numeric(dense)
+
+
+class PlainWide(PlainModel):
+    """First order and an MLP over all vectors: Wide & Deep as FuxiCTR has it."""
+
+    def __init__(
+        self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],
+        norm: str = "none", dropout: float = 0.0, sparse: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(rows, num_dense, dim, sparse)
+        self.add_wide(rows, sparse)
+        self.add_number_vectors()
+        layers = hidden_layers((len(rows) + num_dense) * dim, hidden, norm, dropout)
+        self.mlp = nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        vectors = self.with_numbers(dense, ids)
+        return (self.first_order(dense, ids) + self.mlp(vectors.flatten(1))).squeeze(1)
+
+
+class PlainDeepFm(PlainWide):
+    """The same, and the products of all pairs."""
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        vectors = self.with_numbers(dense, ids)
+        pairs = torch.einsum("bid,bjd->bij", vectors, vectors).triu(1).sum((1, 2))
+        return super().forward(dense, ids) + pairs
+
+
+class PlainDlrm(PlainModel):
+    """Bottom MLP, products of pairs by rows of the lower triangle, top MLP."""
+
+    def __init__(
+        self, rows: Sequence[int], num_dense: int, dim: int, bottom: Sequence[int],
+        top: Sequence[int], norm: str = "none", dropout: float = 0.0, sparse: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(rows, num_dense, dim, sparse)
+        below = hidden_layers(num_dense, bottom, norm)
+        self.bottom = nn.Sequential(
+            *below, nn.Linear(bottom[-1] if bottom else num_dense, dim), nn.ReLU()
+        )
+        pairs = (len(rows) + 1) * len(rows) // 2
+        self.top = nn.Sequential(
+            *hidden_layers(dim + pairs, top, norm, dropout), nn.Linear(top[-1], 1)
+        )
+        self.pairs = torch.tensor([(i, j) for i in range(len(rows) + 1) for j in range(i)]).t()
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        first = self.bottom(dense)
+        vectors = torch.stack([first, *self.vectors(ids)], 1)
+        products = torch.einsum("bid,bjd->bij", vectors, vectors)
+        pairs = products[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([first, pairs], 1)).squeeze(1)
+
+
+class PlainDcn(PlainModel):
+    """Crosses of full rank beside an MLP, or of ``rank`` below it with a bottom MLP."""
+
+    def __init__(
+        self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],
+        crosses: int = 3, rank: int | None = None, bottom: Sequence[int] | None = None,
+        norm: str = "none", dropout: float = 0.0, sparse: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(rows, num_dense, dim, sparse)
+        width = (len(rows) + (num_dense if bottom is None else 1)) * dim
+        self.bottom = None
+        if bottom is None:
+            self.add_number_vectors()
+        else:
+            below = hidden_layers(num_dense, bottom, norm)
+            self.bottom = nn.Sequential(*below, nn.Linear(bottom[-1], dim), nn.ReLU())
+        if rank is None:
+            self.cross = nn.ModuleList(nn.Linear(width, width) for _ in range(crosses))
+        else:
+            self.cross = nn.ModuleList(
+                nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
+                for _ in range(crosses)
+            )
+        self.mlp = nn.Sequential(*hidden_layers(width, hidden, norm, dropout))
+        self.output = nn.Linear(hidden[-1] + (0 if self.bottom is not None else width), 1)
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        if self.bottom is None:
+            start = self.with_numbers(dense, ids).flatten(1)
+        else:
+            start = torch.cat([self.bottom(dense), *self.vectors(ids)], 1)
+        x = start
+        for layer in self.cross:
+            x = start * layer(x) + x
+        last = self.mlp(x) if self.bottom is not None else torch.cat([x, self.mlp(start)], 1)
+        return self.output(last).squeeze(1)
