@@ -16,7 +16,7 @@ from data.format.schema import CRITEO
 from data.format.verify import verify_set
 from data.prepare.remote import input_path
 from data.prepare.schema_file import parse_crosses, read_schema
-from data.prepare.split import SplitRule, parse_split
+from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 
 _ROOM = {".gz": 4.5, ".parquet": 4.5}
@@ -79,21 +79,18 @@ def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOption
 def _encode(args: argparse.Namespace) -> Manifest | None:
     from data.malloc import keep_freed_memory
     from data.prepare.machines import parse_part
-    from data.prepare.options import PrepareOptions
-    from data.prepare.prepare import prepare
+    from data.prepare.new_rows import encode
 
     keep_freed_memory()
-    options = PrepareOptions(
-        inputs=tuple(args.input),
-        output=args.output,
-        split=SplitRule("test"),
+    return encode(
+        args.input,
+        args.output,
+        like=args.like,
         workers=args.workers,
         max_bad_fraction=args.max_bad_fraction,
         overwrite=args.overwrite,
         part=parse_part(args.part, args.wait),
-        is_encode=True,
     )
-    return prepare(_like(args, options))
 
 
 def _synth(args: argparse.Namespace) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""``python -m planner calibrate | plan | explain | compare``. A composition root."""
+"""``python -m planner calibrate | plan | explain | compare | measure``. A composition root."""
 
 import os
 import sys
@@ -32,7 +32,26 @@ def calibrate(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"calibrate": calibrate}
+def _planning(name: str) -> Callable[[Sequence[str]], int]:
+    """A command of ``planner.plan_command``, imported when it is asked for."""
+
+    def run(argv: Sequence[str]) -> int:
+        from planner import plan_command
+
+        if text := getattr(plan_command, name)(argv):
+            print(text)
+        return 0
+
+    return run
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "calibrate": calibrate,
+    "plan": _planning("plan"),
+    "explain": _planning("explain"),
+    "compare": _planning("compare"),
+    "measure": _planning("measure"),
+}
 
 
 def main() -> int:

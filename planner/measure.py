@@ -1,6 +1,6 @@
 """One plan on the ranks of a world, with the engine's own trainer: what each move takes.
 
-Moves are timed by an observer of the step's schedule, transfers where the engine waits for them.
+Moves are timed by a watch of the trainer's moves, transfers where the engine waits for them.
 In serial steps every move begins on all ranks at once, so that a rank's waits are transfers and not
 the work of others; steps with overlap are timed as a whole.
 """
@@ -62,7 +62,7 @@ class Measured:
 
 
 class MoveTimer:
-    """An observer: ms of each move without its waits, and of the waits, by transfer.
+    """Watches a trainer's moves: ms of each without its waits, and of the waits, by transfer.
 
     What one thread of the host computes is told by the clock of that thread, which other programs
     on the machine do not move; waits, several threads and devices by the clock on the wall.
@@ -97,6 +97,7 @@ class MoveTimer:
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
+        """Around the move ``name``."""
         self._boxing.world.barrier()
         self._waited = self._worked_in_waits = 0.0
         start = self._worked()

@@ -3,6 +3,7 @@
 Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 """
 
+import copy
 import dataclasses
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -34,6 +35,37 @@ def load_config(
     for override in overrides:
         _apply(tree, override)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
+
+
+def config_from_tree(
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    models: Mapping[str, type[Any]],
+    own_model: str | None = None,
+) -> Config:
+    """The config whose ``plain`` form was kept as ``tree``, with ``key=value`` overrides.
+
+    Data from outside imports nothing: a model ``package.module:Class`` is imported only if the
+    user's command names it, as ``own_model``. ConfigError otherwise.
+    """
+    kept: dict[str, Any] = copy.deepcopy(dict(tree))
+    for override in overrides:
+        _apply(kept, override)
+    found, group = dict(models), kept.get("model")
+    name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
+    if isinstance(name, str) and name not in found:
+        if own_model != name:
+            raise ConfigError(
+                f"--model: these values are of the model {name!r}, which only your own command may "
+                f"import; if you trust that module, add --model {name}"
+            )
+        found[name] = import_model(name)
+    elif own_model is not None:
+        raise ConfigError(
+            f"--model: {own_model} was given, these values are of the model {name!r}; leave it out"
+        )
+    return build(Config, kept, {"model": found})
 
 
 def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
@@ -96,6 +128,7 @@ def config_facts(config: Config) -> dict[str, str]:
     facts = dict(_flat("", plain(config)))
     for key, patterns in (
         ("parallel.tables", config.parallel.tables),
+        ("parallel.kernels", config.parallel.kernels),
         ("parallel.dense", config.parallel.dense),
         ("optimizer.tables", config.optimizer.tables),
         *((f"model.{name}", getattr(config.model, name, {})) for name in ("fields", "tables")),
@@ -176,6 +209,7 @@ def _split_key(key: str) -> list[str]:
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),
+        ("parallel.kernels.", set[str]()),
         ("optimizer.tables.", of_optimizer),
         ("model.tables.", set(TableShape.__dataclass_fields__)),
         ("model.fields.", set(FieldRule.__dataclass_fields__)),
