@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -22,10 +22,12 @@ from planner.cost import CostModel, TaskCost
 from planner.design import Sample, draw_batches, draw_plans, draw_sample, place, shapes_for
 from planner.fit import Record, count_work, fit
 from planner.measure import Measured, measure
+from planner.optimizers import step_factors
 from planner.profile import Profile
 from planner.ranks import gather_texts
 from planner.task import Choice, Plan, Shape
 from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.runtime.world import device_name
@@ -136,6 +138,10 @@ class _Run:
         }
         self._journal = Journal(path, self._facts) if world.rank == 0 else None
         self._samples: dict[int, Sample] = {}
+        self._factors: dict[str, float] = {}
+        if world.rank == 0:
+            base = cast("SparseName", settings.optimizer)
+            self._factors = step_factors(base, world.device, repeats=settings.repeats)
         self._start = time.monotonic()
         self._bar = tqdm(
             total=round(settings.seconds), unit="s", disable=world.rank != 0, desc="calibrating"
@@ -250,6 +256,7 @@ class _Run:
             backend=self._boxing.world.backend,
             seed=self._settings.seed,
             about=about,
+            step_factors=self._factors,
         )
 
 
