@@ -5,7 +5,8 @@ Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/plann
 largest first to the cheapest rank with room, never two of one table to one rank. Then the dearest
 shard's table is cut in two, by rows or by columns, whichever gives the lower maximum, and all is
 placed again, at most 20 times; the best of these plans, and of all tables cut by rows over all
-ranks, is taken. Clusters of tables are data-parallel (copied), or compressed by reduction or uniquely.
+ranks, is taken. Clusters of tables are copied, or compressed by
+reduction or uniquely.
 Differences: the two branches that take the other cut when one alone is possible are put right; the
 weights, given by hand there, are read from this machine's prices; the two thresholds that say which
 tables are copied and which are unique, given by hand there, are tried on a grid of nine, and the
