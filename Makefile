@@ -19,9 +19,9 @@ help:
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
-# Two tests at a time, for many of them wait more than they compute.
+# Four tests at a time, for many of them wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not alone"
+	$(BIN)/python -m pytest -n 4 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # Each in a virtual environment of its own, .venv-*.

@@ -37,6 +37,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     from sbpflow.runtime.world import device_name, device_type_of, world_size_of_environment
     from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
+    from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
     from sbpflow.training.report import Report, setup_logging
     from sbpflow.training.run_folder import RunLock
 
@@ -94,10 +95,12 @@ def train(path: str, overrides: Sequence[str]) -> int:
             boxing=boxing,
             watch=health.LossWatch(boxing, manifest.dense),
             reporter=report,
+            profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
-        health.check_replicas(job.model.parameters, job.embeddings, boxing)
+        peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
+        health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
-        notes = {"overlap": result.overlap, "ids out of range": outside}
+        notes = {"ids out of range": outside}
         if planned is not None:
             rows = config.data.batch_size * config.train.accumulate
             notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
@@ -106,7 +109,8 @@ def train(path: str, overrides: Sequence[str]) -> int:
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
-            notes=notes,
+            notes={**result.notes, **notes},
+            peak_memory_bytes=[int(peak) for peak in peaks],
         )
     for loader in loaders.values():
         loader.close()

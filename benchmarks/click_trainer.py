@@ -1,7 +1,10 @@
 """The click model in sbpflow, built from a configuration as ``train_wdl.py`` builds a run."""
 
+import torch
+from torch import Tensor
+
 from benchmarks.click_model import Rows, Shape
-from models.wdl import WdlConfig, WideConfig
+from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import (
     Config,
@@ -12,11 +15,15 @@ from sbpflow.config.schema import (
     RunConfig,
 )
 from sbpflow.config.table_rules import ParallelConfig, TableRule
-from sbpflow.embedding.storage.choose import KernelRequest
+from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
-from sbpflow.run.model import Fields, IdField
 from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class ClickTrainer:
@@ -32,6 +39,7 @@ class ClickTrainer:
         wire: str,
         layout: str,
         kernel: KernelRequest = "auto",
+        model: str = "wdl",
     ) -> None:
         rules = {
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
@@ -45,12 +53,7 @@ class ClickTrainer:
         config = Config(
             run=RunConfig(seed=seed),
             data=DataConfig(batch_size=shape.rows_per_rank * world.size),
-            model=WdlConfig(
-                embedding_dim=shape.dim,
-                hidden=(shape.hidden,),
-                dropout=0.0,
-                wide=WideConfig(crosses=()),
-            ),
+            model=config_of(model, shape),
             parallel=ParallelConfig(
                 device=world.device.type, tables=rules[layout], exchange_dtype=wire, kernel=kernel
             ),
@@ -58,16 +61,11 @@ class ClickTrainer:
                 sparse=RowwiseAdagrad(lr=shape.lr), dense=DenseSgd(lr=shape.dense_lr)
             ),
         )
-        fields = Fields(
-            dense=tuple(f"I{index + 1}" for index in range(shape.num_dense)),
-            sparse=tuple(
-                IdField(name=name.removeprefix("deep."), rows=shape.table_rows, hotness=count)
-                for name, count in zip(shape.names, shape.hotness, strict=True)
-            ),
-        )
+        fields = fields_of(shape)
         spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
         self.job = build_job(config, spec, plan, Boxing(world))
         self._batches, self._place = batches, 0
+        self.world, self.width = world, shape.num_tables * shape.dim
 
     def plain(self, steps: int) -> list[float]:
         """Losses over the whole batch, step by step."""
@@ -85,6 +83,24 @@ class ClickTrainer:
             losses.append(self.job.trainer.step(self._batch(self._place), ahead))
             self._place += 1
         return [float(loss) for loss in losses]
+
+    def dense_alone(self, steps: int) -> None:
+        """Forward and backward of the dense part on this rank's rows."""
+        home = Layout(Placement.line("cpu", self.world.size), (Split(0),))
+        part, boxing = self._batches[0], self.job.boxing
+
+        def rows(values: Tensor) -> GlobalTensor:
+            return GlobalTensor(values, home, (part.num_rows, values.shape[1]), boxing)
+
+        for _ in range(steps):
+            vectors = rows(torch.zeros(len(part.labels), self.width)).requires_grad_()
+            logits = self.job.model.forward(
+                {"deep": vectors}, rows(part.dense), training=True, seed=0
+            )
+            losses = self.job.model.row_losses(logits, rows(part.labels.unsqueeze(1)))
+            ops.reduce_mean(losses).backward()
+        for parameter in self.job.model.parameters.values():
+            parameter.part.grad = None
 
     def _batch(self, place: int) -> Rows:
         return self._batches[place % len(self._batches)]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.click_model import Rows, Shape
+from benchmarks.torchrec_models import dense_of_torchrec, make_torchrec
 from sbpflow.runtime.streams import fill_uniform
 
 warnings.filterwarnings("ignore")
@@ -44,7 +45,14 @@ class TorchRecPeer:
     """Trains on the batches of this rank; ``plain`` and ``pipelined`` are its two loops."""
 
     def __init__(
-        self, shape: Shape, batches: list[Rows], *, seed: int, bound: float, wire: torch.dtype
+        self,
+        shape: Shape,
+        batches: list[Rows],
+        *,
+        seed: int,
+        bound: float,
+        wire: torch.dtype,
+        model: str = "wdl",
     ) -> None:
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -56,7 +64,8 @@ class TorchRecPeer:
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
         from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-        model = _make_model(shape, seed, bound)
+        make = _make_wdl if model == "wdl" else partial(_Public, model=model)
+        made = make(shape, seed, bound)
         registry = None
         if wire != torch.float32:
             kind = CommType.BF16 if wire == torch.bfloat16 else CommType.FP16
@@ -66,14 +75,17 @@ class TorchRecPeer:
         sharders: Any = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
         topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
         world: Any = dist.group.WORLD
-        plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, world)
+        plan = EmbeddingShardingPlanner(topology=topology).collective_plan(made, sharders, world)
         device = torch.device("cpu")
-        self._model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-        dense = [p for name, p in self._model.named_parameters() if "mlp" in name]
+        self._model = DistributedModelParallel(made, device=device, plan=plan, sharders=sharders)
+        tables = "tables." if model == "wdl" else "embedding_bag_collection."
+        dense = [p for name, p in self._model.named_parameters() if tables not in name]
         self._optimizer = torch.optim.SGD(dense, lr=shape.dense_lr)
         self._batches = [_as_torchrec(rows, shape) for rows in batches]
         self._place = 0
-        self._order_columns(shape)
+        self._shape = shape
+        if model == "wdl":
+            self._order_columns(shape)
         self._pipeline: Any = TrainPipelineSparseDist(self._model, self._optimizer, device)
         self._attached = True
 
@@ -103,6 +115,16 @@ class TorchRecPeer:
             except StopIteration:
                 return [float(loss) for loss in losses]
 
+    def dense_alone(self, steps: int) -> None:
+        """Forward and backward of what is not tables, of one of TorchRec's own models."""
+        shape, batch = self._shape, self._batches[0]
+        module = self._model.module.model
+        vectors = torch.zeros(len(batch.labels), shape.num_tables, shape.dim, requires_grad=True)
+        for _ in range(steps):
+            logits = dense_of_torchrec(module, batch.dense, vectors).squeeze(1)
+            F.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+        self._optimizer.zero_grad()
+
     def _order_columns(self, shape: Shape) -> None:
         """Its vectors come in the order of its plan; the first layer's columns follow them."""
         tables, first = self._model.module.tables, self._model.module.mlp
@@ -120,32 +142,55 @@ class TorchRecPeer:
             self._place += 1
 
 
-def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
+def _make_tables(shape: Shape, seed: int, bound: float) -> nn.Module:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     def fill(name: str, table: Tensor) -> Tensor:
         rows = table.data.view(-1, shape.dim)
         fill_uniform(rows, seed=seed, name=name, bound=bound, num_columns=shape.dim)
         return table
 
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name.replace(".", "_"),
+                embedding_dim=shape.dim,
+                num_embeddings=shape.table_rows,
+                feature_names=[name],
+                init_fn=partial(fill, name),
+            )
+            for name in shape.names
+        ],
+        device=torch.device("meta"),
+    )
+
+
+def _update_in_backward(tables: nn.Module, shape: Shape) -> None:
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": shape.lr, "eps": 1e-8})
+
+
+class _Public(nn.Module):
+    """One of TorchRec's models with its loss."""
+
+    def __init__(self, shape: Shape, seed: int, bound: float, model: str) -> None:
+        super().__init__()
+        tables = _make_tables(shape, seed, bound)
+        _update_in_backward(tables, shape)
+        self.model = make_torchrec(model, tables, shape, seed)
+
+    def forward(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch.dense, batch.ids).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
+
+
+def _make_wdl(shape: Shape, seed: int, bound: float) -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tables = EmbeddingBagCollection(
-                tables=[
-                    EmbeddingBagConfig(
-                        name=name.replace(".", "_"),
-                        embedding_dim=shape.dim,
-                        num_embeddings=shape.table_rows,
-                        feature_names=[name],
-                        init_fn=partial(fill, name),
-                    )
-                    for name in shape.names
-                ],
-                device=torch.device("meta"),
-            )
+            self.tables = _make_tables(shape, seed, bound)
             layers = [
                 nn.Linear(shape.width, shape.hidden),
                 nn.ReLU(),
@@ -164,9 +209,7 @@ def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
             return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
 
     model = Model()
-    apply_optimizer_in_backward(
-        RowWiseAdagrad, model.tables.parameters(), {"lr": shape.lr, "eps": 1e-8}
-    )
+    _update_in_backward(model.tables, shape)
     return model
 
 

@@ -25,7 +25,9 @@ from torch import Tensor
 from benchmarks.engine import many_tables
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
-from models.wdl import WdlSpec, WideDeep
+from models.layered import LayeredPart
+from models.layers import MlpShape
+from models.wdl import WdlConfig, WdlSpec
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.collection import EmbeddingCollection
@@ -98,7 +100,7 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
     return layouts
 
 
-class Deep(WideDeep):
+class Deep(LayeredPart):
     """The deep part over the tables; left out, the loss is of the vectors' means."""
 
     left_out = False
@@ -143,12 +145,12 @@ class Loop:
         self.tables = EmbeddingCollection(plan, boxing, seed=1)
         spec = WdlSpec(
             outputs=(output,),
-            layers=((output.width + 1, 64), (64, 1)),
-            dropout=0.0,
+            options=WdlConfig(),
+            mlp=MlpShape(name="mlp", inputs=output.width + 1, hidden=(64,), outputs=1),
         )
         copied = {name: Layout(everyone, (Broadcast(),)) for name in spec.parameters}
         parameters = make_parameters(spec.parameters, copied, boxing, seed=2, dtype=torch.float32)
-        self.model = Deep(spec, parameters)
+        self.model = Deep(spec, parameters, {})
         self.trainer = Trainer(
             self.model,
             self.tables,

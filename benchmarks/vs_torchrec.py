@@ -5,7 +5,9 @@
 Losses are compared first; then runs of both take turns and medians are reported. TorchRec plans by
 itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
 network namespace of its own behind a link of that rate (2 ranks, needs root). ``--ddp`` times
-plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel.
+plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
+``dcnv2`` train TorchRec's own models, and time their dense part alone as well: what both spend
+there dilutes the ratio.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from benchmarks.click_model import HOTNESS, Shape, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
+from benchmarks.torchrec_models import MODELS
 
 SEED = 11
 LOSS_STEPS = 10
@@ -34,7 +37,7 @@ def work(args: argparse.Namespace) -> None:
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
-    from sbpflow.embedding.collection import INITIAL_BOUND
+    from sbpflow.embedding.plan.tables import INITIAL_RANGE
     from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
@@ -43,7 +46,9 @@ def work(args: argparse.Namespace) -> None:
     with World.start("cpu") as world, torch.random.fork_rng():
         batches = make_batches(shape, world.rank, world.size)
         wire = getattr(torch, args.wire)
-        peer = TorchRecPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND, wire=wire)
+        peer = TorchRecPeer(
+            shape, batches, seed=SEED, bound=INITIAL_RANGE, wire=wire, model=args.model
+        )
         ours = ClickTrainer(
             shape,
             batches,
@@ -52,8 +57,9 @@ def work(args: argparse.Namespace) -> None:
             wire=args.wire,
             layout=args.layout,
             kernel=args.kernel,
+            model=args.model,
         )
-        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_BOUND) if args.ddp else None
+        ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
         apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))
@@ -66,7 +72,7 @@ def work(args: argparse.Namespace) -> None:
                 > LOSS_TOLERANCE[args.wire]
             ):
                 raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
-        loops: dict[str, Callable[[int], list[float]]] = {
+        loops: dict[str, Callable[[int], object]] = {
             "torchrec plain": peer.plain,
             "torchrec pipelined": peer.pipelined,
             "sbpflow": ours.pipelined,
@@ -74,6 +80,9 @@ def work(args: argparse.Namespace) -> None:
         }
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
+        if args.model != "wdl":
+            loops["torchrec, dense part alone"] = peer.dense_alone
+            loops["sbpflow, dense part alone"] = ours.dense_alone
         times: dict[str, list[float]] = {name: [] for name in loops}
         cpu: dict[str, list[float]] = {name: [] for name in loops}
         for repeat in range(args.repeats + 1):
@@ -102,13 +111,13 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
-        words += ["--output", str(output)]
+        words += ["--output", str(output), "--model", args.model]
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
         found = json.loads(output.read_text())
     ranks, rows = args.ranks, Shape().rows_per_rank
     medians = {name: statistics.median(values) for name, values in found["times"].items()}
-    peers = {name: value for name, value in medians.items() if name.startswith("torchrec")}
+    peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
     faster = min(peers, key=peers.__getitem__)
     pairs = sorted(
         theirs / mine
@@ -119,6 +128,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             benchmark="vs_torchrec",
             system=name,
             ranks=ranks,
+            model=args.model,
             link=args.link or "loopback",
             hot=args.hot,
             wire=wire,
@@ -127,8 +137,10 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             samples_per_s=round(1e3 * ranks * rows / value),
             load=load,
         )
+    dense = [medians.get(f"{name}, dense part alone", 0.0) for name in ("torchrec", "sbpflow")]
     results.add(
         benchmark="vs_torchrec_ratio",
+        model=args.model,
         link=args.link or "loopback",
         hot=args.hot,
         wire=wire,
@@ -137,6 +149,10 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
+        # Of what is left of a step without its dense part: tables, transfers, updates.
+        times_faster_beside_the_dense_part=round(
+            (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
+        ),
         losses_apart=found["apart"],
         load=load,
     )
@@ -154,6 +170,7 @@ def main() -> None:
     )
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")
+    parser.add_argument("--model", default="wdl", choices=MODELS, help="TorchRec's own, but wdl's")
     parser.add_argument("--ddp", action="store_true", help="plain torch, too (all tables B)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
@@ -163,9 +180,9 @@ def main() -> None:
         work(args)
         return
     where = args.link or "loopback"
-    if args.ddp and args.hot != "one":
-        parser.error("--ddp: plain torch is there for --hot one")
-    usual = (("layout", "unique"), ("hot", "one"), ("kernel", "auto"))
+    if args.ddp and (args.hot != "one" or args.model != "wdl"):
+        parser.error("--ddp: plain torch is there for --hot one and --model wdl")
+    usual = (("model", "wdl"), ("layout", "unique"), ("hot", "one"), ("kernel", "auto"))
     kinds = [chosen for key, value in usual if (chosen := getattr(args, key)) != value]
     results = Results("_".join([f"vs_torchrec_{where}", *kinds]))
     for wire in args.wire:

@@ -3,7 +3,15 @@
 A user's own needs no entry: ``model.name: package.module:Class`` names its configuration class.
 """
 
+from models.dcnv2 import DcnV2Config
+from models.deepfm import DeepFmConfig
+from models.dlrm import DlrmConfig
 from models.wdl import WdlConfig
 from sbpflow.run.model import ModelConfig
 
-MODELS: dict[str, type[ModelConfig]] = {"wdl": WdlConfig}
+MODELS: dict[str, type[ModelConfig]] = {
+    "wdl": WdlConfig,
+    "dlrm": DlrmConfig,
+    "deepfm": DeepFmConfig,
+    "dcnv2": DcnV2Config,
+}

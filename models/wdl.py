@@ -6,45 +6,31 @@ starting values follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide
 dropout after every hidden layer, glorot-uniform weights, zero biases, tables U(-0.05, 0.05).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Annotated, Literal
 
-import torch
-
-from sbpflow.boxing.executor import Boxing
+from models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
+from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example, Range
-from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
-from sbpflow.run.model import (
-    Fields,
-    HashedColumn,
-    IdField,
-    ParameterSpec,
-    embedding_output,
-    make_parameters,
-    schemes_of,
-)
-from sbpflow.sbp.layout import Layout
-from sbpflow.tensor import ops
-from sbpflow.tensor.global_tensor import GlobalTensor
-
-Count = Annotated[int, Range(low=1)]
+from sbpflow.run.model import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideConfig:
-    """The wide part: one weight per value of each column and each cross of columns.
+    """The wide part: one weight per value of each column and each cross of columns; with
+    ``numeric``, one for each dense field, too.
 
     ``columns`` are columns of the set as they are. ``crosses`` are pairs that the set was prepared
     with; with ``hash_size``, pairs or triples that the loader hashes into that many rows.
     """
 
     columns: Annotated[tuple[str, ...], Example(("C1",))] = ()
+    numeric: bool = False
     crosses: Annotated[tuple[tuple[str, ...], ...], Example((("C1", "C2"),))] = (
         ("C1", "C2"),
         ("C3", "C4"),
@@ -69,21 +55,27 @@ class WideConfig:
     @property
     def is_empty(self) -> bool:
         """Whether there is no wide part."""
-        return not self.columns and not self.crosses
+        return not (self.columns or self.crosses or self.numeric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WdlConfig:
-    """Shape of the model; ``deep: false`` trains the wide part alone."""
+class WdlConfig(ModelOptions):
+    """Shape of the model; ``deep: false`` trains the wide part alone.
+
+    ``numeric`` says how dense fields enter the deep part: as their values, or each as a vector of
+    its own times its value.
+    """
 
     name: Literal["wdl"] = "wdl"
     deep: bool = True
     embedding_dim: Count = 16
-    hidden: Annotated[tuple[Count, ...], Example((400, 400))] = (1024, 1024)
-    dropout: Annotated[float, Range(low=0, below=1)] = 0.5
+    hidden: Widths = (1024, 1024)
+    dropout: Fraction = 0.5
+    numeric: Literal["values", "vectors"] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
 
     def __post_init__(self) -> None:
+        self.check_options()
         if not self.deep and self.wide.is_empty:
             raise ConfigError(
                 "model.deep: false leaves nothing to train, model.wide.crosses is empty; "
@@ -98,16 +90,32 @@ class WdlConfig:
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
         if wide := [*_columns(self.wide.columns, fields), *crosses]:
-            outputs.append(embedding_output("wide", wide, dim=1, combine="sum"))
-        deep = fields.sparse if self.deep else ()
-        if deep:
-            outputs.append(embedding_output("deep", deep, dim=self.embedding_dim))
-        widths = [len(deep) * self.embedding_dim + len(fields.dense), *self.hidden, 1]
+            one_each = "a wide table has one weight per value"
+            outputs.append(
+                embedding_output("wide", wide, dim=1, combine="sum", rules=self, fixed_dim=one_each)
+            )
+        numbers = len(fields.dense)
+        each = self.embedding_dim if self.numeric == "vectors" else 1
+        inputs = numbers * each
+        if self.deep and fields.sparse:
+            deep = embedding_output("deep", fields.sparse, dim=self.embedding_dim, rules=self)
+            outputs.append(deep)
+            inputs += deep.width
+        mlp = MlpShape(
+            name="mlp",
+            inputs=inputs,
+            hidden=self.hidden,
+            outputs=1,
+            norm=self.norm,
+            dropout=self.dropout,
+        )
         return WdlSpec(
             outputs=tuple(outputs),
-            layers=tuple(pairwise(widths)) if self.deep else (),
-            dropout=self.dropout,
+            options=self,
             hashed_columns=hashed,
+            mlp=mlp if self.deep else None,
+            vectors=vector_specs(numbers, each) if self.deep and self.numeric == "vectors" else {},
+            wide_numbers=numbers if self.wide.numeric else 0,
         )
 
 
@@ -175,75 +183,39 @@ def _check_crosses(
 
 
 @dataclass(frozen=True, kw_only=True)
-class WdlSpec:
+class WdlSpec(LayeredSpec):
     """Shapes of a Wide & Deep over given data; a ``ModelSpec``.
 
-    ``layers`` has (inputs, outputs) of each linear; empty: the wide part alone.
+    ``mlp`` is the deep part, if there is one; ``vectors`` those of dense fields, if they have any;
+    ``wide_numbers`` counts the dense fields that have a weight in the wide part.
     """
 
-    outputs: tuple[OutputConfig, ...]
-    layers: tuple[tuple[int, int], ...]
-    dropout: float
-    splits_parameters: bool = True
-    hashed_columns: tuple[HashedColumn, ...] = ()
+    mlp: MlpShape | None
+    vectors: Mapping[str, ParameterSpec] = field(default_factory=dict[str, ParameterSpec])
+    wide_numbers: int = 0
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Weights [outputs, inputs], glorot-uniform, and biases, zero."""
-        specs: dict[str, ParameterSpec] = {}
-        for index, (inputs, outputs) in enumerate(self.layers):
-            bound = math.sqrt(6.0 / (inputs + outputs))
-            specs[f"mlp.{index}.weight"] = ParameterSpec(shape=(outputs, inputs), bound=bound)
-            specs[f"mlp.{index}.bias"] = ParameterSpec(shape=(outputs,))
+        """Those of the deep part, and the wide part's weights of dense fields."""
+        specs = {**self.vectors}
+        if self.mlp is not None:
+            specs |= self.mlp.parameters()
+        if self.wide_numbers:
+            specs |= linear_specs("wide_numeric", self.wide_numbers, 1, bias=False)
         return specs
 
-    @property
-    def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """dp, 1, 2 and 3 for the two parts: the wide one has tables of one column."""
-        return schemes_of(self.outputs)
+    @cached_property
+    def buffers(self) -> Mapping[str, ParameterSpec]:
+        """The running statistics of batch norms."""
+        return {} if self.mlp is None else self.mlp.buffers()
 
-    def build(
-        self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
-    ) -> "WideDeep":
-        """This rank's part, its parameters filled."""
-        parameters = make_parameters(self.parameters, layouts, boxing, seed=seed, dtype=dtype)
-        return WideDeep(self, parameters)
-
-
-class WideDeep:
-    """The dense part of the model on one rank."""
-
-    def __init__(self, spec: WdlSpec, parameters: Mapping[str, GlobalTensor]) -> None:
-        self._spec = spec
-        self.parameters = parameters
-
-    def forward(
-        self,
-        vectors: Mapping[str, GlobalTensor],
-        dense: GlobalTensor,
-        *,
-        training: bool,
-        seed: int,
-    ) -> GlobalTensor:
-        """{"wide": [batch, 1], "deep": [batch, fields x dim]}, dense [batch, fields] -> [batch, 1].
-
-        ``seed`` decides the dropout masks; pass another one at every step.
-        """
-        if not self._spec.layers:
-            return vectors["wide"]
-        inputs = [vectors["deep"], dense] if "deep" in vectors else [dense]
-        last = len(self._spec.layers) - 1
-        for index in range(last):
-            x = ops.relu(self._linear(index, inputs))
-            name = f"mlp.{index}.dropout"
-            inputs = [ops.dropout(x, self._spec.dropout, seed, training=training, id=name)]
-        deep = self._linear(last, inputs)
-        return ops.add(vectors["wide"], deep) if "wide" in vectors else deep
-
-    def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Binary cross entropy of each row, [batch, 1]."""
-        return ops.bce_with_logits(logits, labels, reduction="none")
-
-    def _linear(self, index: int, inputs: Sequence[GlobalTensor]) -> GlobalTensor:
-        weight, bias = (self.parameters[f"mlp.{index}.{part}"] for part in ("weight", "bias"))
-        return ops.linear_of_parts(inputs, weight, bias, id=f"mlp.{index}")
+    def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
+        """{"wide": [b, 1], "deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        terms = [vectors["wide"]] if "wide" in vectors else []
+        if self.wide_numbers:
+            terms.append(layers.linear("wide_numeric", [dense], whole=True))
+        if self.mlp is not None:
+            numbers = layers.numeric_vectors(dense) if self.vectors else dense
+            inputs = [vectors["deep"], numbers] if "deep" in vectors else [numbers]
+            terms.append(layers.mlp(self.mlp, inputs))
+        return layers.total(terms)

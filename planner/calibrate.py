@@ -32,8 +32,6 @@ from sbpflow.runtime.world import device_name
 
 LOG = logging.getLogger(__name__)
 
-PLANS_PER_SAMPLE = 6
-PICKS_PER_ROUND = 3
 DRAWN_SHARE = 0.6  # of the time, for plans drawn before any model
 MOST_SAMPLES = 100_000
 
@@ -51,6 +49,8 @@ class Settings:
     seed: int = 0
     most_rows: int = 1_000_000
     least_samples: int = 12
+    plans_per_sample: int = 6
+    picks_per_round: int = 3
     repeats: int = 5
     overlapped: int = 8
 
@@ -165,7 +165,9 @@ class _Run:
 
     def _drawn(self) -> Iterator[tuple[int, str, Plan]]:
         for number in range(MOST_SAMPLES):
-            for name, plan in draw_plans(self.sample(number), number, PLANS_PER_SAMPLE):
+            for name, plan in draw_plans(
+                self.sample(number), number, self._settings.plans_per_sample
+            ):
                 yield number, name, plan
 
     def _picked(self, round_number: int) -> Iterator[tuple[int, str, Plan]]:
@@ -178,7 +180,9 @@ class _Run:
         for number in self._known_samples():
             text = "[]"
             if model is not None:
-                plans = self._pick(model.of(self.sample(number).task), PICKS_PER_ROUND)
+                plans = self._pick(
+                    model.of(self.sample(number).task), self._settings.picks_per_round
+                )
                 text = json.dumps([plan_tree(plan) for plan in plans])
             chosen = json.loads(gather_texts(self._boxing, text)[0])
             for place_in, tree in enumerate(chosen):

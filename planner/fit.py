@@ -7,6 +7,7 @@ less, and bounded to the ratios that were measured. Errors are told for tasks th
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
 REST_TERMS = ("always", *_GROUPS, "num_stacks", "vector_bytes", "gradient_bytes", "counted_bytes")
 FLOOR_MS = 0.15  # relative errors count less below: clocks and the host's scheduler
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
-MEMBERS, EPOCHS = 4, 100
+MEMBERS, EPOCHS = 5, 150
 _POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -135,13 +136,7 @@ def _fit(records: Sequence[Record], backend: str, seed: int) -> Profile:
         world_size=world_size,
         backend=backend,
     )
-    random = np.random.default_rng(seed)
-    names = sorted({record.sample for record in records})
-    members: list[dict[str, Fusion]] = []
-    for _ in range(MEMBERS):
-        drawn = random.choice(names, len(names))
-        chosen = [record for name in drawn for record in records if record.sample == name]
-        members.append(_member(chosen, records, matrix, int(random.integers(1 << 31))))
+    members = _ensemble(records, matrix, seed)
     learned = Profile(
         weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
     )
@@ -210,67 +205,80 @@ def nonnegative_least_squares(x: Floats, y: Floats, rounds: int = 2000) -> Float
     return found
 
 
-def _member(
-    chosen: Sequence[Record], every: Sequence[Record], matrix: Floats, seed: int
-) -> dict[str, Fusion]:
-    found: dict[str, Fusion] = {}
+def _ensemble(records: Sequence[Record], matrix: Floats, seed: int) -> list[dict[str, Fusion]]:
+    """``MEMBERS`` corrections of every phase that is long enough, each from a resample of tasks."""
+    random = np.random.default_rng(seed)
+    names = sorted({record.sample for record in records})
+    times = np.stack(
+        [np.bincount(random.choice(len(names), len(names)), minlength=len(names))
+         for _ in range(MEMBERS)]
+    )  # fmt: skip
+    of_record = times[:, [names.index(record.sample) for record in records]].astype(np.float64)
+    members: list[dict[str, Fusion]] = [{} for _ in range(MEMBERS)]
     for name in PHASES:
-        x, y = _examples(chosen, name)
-        everything, all_y = _examples(every, name)
-        if all_y.mean() < LEAST_LEARNED_MS or len(TERMS[name]) < 3:
-            continue
+        x, y = _examples(records, name)
         weights = matrix[:, PHASE[name]]
-        linear = everything @ weights
+        linear = x @ weights
         used = linear > LEAST_LEARNED_MS
-        if used.sum() < 20:
+        if y.mean() < LEAST_LEARNED_MS or len(TERMS[name]) < 3 or used.sum() < 20:
             continue
-        ratio = (all_y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
+        ratio = (y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
         low, high = np.quantile(ratio, [0.02, 0.98])
-        found[name] = _train(
-            x,
-            y,
-            weights,
-            float(np.clip(low, 0.4, 1.0)),
-            float(np.clip(high, 1.0, 2.5)),
-            seed,
-        )
-    return found
+        bounds = (float(np.clip(low, 0.4, 1.0)), float(np.clip(high, 1.0, 2.5)))
+        counted = np.repeat(of_record, x.shape[0] // len(records), axis=1)
+        for member, fusion in zip(members, _train(x, y, weights, counted, bounds), strict=True):
+            member[name] = fusion
+    return members
 
 
-def _train(x: Floats, y: Floats, weights: Floats, low: float, high: float, seed: int) -> Fusion:
-    """Adam on the squared log error; starts from the weights themselves."""
-    generator = torch.Generator().manual_seed(seed)
+def _train(
+    x: Floats, y: Floats, weights: Floats, counted: Floats, bounds: tuple[float, float]
+) -> list[Fusion]:
+    """Adam on the squared log error of all members at once; starts near the weights themselves.
+
+    ``counted`` [members, n] is how often each example counts for each.
+    """
+    low, high = bounds
+    generator = torch.Generator().manual_seed(7)
     used = np.flatnonzero(weights > 0)
     parts = torch.from_numpy(x[:, used] * weights[used]).float()  # ms by term
     target = torch.from_numpy(y + FLOOR_MS).float().log()
+    share = torch.from_numpy(counted / counted.sum(1, keepdims=True)).float()
     linear = parts.sum(1)
     reference = float(linear.median().clamp_min(1e-3))
-    start = torch.rand(len(_POWERS), len(used), generator=generator) * 0.2
-    mix = start.requires_grad_()
-    scale = torch.full((len(_POWERS),), -np.log(len(_POWERS))).requires_grad_()
-    power = torch.tensor([np.log(p / (2.0 - p)) for p in _POWERS]).float().requires_grad_()
-    optimizer = torch.optim.Adam([mix, scale, power], lr=0.06)
+    num, powers = len(counted), len(_POWERS)
+    mix = (torch.rand(num, powers, len(used), generator=generator) * 0.2).requires_grad_()
+    scale = torch.full((num, powers), -math.log(powers)).requires_grad_()
+    start = torch.tensor([math.log(p / (2.0 - p)) for p in _POWERS])
+    power = start.repeat(num, 1).requires_grad_()
+    optimizer = torch.optim.Adam([mix, scale, power], lr=0.05)
     for _ in range(EPOCHS):
         optimizer.zero_grad()
-        inside = (parts @ mix.exp().T / reference).clamp_min(1e-9)
-        raised = reference * (inside ** (2.0 * torch.sigmoid(power)) * scale.exp()).sum(1)
-        kept = torch.maximum(torch.minimum(raised, high * linear), low * linear)
+        inside = (torch.einsum("nf,mkf->mkn", parts, mix.exp()) / reference).clamp_min(1e-9)
+        raised = inside ** (2.0 * torch.sigmoid(power))[..., None] * scale.exp()[..., None]
+        total = reference * raised.sum(1)
+        kept = torch.maximum(torch.minimum(total, high * linear), low * linear)
         # A little of the unbounded error, for what lies at a bound has no gradient.
-        loss = ((kept + FLOOR_MS).log() - target).square().mean()
-        loss = loss + 0.1 * ((raised + FLOOR_MS).log() - target).square().mean()
-        loss = loss + 1e-3 * (mix.square().mean() + scale.square().mean())
+        error = ((kept + FLOOR_MS).log() - target).square()
+        error = error + 0.1 * ((total + FLOOR_MS).log() - target).square()
+        loss = (error * share).sum() + 1e-3 * (mix.square().mean() + scale.square().mean())
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        spread = np.zeros((len(_POWERS), NUM_FEATURES))
-        spread[:, used] = (mix.exp() / reference).numpy() * weights[used]
-        return Fusion(
-            mix=tuple(tuple(row) for row in spread.tolist()),
-            scale=tuple((reference * scale.exp()).tolist()),
-            power=tuple((2.0 * torch.sigmoid(power)).tolist()),
+        wide = np.zeros((num, powers, len(weights)))
+        wide[..., used] = (mix.exp() / reference).numpy() * weights[used]
+        scales = (reference * scale.exp()).tolist()
+        found = (2.0 * torch.sigmoid(power)).tolist()
+    return [
+        Fusion(
+            mix=tuple(tuple(row) for row in wide[number].tolist()),
+            scale=tuple(scales[number]),
+            power=tuple(found[number]),
             low=low,
             high=high,
         )
+        for number in range(num)
+    ]
 
 
 def predicted_phases(profile: Profile, records: Sequence[Record]) -> list[Floats]:

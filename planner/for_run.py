@@ -16,12 +16,12 @@ import torch
 
 from planner.choose import choose
 from planner.cost import CostModel, Prediction
-from planner.features import IdStats, from_ratios
+from planner.features import IdStats, from_histogram, from_ratios
 from planner.profile import Profile, load
 from planner.task import Choice, DenseWork, Plan, Task, choice_of, plan_to_yaml, rules
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
-from sbpflow.embedding.plan.tables import FeatureConfig
+from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import Fields
@@ -144,7 +144,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         outputs=tables.outputs,
         features=tables.features,
         stats={
-            table.name: _stats_of(table.features, known, per_sample, features)
+            table.name: _stats_of(table, known, per_sample)
             for output in tables.outputs
             for table in output.tables
         },
@@ -164,29 +164,27 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
 
 
 def _stats_of(
-    names: Sequence[str],
-    known: Mapping[str, FieldStats],
-    per_sample: Mapping[str, float],
-    features: Mapping[str, FeatureConfig],
+    table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
 ) -> IdStats:
     """Of a table: those of its field. Several fields are taken to touch the rows of the largest."""
-    found = [known[name] for name in names if name in known]
+    found = [known[name] for name in table.features if name in known]
     if not found:
-        raise ConfigError(
-            f"parallel.plan: auto: no statistics of {', '.join(names)}, a column that the model "
-            f"makes itself; the data set has {', '.join(known)}. Give its table a rule in "
-            "parallel.tables and plan with a file, or use parallel.scheme: auto"
+        LOG.warning(
+            "no statistics of %s, a column that the model makes itself; its plan takes all rows of "
+            "%s to be as frequent as each other",
+            ", ".join(table.features),
+            table.name,
         )
+        return from_histogram([float(table.num_rows)], [1.0], 1.0)
     largest = max(found, key=lambda one: one.distinct)
-    each = max(per_sample[largest.name], 1e-6)
-    if not largest.unique_ratio or features[largest.name].hotness < 1:
+    if not largest.unique_ratio:
         raise ConfigError(
             f"parallel.plan: auto: the set is too small for statistics of {largest.name} in a "
-            "batch; it takes 1,024 rows of train or more"
+            "batch; it takes 1,024 rows of train or more, or a scheme: parallel.scheme: auto"
         )
     return from_ratios(
         {int(size): ratio for size, ratio in largest.unique_ratio.items()},
-        each,
+        max(per_sample[largest.name], 1e-6),
         distinct=float(max(largest.distinct, 1)),
         bin_rows=largest.bins_rows,
         bin_lookups=largest.bins_lookups,

@@ -1,6 +1,6 @@
 """One plan on the ranks of a world, with the engine's own trainer: what each move takes.
 
-Moves are timed by an observer of the step's schedule, transfers where the engine waits for them.
+Moves are timed by a watch of the trainer's moves, transfers where the engine waits for them.
 In serial steps every move begins on all ranks at once, so that a rank's waits are transfers and not
 the work of others; steps with overlap are timed as a whole.
 """
@@ -27,7 +27,8 @@ from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.run.torch_model import TorchModel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, Move
+from sbpflow.training.move_times import MoveTimes
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -61,11 +62,18 @@ class Measured:
 
 
 class MoveTimer:
-    """An observer: ms of each move without its waits, and of the waits, by transfer."""
+    """Watches a trainer's moves: ms of each without its waits, and of the waits, by transfer.
+
+    What one thread of the host computes is told by the clock of that thread, which other programs
+    on the machine do not move; waits, several threads and devices by the clock on the wall.
+    """
 
     def __init__(self, boxing: Boxing) -> None:
         self._boxing = boxing
+        on_host = boxing.world.device.type == "cpu" and torch.get_num_threads() == 1
+        self._worked = time.thread_time if on_host else self._now
         self._waited = 0.0
+        self._worked_in_waits = 0.0
         self.times: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def __enter__(self) -> "MoveTimer":
@@ -81,23 +89,26 @@ class MoveTimer:
         return time.perf_counter()
 
     def _wait(self, finish: Callable[[], T]) -> T:
-        start = self._now()
+        start, worked = self._now(), self._worked()
         found = finish()
         self._waited += self._now() - start
+        self._worked_in_waits += self._worked() - worked
         return found
 
     @contextmanager
-    def __call__(self, move: Move) -> Generator[None]:
+    def move(self, name: str) -> Generator[None]:
+        """Around the move ``name``."""
         self._boxing.world.barrier()
-        start, self._waited = self._now(), 0.0
+        self._waited = self._worked_in_waits = 0.0
+        start = self._worked()
         yield
-        elapsed, waited = self._now() - start, self._waited
-        self.times[move.name] += 1e3 * (elapsed - waited)
-        kinds = _FIRST_WAITS[move.name]
+        worked, waited = self._worked() - start - self._worked_in_waits, self._waited
+        self.times[name] += 1e3 * worked
+        kinds = _FIRST_WAITS[name]
         if kinds:
             self.times[kinds[0]] += 1e3 * waited
         else:
-            self.times[move.name] += 1e3 * waited
+            self.times[name] += 1e3 * waited
 
 
 class _Layers(nn.Module):
@@ -156,12 +167,12 @@ def measure(
     totals: list[float] = []
     for repeat in range(repeats):
         with MoveTimer(boxing) as timer:
-            trainer.observe = timer
+            trainer.move_watch = timer
             start = time.perf_counter()
             trainer.step(batches[repeat % len(batches)])
             totals.append(1e3 * (time.perf_counter() - start))
         serial.append(timer.times)
-    trainer.observe = None
+    trainer.move_watch = MoveTimes()
     trainer.schedule = OVERLAPPED
     times = _timed_steps(boxing, trainer, batches, overlapped)
     peak = peak_bytes() - before

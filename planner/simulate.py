@@ -32,7 +32,9 @@ TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 PHASES = (*MOVES, *TRANSFERS)
 PHASE = {name: place for place, name in enumerate(PHASES)}
 NUM_PHASES = len(PHASES)
-_ROUNDS = 2  # the second with what the first left under way
+# Steps that are simulated one after another, the later with what the earlier left under way. Their
+# mean rises with every phase, which the last one alone need not.
+_STEPS = 3
 
 
 @dataclass(slots=True)
@@ -56,10 +58,7 @@ def step_ms(
     phase of every rank.
     """
     clock = _Clock(np.zeros(phases.shape[:2]), np.zeros(phases.shape[0]))
-    before = clock.now.max(1)
-    for number in range(_ROUNDS):
-        if number == _ROUNDS - 1:
-            before = clock.now.max(1)
+    for _ in range(_STEPS):
         clock.over = {(kind, False): at for (kind, _), at in clock.over.items()}
         for move in (*schedule.each_batch, *schedule.each_step):
             for kind in move.waits:
@@ -67,10 +66,10 @@ def step_ms(
                 if at is not None:
                     clock.now = np.maximum(clock.now, at[:, None])
             clock.now = clock.now + phases[:, :, PHASE[move.name]]
-            for kind in move.starts:
+            for kind in reversed(move.starts):  # counts before the ids, which are long
                 _start(clock, phases[:, :, PHASE[kind]], kind, move.ahead, hidden, schedule)
         clock.now = clock.now + phases[:, :, PHASE[REST]]
-    return clock.now.max(1) - before
+    return clock.now.max(1) / _STEPS
 
 
 def _start(
@@ -89,8 +88,10 @@ def _start(
         return
     share = hidden.get(kind, 0.0)
     clock.now = clock.now + (1.0 - share) * duration
-    clock.link = np.maximum(clock.link, clock.now.max(1)) + share * longest
-    clock.over[kind, of_next] = clock.link
+    start = clock.now.max(1)
+    travels = longest > 0
+    clock.link = np.where(travels, np.maximum(clock.link, start) + share * longest, clock.link)
+    clock.over[kind, of_next] = np.where(travels, clock.link, start)
 
 
 def sum_of_maxima(phases: Floats) -> Floats:

@@ -28,6 +28,10 @@ class TrainingError(ValueError):
     """A run cannot go on: its loss is not a number, or copies that must agree do not."""
 
 
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or cannot be used as it is."""
+
+
 class ReplicaError(RuntimeError):
     """Copies that must agree do not: a fault of the program."""
 
@@ -42,4 +46,11 @@ class PeerLostError(RuntimeError):
 
 # One message says it all; where they were raised does not matter to who reads it. An SbpError is a
 # mistake in a program, whose line does matter.
-MESSAGE_ERRORS = (ConfigError, DataError, PlanError, MetricError, TrainingError)
+MESSAGE_ERRORS = (
+    ConfigError,
+    DataError,
+    PlanError,
+    MetricError,
+    TrainingError,
+    CheckpointError,
+)

@@ -79,6 +79,14 @@ def _reduce_scatter(output, sent, group, *_):
     return Call("reduce_scatter", (size - 1) / size * _nbytes(sent))
 
 
+def _send(tensors, *_):
+    return Call("send", sum(_nbytes(tensor) for tensor in tensors))
+
+
+def _receive(*_):
+    return Call("recv", 0)
+
+
 def _unpriced(*args):
     return Call("other", math.nan)
 
@@ -95,6 +103,6 @@ _READERS = {
     "reduce_": _unpriced,
     "reduce_scatter_": _unpriced,
     "scatter_": _unpriced,
-    "send": _unpriced,
-    "recv_": _unpriced,
+    "send": _send,
+    "recv_": _receive,
 }

@@ -94,6 +94,7 @@ class Manifest:
                 entry.get("ragged", False),
                 entry.get("weighted", False),
                 tuple(entry.get("parts", ())),
+                entry.get("vocabulary", ""),
             )
             for entry in self.content["fields"]
         )

@@ -94,6 +94,8 @@ class _Check:
         parts = entry.get("parts", [])
         fits = isinstance(parts, list) and len(parts) != 1 and all(type(p) is str for p in parts)
         self.need(fits, f"{key}.parts", parts, "the names of the two columns of a cross")
+        shared = entry.get("vocabulary", "")
+        self.need(isinstance(shared, str), f"{key}.vocabulary", shared, "the name of a vocabulary")
         ragged, weighted = entry.get("ragged", False), entry.get("weighted", False)
         for name, value in (("ragged", ragged), ("weighted", weighted)):
             self.need(isinstance(value, bool), f"{key}.{name}", value, "true or false")

@@ -45,6 +45,8 @@ class Field:
 
     crossed: tuple[str, ...] = ()
     """The columns of a cross."""
+    vocabulary: str = ""
+    """What fields have in common whose values have the same ids; "" for ids of its own."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -67,6 +69,14 @@ class Many:
     """What happens to a row with more: it is a bad line, or its first or last ``most`` stay."""
     weights: str | None = None
     """The column with one weight per value."""
+    inline: str | None = None
+    """What stands between a value and its weight in the same cell, as in ``a:0.5|b:1``; in Parquet
+    the values may be structs of both."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether every value has a weight."""
+        return self.weights is not None or self.inline is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,8 @@ class Schema:
     quote: str | None = None
     """What cells of text with separators or line ends in them stand in; None: nothing does."""
     many: tuple[Many, ...] = ()
+    vocabularies: tuple[tuple[str, str], ...] = ()
+    """Sparse columns that share the vocabulary of the name beside them."""
     numbers: tuple[Number, ...] = ()
     """Dense columns that are not whole numbers under the transform of ``--dense``."""
     labels: tuple[str, ...] = ()
@@ -149,6 +161,10 @@ class Schema:
         """How the cells of sparse column ``name`` are written."""
         return self.kinds[self.sparse.index(name)]
 
+    def vocabulary(self, name: str) -> str:
+        """The vocabulary of field ``name``: one that it shares, or its own of the same name."""
+        return dict(self.vocabularies).get(name, name)
+
     def check(self, key: str) -> None:
         """Raise ConfigError unless names are unique, listed in ``columns`` and usable."""
         used = self.used
@@ -173,7 +189,23 @@ class Schema:
             raise ConfigError(f"{key}: {own[0]!r} is a name of prepare's own; rename it")
         if not fields:
             raise ConfigError(f"{key}: sparse names no column; an embedding needs one")
+        self._check_vocabularies(key, fields)
         self._check_text(key)
+
+    def _check_vocabularies(self, key: str, fields: tuple[str, ...]) -> None:
+        first: dict[str, str] = {}
+        for name, shared in self.vocabularies:
+            own = f"{key}: sparse {name}: vocabulary {shared!r}"
+            if not _FIELD_NAME.fullmatch(shared):
+                raise ConfigError(f"{own} must be letters, digits, '_', '-' and '.'")
+            if shared in fields and dict(self.vocabularies).get(shared) != shared:
+                raise ConfigError(f"{own} is the name of a column that has another; rename it")
+            other = first.setdefault(shared, name)
+            if self.kind(other) != self.kind(name):
+                raise ConfigError(
+                    f"{own} is of {other}, too, which is {self.kind(other)} and not "
+                    f"{self.kind(name)}; write the same kind for both"
+                )
 
     def _check_text(self, key: str) -> None:
         if self.separator not in SEPARATORS:
@@ -187,6 +219,18 @@ class Schema:
             own = f"{key}: sparse {many.name}"
             if len(many.separator) != 1 or many.separator in "\n\r" or not many.separator.isascii():
                 raise ConfigError(f"{own}: separator {many.separator!r} must be one character: '|'")
+            inline = many.inline
+            if inline is not None and (
+                len(inline) != 1
+                or not inline.isascii()
+                or inline.isalnum()
+                or inline in "\n\r.+-" + many.separator
+                or (inline == self.separator and self.quote is None)
+            ):
+                raise ConfigError(
+                    f"{own}: weights after {inline!r} must be one character that no number has, "
+                    "and no other separator: ':'"
+                )
             if many.separator == self.separator and self.quote is None:
                 raise ConfigError(
                     f"{own}: separator {many.separator!r} also separates columns; use another, "

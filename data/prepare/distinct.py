@@ -17,7 +17,10 @@ from data.format.ids import Keys
 PASS_VALUES = 1 << 22
 """Distinct values counted in one pass, over all fields in it."""
 _STEP = 32
+_BLOCK = 1 << 20
 _SAMPLED_ROWS = 1 << 20
+_PARTS = ("k", "c", "h", "m")
+"""Ends of the names of spilled keys, counts, checks and greatest checks."""
 
 Rows = Callable[[], pl.LazyFrame]
 
@@ -30,9 +33,25 @@ class FieldCounts:
     counts: NDArray[np.uint32]
     checks: NDArray[np.uint32] | None
     """The least check of the strings of each key."""
-    collisions: int
-    """Keys that two strings share."""
+    most: NDArray[np.uint32] | None
+    """The greatest."""
     missing: int
+
+    @property
+    def collisions(self) -> int:
+        """Keys that two strings share."""
+        if self.checks is None or self.most is None:
+            return 0
+        starts = range(0, len(self.checks), _BLOCK)
+        pairs = ((self.checks[i : i + _BLOCK], self.most[i : i + _BLOCK]) for i in starts)
+        return sum(int(np.count_nonzero(least != most)) for least, most in pairs)
+
+    def frames(self) -> Iterator[pl.DataFrame]:
+        """Keys and counts as rows that ``count_fields`` adds up with those of others, in blocks."""
+        columns = {"key": self.keys, "len": self.counts, "least": self.checks, "most": self.most}
+        there = {name: column for name, column in columns.items() if column is not None}
+        for start in range(0, max(len(self.keys), 1), _BLOCK):
+            yield pl.DataFrame({name: col[start : start + _BLOCK] for name, col in there.items()})
 
 
 def count_fields(
@@ -40,9 +59,9 @@ def count_fields(
 ) -> Iterator[tuple[str, FieldCounts]]:
     """The counts of every field, in an order of their own.
 
-    ``rows`` gives ``key`` (null: missing) and of strings ``check``, row by row, by field;
-    ``num_rows`` is about how many there are. What does not fit into memory goes to files
-    ``spill``.NAME, which are of no use afterwards.
+    ``rows`` gives ``key`` (null: missing) and of strings ``check``, row by row, by field, or what
+    ``FieldCounts.frames`` gave; ``num_rows`` is about how many there are. What does not fit into
+    memory goes to files ``spill``.NAME, which are of no use afterwards.
     """
     estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))
     if num_rows * len(rows) > pass_values:
@@ -80,46 +99,53 @@ def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str
 
 
 def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
-    wanted = [pl.len().cast(pl.UInt32).alias("len")]
-    if "check" in rows.collect_schema().names():
+    columns = rows.collect_schema().names()
+    number = pl.col("len").sum() if "len" in columns else pl.len()
+    wanted = [number.cast(pl.UInt32).alias("len")]
+    if "check" in columns:
         wanted += [pl.col("check").min().alias("least"), pl.col("check").max().alias("most")]
+    elif "least" in columns:
+        wanted += [pl.col("least").min(), pl.col("most").max()]
     return rows.group_by("key").agg(wanted)
 
 
 def _from_frame(frame: pl.DataFrame) -> FieldCounts:
     missing = int(frame.filter(pl.col("key").is_null())["len"].sum())
     values = frame.drop_nulls("key").sort("key")
-    checks, collisions = None, 0
+    checks = most = None
     if "least" in values.columns:
-        checks = values["least"].to_numpy()
-        collisions = int((values["least"] != values["most"]).sum())
+        checks, most = values["least"].to_numpy(), values["most"].to_numpy()
     keys, counts = values["key"].to_numpy(), values["len"].to_numpy()
-    return FieldCounts(keys, counts, checks, collisions, missing)
+    return FieldCounts(keys, counts, checks, most, missing)
 
 
 def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -> FieldCounts:
     """Counts of one large field, range by range of keys."""
     bounds = _bounds(rows, num_rows, passes)
-    files = {part: spill.with_name(f"{spill.name}.{name}.{part}") for part in ("k", "c", "h")}
+    files = {part: spill.with_name(f"{spill.name}.{name}.{part}") for part in _PARTS}
     types: dict[str, np.dtype[np.generic]] = {}
     for file in files.values():
         file.unlink(missing_ok=True)
-    missing = collisions = 0
+    missing = 0
     for low, high in zip([None, *bounds], [*bounds, None], strict=True):
         key = pl.col("key")
         chosen = pl.lit(True) if low is None else key >= low
         chosen = chosen if high is None else chosen & (key < high)
         chosen = chosen | key.is_null() if low is None else chosen
         found = _from_frame(_grouped(rows().filter(chosen)).collect(engine="streaming"))
-        missing, collisions = missing + found.missing, collisions + found.collisions
-        for part, array in zip("kch", (found.keys, found.counts, found.checks), strict=True):
+        missing += found.missing
+        arrays = (found.keys, found.counts, found.checks, found.most)
+        for part, array in zip(_PARTS, arrays, strict=True):
             if array is not None:
                 types[part] = array.dtype
                 with files[part].open("ab") as file:
                     file.write(np.ascontiguousarray(array).data)
         del found
     whole = {part: np.memmap(files[part], dtype=types[part], mode="r") for part in types}
-    return FieldCounts(whole["k"], whole["c"], whole.get("h"), collisions, missing)
+    keys, counts, checks, most = (whole.get(part) for part in _PARTS)
+    if keys is None or counts is None:
+        raise RuntimeError(f"{name}: no range of its keys was counted")
+    return FieldCounts(keys, counts, checks, most, missing)
 
 
 def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:

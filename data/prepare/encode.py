@@ -20,7 +20,7 @@ from data.format.vocabulary import Vocabulary
 from data.prepare.options import PrepareOptions
 from data.prepare.stage import ENCODED_KEYS, Staged, encoded_record, list_file, staged_files
 from data.prepare.transforms import bucket_ids, transform
-from data.prepare.workspace import read_record, write_record
+from data.prepare.workspace import DamagedWork, read_record, write_record
 
 Record = dict[str, Any]
 
@@ -68,7 +68,7 @@ def encode_all(
     work: Path,
     advance: Callable[[int], None],
 ) -> list[Record]:
-    """Write the shards of every piece under ``work/set``; one record of shards and counts each.
+    """Write the shards of this machine's pieces under ``work/set``; a record of each, with counts.
 
     A piece is done when its record is there; its staged files are then removed.
     """
@@ -76,7 +76,7 @@ def encode_all(
     starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
 
     def job(index: int) -> Record:
-        path = encoded_record(work, index)
+        path = encoded_record(staged[index].path)
         done = read_record(path, ENCODED_KEYS)
         if done is None:
             encoded, split = _encode_piece(
@@ -95,11 +95,21 @@ def encode_all(
         return done
 
     records: list[Record] = []
+    mine = [k for k, piece in enumerate(staged) if piece.part == options.part.number]
     with ThreadPoolExecutor(options.workers) as pool:
-        for index, record in enumerate(pool.map(job, range(len(staged)))):
+        for index, record in zip(mine, pool.map(job, mine), strict=True):
             records.append(record)
             advance(staged[index].num_rows)
     return records
+
+
+def all_records(staged: Sequence[Staged]) -> list[Record]:
+    """The records of all pieces, of every machine's; DamagedWork where one is not whole."""
+    records = [read_record(encoded_record(piece.path), ENCODED_KEYS) for piece in staged]
+    if None in records:
+        path = encoded_record(staged[records.index(None)].path)
+        raise DamagedWork(f"{path}: is not what was written there")
+    return [record for record in records if record is not None]
 
 
 def write_splits(folder: Path, index: int, encoded: Encoded, split: NDArray[np.uint8]) -> Record:
@@ -258,7 +268,7 @@ def _list_parts(
         "starts": starts_of(lengths),
         "values": values,
     }
-    if any(many.weights for many in options.schema.many):
+    if any(many.weighted for many in options.schema.many):
         parts["value_weights"] = weights
     return parts
 

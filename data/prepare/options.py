@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
 from data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
+from data.prepare.machines import Part
 from data.prepare.remote import InputPath
 from data.prepare.split import SplitRule
 from data.prepare.transforms import TRANSFORMS
@@ -35,6 +36,8 @@ class PrepareOptions:
     """Whether values that the set ``like`` has not get ids behind its own."""
     spare: float = 0.0
     """Free ids for later growth, as a fraction of the values kept."""
+    part: Part = field(default_factory=Part)
+    """Which share of the work this machine has."""
     is_encode: bool = False
     """Whether all rows are test rows, which need no label."""
 
@@ -54,10 +57,14 @@ class PrepareOptions:
         )
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        """The fields that have a vocabulary: neither hashed nor buckets."""
+    def counted(self) -> dict[str, list[str]]:
+        """The vocabularies by name, with their fields: those neither hashed nor buckets."""
         others = {name for name, _ in self.hash_sizes} | {n.name for n in self.schema.buckets}
-        return tuple(name for name in self.fields if name not in others)
+        found: dict[str, list[str]] = {}
+        for name in self.fields:
+            if name not in others:
+                found.setdefault(self.schema.vocabulary(name), []).append(name)
+        return found
 
     def kind(self, field_name: str) -> Kind | None:
         """What the keys of a field are made of; None for a cross."""
@@ -80,6 +87,7 @@ class PrepareOptions:
                 raise ConfigError(f"--hash-size: {name!r} is no field; there are {self.fields}")
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
+        self._check_shared()
         if several := [n for pair in self.crosses for n in pair if self.schema.several(n)]:
             raise ConfigError(
                 f"--crosses: {several[0]!r} has several values in a cell; cross columns of one"
@@ -92,6 +100,21 @@ class PrepareOptions:
             ("--max-bad-fraction", self.max_bad_fraction, 0, 1),
             ("--workers", self.workers, 1, MAX_WORKERS),
         )
+
+    def _check_shared(self) -> None:
+        sizes = dict(self.hash_sizes)
+        first: dict[str, str] = {}
+        for name, vocabulary in self.schema.vocabularies:
+            other = first.setdefault(vocabulary, name)
+            if sizes.get(name) != sizes.get(other):
+                raise ConfigError(
+                    f"--hash-size: {other} and {name} share the vocabulary {vocabulary} and need "
+                    f"one size for both, for example {other}=1000000,{name}=1000000"
+                )
+        if odd := [name for name in self.crosses if "x".join(name) in first]:
+            raise ConfigError(
+                f"--crosses: {'x'.join(odd[0])!r} is the name of a vocabulary, too; rename that"
+            )
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

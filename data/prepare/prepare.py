@@ -22,9 +22,10 @@ from data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, wr
 from data.format.verify import verify_set
 from data.format.vocabulary import vocabulary_content
 from data.prepare.content import manifest_content
-from data.prepare.count import Kept, build_vocabularies, field_entry, fit_columns
-from data.prepare.encode import FieldIds, encode_all
+from data.prepare.count import build_vocabularies, field_entry, fit_columns
+from data.prepare.encode import FieldIds, all_records, encode_all
 from data.prepare.fetch import fetch_tables
+from data.prepare.keep import Kept
 from data.prepare.options import PrepareOptions
 from data.prepare.remote import version
 from data.prepare.source import Input, find_inputs
@@ -40,14 +41,37 @@ _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 """Of the time each phase takes, for the ETA only."""
 
 
-def prepare(options: PrepareOptions) -> Manifest:
-    """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest."""
+def prepare(options: PrepareOptions) -> Manifest | None:
+    """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
+
+    Of several machines (``options.part``) the first does; the others end with None when their
+    share is done.
+    """
     options.check()
     like = None if options.like is None else load_manifest(options.like)
     inputs = find_inputs(options.inputs)
     options.split.check_files([source.path.name for source in inputs])
-    with only_run(options.output):
-        return _prepare(options, inputs, like)
+    with only_run(options.output, "" if options.part.is_first else f".{options.part.number}"):
+        if options.part.is_first:
+            return _prepare(options, inputs, like)
+        _take_part(options, inputs, like)
+        return None
+
+
+def _take_part(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> None:
+    """The share of a machine that is not the first: into the work folder that the first makes."""
+    _check_output(options)
+    plan, work = _plan(options, inputs, like), work_folder(options.output)
+    options.part.wait_for_plan(work, plan)
+    try:
+        _build(options, inputs, work, plan, like)
+    except DamagedWork as error:
+        raise _damaged(error, work) from error
+    _LOG.info("part %s is done; part 1 completes the set", options.part)
+
+
+def _damaged(error: DamagedWork, work: Path) -> DataError:
+    return DataError(f"{error}; remove {work} and start all parts again")
 
 
 def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
@@ -59,34 +83,44 @@ def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | 
     if goes_on:
         _LOG.info("going on with the unfinished run in %s", work)
     try:
-        _build(options, inputs, work, like)
+        _build(options, inputs, work, plan, like)
     except DamagedWork as error:
+        if not options.part.is_alone:
+            raise _damaged(error, work) from error
         if not goes_on:
             raise
         _LOG.warning("starting anew: %s", error)
         discard(work)
         work, _ = open_work(options.output, plan)
-        _build(options, inputs, work, like)
+        _build(options, inputs, work, plan, like)
     return _publish(work, options)
 
 
 def _build(
-    options: PrepareOptions, inputs: Sequence[Input], work: Path, like: Manifest | None
+    options: PrepareOptions, inputs: Sequence[Input], work: Path, plan: str, like: Manifest | None
 ) -> None:
-    """Make the finished set as ``work/set``, from whatever parts of it are there."""
-    inputs = fetch_tables(inputs, work)
-    num_bytes = sum(source.num_bytes for source in inputs)
+    """Make the finished set as ``work/set``, from whatever parts of it are there.
+
+    Of several machines each makes its share, and the first completes it.
+    """
+    part = options.part
+    owners = part.owners(inputs)
+    mine = [source for source in inputs if owners[source.order] == part.number]
+    fetched = {source.order: source for source in fetch_tables(mine, work)}
+    inputs = [fetched.get(source.order, source) for source in inputs]
+    num_bytes = sum(source.num_bytes for source in mine)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
-            inputs, options, work, lambda size: _advance(bar, _SHARE["parse"] * size)
+            inputs, options, work, plan, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
         bar.set_description("count")
-        kept = {v.name: v for v in build_vocabularies(staged, options, work, like)}
-        fitted = fit_columns(staged, options, work, like)
+        kept = {v.name: v for v in build_vocabularies(staged, options, work, plan, like)}
+        fitted = fit_columns(staged, options, work, plan, like)
         _check_weights(fitted, options)
         bar.update(int(_SHARE["count"] * num_bytes))
         bar.set_description("encode")
-        per_row = _SHARE["encode"] * num_bytes / sum(piece.num_rows for piece in staged)
+        rows = sum(piece.num_rows for piece in staged if piece.part == part.number)
+        per_row = _SHARE["encode"] * num_bytes / max(rows, 1)
         records = encode_all(
             staged,
             _tables(kept, options),
@@ -96,18 +130,33 @@ def _build(
             lambda rows: _advance(bar, per_row * rows),
         )
         bar.update(num_bytes - bar.n)
+    if not part.is_first:
+        (work / _done(part.number)).touch()
+        return
+    if not part.is_alone:
+        others = range(2, part.count + 1)
+        part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
+        records = all_records(staged)
     if bad := describe_bad(staged):
         _LOG.warning("bad lines were left out:%s", bad)
     fields = [field_entry(name, options, kept, fitted) for name in options.fields]
     _report_growth(fields)
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
-    entries = {name: vocabulary.entry for name, vocabulary in kept.items()}
+    entries = {name: kept[of].entry for of, names in options.counted.items() for name in names}
     parents = _ancestors(like)
     content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
     if like is not None and content["vocabulary"]["digest"] == like.vocabulary_digest:
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
-    lookups = {} if like is not None else {v.name: v.lookups for v in kept.values()}
+    lookups: dict[str, Callable[[], Counts]] = {}
+    if like is None:
+        alone = [names[0] for names in options.counted.values() if len(names) == 1]
+        lookups = {name: kept[options.schema.vocabulary(name)].lookups for name in alone}
     _finish(work / "set", content, lookups, options)
+
+
+def _done(number: int) -> str:
+    """The file that says that a machine has done its share, in the work folder."""
+    return f"done-{number}"
 
 
 def _ancestors(like: Manifest | None) -> list[Ancestor]:
@@ -145,11 +194,12 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 def _tables(kept: Mapping[str, Kept], options: PrepareOptions) -> dict[str, FieldIds]:
     """What turns keys into ids, by field."""
     tables: dict[str, FieldIds] = {}
-    for name, found in kept.items():
-        vocabulary = found.vocabulary()
-        tables[name] = FieldIds(vocabulary.table(), vocabulary)
+    for name, fields in options.counted.items():
+        vocabulary = kept[name].vocabulary()
+        tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))
     for name, num_rows in options.hash_sizes:
-        tables[name] = FieldIds(HashedIds(num_rows, options.seed, name))
+        salt = options.schema.vocabulary(name)
+        tables[name] = FieldIds(HashedIds(num_rows, options.seed, salt))
     return tables
 
 
@@ -169,7 +219,7 @@ def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | Non
     asked = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
     parent = None if like is None else like.fingerprint
-    plan = json.dumps([asked, sources, versions, parent], default=str)
+    plan = json.dumps([asked, sources, versions, parent, options.part.count], default=str)
     return hashlib.sha256(plan.encode()).hexdigest()
 
 
@@ -178,7 +228,7 @@ def _has_plan(work: Path, plan: str) -> bool:
     return saved.is_file() and saved.read_text(encoding="ascii") == plan
 
 
-_NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like")
+_NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like", "part")
 
 
 def _finish(

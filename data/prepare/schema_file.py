@@ -16,7 +16,7 @@ _KEYS = (
     *("weight", "group", "time", "row_key"),
 )
 _DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing")
-_SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights")
+_SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights", "vocabulary")
 _MOST_VALUES = 2**16 - 1
 _MOST_BUCKETS = 4096
 
@@ -51,7 +51,7 @@ class _Reader:
                 raise ConfigError(f"{self.key}: {key} is {value!r}; write a list of names")
             self.names(key, value)
         numbers = self.dense(raw.get("dense", []))
-        kinds, many = self.sparse(raw.get("sparse", {}))
+        kinds, many, shared = self.sparse(raw.get("sparse", {}))
         label = self.name("label", raw.get("label", "label"))
         side: dict[str, Any] = {
             "labels": tuple(map(str, raw.get("labels", ()))),
@@ -73,6 +73,7 @@ class _Reader:
             header=self.flag("header", raw.get("header", False)),
             quote=None if raw.get("quote") is None else str(raw["quote"]),
             many=many,
+            vocabularies=shared,
             numbers=numbers,
             **side,
         )
@@ -164,25 +165,31 @@ class _Reader:
             indicator=missing == "indicator",
         )
 
-    def sparse(self, raw: object) -> tuple[dict[str, Kind], tuple[Many, ...]]:
+    def sparse(
+        self, raw: object
+    ) -> tuple[dict[str, Kind], tuple[Many, ...], tuple[tuple[str, str], ...]]:
         if not isinstance(raw, dict | list):
             raise ConfigError(f"{self.key}: sparse is {raw!r}; write names or name: kind")
         self.names("sparse", raw)
         if isinstance(raw, list):
-            return {str(name): "hex" for name in raw}, ()
+            return {str(name): "hex" for name in raw}, (), ()
         kinds: dict[str, Kind] = {}
         many: list[Many] = []
+        shared: list[tuple[str, str]] = []
         for name, how in raw.items():
             if isinstance(how, dict):
                 self.known(f"sparse {name}: ", how, _SPARSE_KEYS)
                 kind = how.get("kind", "string")
-                if set(how) - {"kind"}:
+                if "vocabulary" in how:
+                    place = f"sparse {name}: vocabulary"
+                    shared.append((str(name), self.name(place, how["vocabulary"])))
+                if set(how) - {"kind", "vocabulary"}:
                     many.append(self.several(str(name), how))
             else:
                 kind = how
             self.choice(f"sparse {name}:", kind, KINDS)
             kinds[str(name)] = cast("Kind", kind)
-        return kinds, tuple(many)
+        return kinds, tuple(many), tuple(shared)
 
     def several(self, name: str, how: Mapping[str, Any]) -> Many:
         place = f"sparse {name}: "
@@ -192,8 +199,15 @@ class _Reader:
                 "for lists, write one of them"
             )
         key = "width" if "width" in how else "max"
-        weights = how.get("weights")
-        if weights is not None and "width" in how:
+        weights, inline = how.get("weights"), None
+        if isinstance(weights, dict):
+            if set(weights) != {"after"}:
+                raise ConfigError(
+                    f"{self.key}: {place}weights is {weights!r}; write the name of a column, or "
+                    "{after: ':'} where values and weights stand in one cell, like a:0.5|b:1"
+                )
+            weights, inline = None, str(weights["after"])
+        if "weights" in how and "width" in how:
             raise ConfigError(f"{self.key}: {place}weights need lists; write max instead of width")
         return Many(
             name=name,
@@ -202,6 +216,7 @@ class _Reader:
             fixed="width" in how,
             beyond=cast("Any", self.choice(f"{place}beyond", how.get("beyond", "error"), BEYOND)),
             weights=None if weights is None else self.name(f"{place}weights", weights),
+            inline=inline,
         )
 
 
@@ -221,9 +236,10 @@ def schema_from(content: Mapping[str, Any]) -> Schema:
         Number(**{**entry, "clip": tuple(entry["clip"]) if entry["clip"] else None})
         for entry in raw.pop("numbers", ())
     )
+    shared = tuple((name, vocabulary) for name, vocabulary in raw.pop("vocabularies", ()))
     pairs = {key: tuple(raw[key]) if raw.get(key) else None for key in ("group", "time", "row_key")}
     lists = {key: tuple(raw[key]) for key in ("columns", "dense", "sparse", "kinds", "labels")}
-    return Schema(**{**raw, **pairs, **lists}, many=many, numbers=numbers)
+    return Schema(**{**raw, **pairs, **lists}, many=many, numbers=numbers, vocabularies=shared)
 
 
 def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from data.prepare.options import PrepareOptions
 from data.prepare.parse import parse_piece
 from data.prepare.piece import BadLines, Piece
 from data.prepare.pieces import columns_of, pieces_in_order
+from data.prepare.remote import InputPath
 from data.prepare.source import Input, read_piece
 from data.prepare.tables import PIECE_ROWS, count_rows, table_piece
-from data.prepare.workspace import read_record, write_record
+from data.prepare.workspace import DamagedWork, read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.runtime.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
@@ -44,7 +44,7 @@ class Staged:
     """One piece on disk: its rows, the lines it came from and what was left out."""
 
     path: Path
-    file: Path
+    file: InputPath
     num_rows: int
     num_train: int
     """Rows for train by ratio or by file; all of them where the split is by time."""
@@ -54,14 +54,22 @@ class Staged:
     bad: BadLines
     cut: Mapping[str, int]
     """Values left out beyond the most of a row, by column."""
+    part: int
+    """Which machine has it."""
 
 
 def stage_inputs(
-    inputs: Sequence[Input], options: PrepareOptions, work: Path, advance: Advance
+    inputs: Sequence[Input], options: PrepareOptions, work: Path, plan: str, advance: Advance
 ) -> tuple[Staged, ...]:
-    """Stage all pieces, ``options.workers`` at a time; check the bad rows and the train part."""
+    """Stage all pieces, ``options.workers`` at a time; check the bad rows and the train part.
+
+    Of several machines each stages its files, and waits for the others.
+    """
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)
+    part = options.part
+    owners = part.owners(inputs)
+    mine = [source for source in inputs if owners[source.order] == part.number]
     staged: list[Staged] = []
     waiting: deque[tuple[int, Future[Staged]]] = deque()
 
@@ -72,13 +80,28 @@ def stage_inputs(
         if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
             check_bad(staged, options.max_bad_fraction, early=_EARLY_BAD)
 
+    columns = {source.order: columns_of(source, options.schema, options.is_encode)
+               for source in mine}  # fmt: skip
     with ThreadPoolExecutor(options.workers) as pool:
-        for job in _jobs(inputs, options, work):
+        for job in _jobs(mine, columns, options, work):
             waiting.append((job.num_bytes, pool.submit(_stage_piece, job, options)))
             if len(waiting) > options.workers:
                 finish()
         while waiting:
             finish()
+    has_labels = {
+        order: [name for name in (options.schema.label, *options.schema.labels) if name in names]
+        for order, names in columns.items()
+    }
+    if not part.is_alone:
+        for source in mine:
+            number = sum(piece.file == source.path for piece in staged)
+            content = {"pieces": number, "labels": has_labels[source.order]}
+            write_record(_source_record(work, source), content)
+        files = {_source_record(work, source): owners[source.order] for source in inputs}
+        part.wait(work, plan, files, "staged rows")
+        staged = _all_staged(inputs, owners, has_labels, staged, work)
+    _check_labels(inputs, has_labels, options.schema)
     check_bad(staged, options.max_bad_fraction)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
     if not options.is_encode:
@@ -86,9 +109,49 @@ def stage_inputs(
     return tuple(staged)
 
 
-def encoded_record(work: Path, number: int) -> Path:
-    """Where it says that piece ``number`` is encoded; its staged file is then of no more use."""
-    return work / "encoded" / f"{number:06d}.json"
+def _source_record(work: Path, source: Input) -> Path:
+    """Where it says that all of a file is staged, and in how many pieces."""
+    return work / "stage" / f"{source.order:05d}.json"
+
+
+def _all_staged(
+    inputs: Sequence[Input],
+    owners: Mapping[int, int],
+    has_labels: dict[int, list[str]],
+    mine: Sequence[Staged],
+    work: Path,
+) -> list[Staged]:
+    """The pieces of all machines, in order; ``has_labels`` gets what the others found."""
+    own = {piece.path: piece for piece in mine}
+    staged: list[Staged] = []
+    for source in inputs:
+        record = _record(_source_record(work, source), ("pieces", "labels"))
+        has_labels[source.order] = record["labels"]
+        for index in range(record["pieces"]):
+            target = _target(work, source, index)
+            piece = own.get(target)
+            if piece is None:
+                said = _record(target.with_suffix(".json"), _STAGED_KEYS)
+                piece = _staged(target, source.path, said, owners[source.order])
+            staged.append(piece)
+    return staged
+
+
+def _record(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    found = read_record(path, keys)
+    if found is None:
+        raise DamagedWork(f"{path}: is not what was written there")
+    return found
+
+
+def _target(work: Path, source: Input, index: int) -> Path:
+    """The staged file of a piece."""
+    return work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
+
+
+def encoded_record(target: Path) -> Path:
+    """Where it says that a staged piece is encoded; its staged file is then of no more use."""
+    return target.parent.with_name("encoded") / f"{target.stem}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +159,6 @@ class _Job:
     """One piece to stage; ``text`` only where the file must be read in order."""
 
     target: Path
-    encoded: Path
     source: Input
     columns: tuple[str, ...]
     index: int
@@ -104,12 +166,14 @@ class _Job:
     text: bytes | None = None
 
 
-def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Iterator[_Job]:
+def _jobs(
+    inputs: Sequence[Input],
+    columns_by_order: Mapping[int, tuple[str, ...]],
+    options: PrepareOptions,
+    work: Path,
+) -> Iterator[_Job]:
     size, schema = options.piece_bytes, options.schema
-    numbers = count()
-    all_columns = [columns_of(source, schema, options.is_encode) for source in inputs]
-    _check_labels(inputs, all_columns, schema)
-    for source, columns in zip(inputs, all_columns, strict=True):
+    for source in inputs:
 
         def job(
             index: int,
@@ -117,11 +181,10 @@ def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Itera
             text: bytes | None = None,
             *,
             source: Input = source,
-            columns: tuple[str, ...] = columns,
+            columns: tuple[str, ...] = columns_by_order[source.order],
         ) -> _Job:
-            target = work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
-            encoded = encoded_record(work, next(numbers))
-            return _Job(target, encoded, source, columns, index, num_bytes, text)
+            target = _target(work, source, index)
+            return _Job(target, source, columns, index, num_bytes, text)
 
         if source.is_packed or (schema.quote is not None and not source.is_table):
             pieces = pieces_in_order(source.path, size, schema.quote)
@@ -136,11 +199,11 @@ def _jobs(inputs: Sequence[Input], options: PrepareOptions, work: Path) -> Itera
 
 
 def _check_labels(
-    inputs: Sequence[Input], all_columns: Sequence[tuple[str, ...]], schema: Schema
+    inputs: Sequence[Input], has_labels: Mapping[int, Sequence[str]], schema: Schema
 ) -> None:
     """DataError if some files have a label and others have not."""
     for name in (schema.label, *schema.labels):
-        has = [name in columns for columns in all_columns]
+        has = [name in has_labels[source.order] for source in inputs]
         if any(has) and not all(has):
             raise DataError(
                 f"{inputs[has.index(False)].path}: no column {name!r}, which "
@@ -169,16 +232,21 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
             "cut": piece.cut,
         }
         write_record(path, record)
+    return _staged(job.target, job.source.path, record, options.part.number)
+
+
+def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: int) -> Staged:
     bad = BadLines(record["counts"], [tuple(example) for example in record["examples"]])
     return Staged(
-        job.target,
-        job.source.path,
+        target,
+        source,
         record["rows"],
         record["train"],
         record["lines"],
         record["names"],
         bad,
         record["cut"],
+        part,
     )
 
 
@@ -229,7 +297,7 @@ def _num_names(job: _Job, schema: Schema) -> int:
 
 def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:
     """Whether the staged file is what an earlier run wrote, or not needed any more."""
-    if read_record(job.encoded, ENCODED_KEYS) is not None:
+    if read_record(encoded_record(job.target), ENCODED_KEYS) is not None:
         return True
     files = staged_files(job.target, options)
     return all(map(Path.is_file, files)) and _crc32(job.target, options) == record["crc32"]
@@ -276,7 +344,7 @@ def bad_counts(staged: Sequence[Staged]) -> dict[str, int]:
 def describe_bad(staged: Sequence[Staged], shown: int = 5) -> str:
     """Counts per reason and the first bad lines with file and line number; empty if none."""
     text = "".join(f"\n  {count} x {reason}" for reason, count in bad_counts(staged).items())
-    line_of_file: dict[Path, int] = {}
+    line_of_file: dict[InputPath, int] = {}
     for piece in staged:
         first = line_of_file.get(piece.file, 1) + piece.num_names
         line_of_file[piece.file] = first + piece.num_lines

@@ -61,12 +61,14 @@ def work_folder(output: Path) -> Path:
 
 
 @contextmanager
-def only_run(output: Path) -> Iterator[None]:
+def only_run(output: Path, part: str = "") -> Iterator[None]:
     """Hold ``OUTPUT.work.lock`` (flock) while an output is made; ConfigError if another run does.
+
+    Further machines hold one each, with ``part`` in its name.
 
     The file goes at the end, so a lock counts only while the file of that name is the one locked.
     """
-    path = work_folder(output).with_name(output.name + ".work.lock")
+    path = work_folder(output).with_name(f"{output.name}.work{part}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked(path, output)

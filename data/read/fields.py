@@ -21,4 +21,5 @@ def _id_field(column: Field) -> IdField:
         hotness=column.hot,
         ragged=column.ragged,
         weighted=column.weighted,
+        vocabulary=column.vocabulary,
     )

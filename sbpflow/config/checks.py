@@ -35,6 +35,11 @@ def check(
             f"data.batch_size: {config.data.batch_size} rows for {world_size} ranks leave ranks "
             f"without any; for example data.batch_size: {world_size}"
         )
+    if config.parallel.tf32 and device_type != "cuda":
+        raise ConfigError(
+            f"parallel.tf32: true on {device_type}, which has no TF32; remove it, or use "
+            "parallel.device: cuda"
+        )
     return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type, planned)
 
 

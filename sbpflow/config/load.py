@@ -3,6 +3,7 @@
 Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 """
 
+import copy
 import dataclasses
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ from typing import Any, cast
 
 import yaml
 
+from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import build, plain, show
-from sbpflow.config.schema import SPARSE_OPTIMIZERS, Config
+from sbpflow.config.schema import TABLE_OPTIMIZERS, Config
 from sbpflow.config.table_rules import (
     TableRule,
 )
@@ -33,6 +35,37 @@ def load_config(
     for override in overrides:
         _apply(tree, override)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
+
+
+def config_from_tree(
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    models: Mapping[str, type[Any]],
+    own_model: str | None = None,
+) -> Config:
+    """The config whose ``plain`` form was kept as ``tree``, with ``key=value`` overrides.
+
+    Data from outside imports nothing: a model ``package.module:Class`` is imported only if the
+    user's command names it, as ``own_model``. ConfigError otherwise.
+    """
+    kept: dict[str, Any] = copy.deepcopy(dict(tree))
+    for override in overrides:
+        _apply(kept, override)
+    found, group = dict(models), kept.get("model")
+    name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
+    if isinstance(name, str) and name not in found:
+        if own_model != name:
+            raise ConfigError(
+                f"--model: these values are of the model {name!r}, which only your own command may "
+                f"import; if you trust that module, add --model {name}"
+            )
+        found[name] = import_model(name)
+    elif own_model is not None:
+        raise ConfigError(
+            f"--model: {own_model} was given, these values are of the model {name!r}; leave it out"
+        )
+    return build(Config, kept, {"model": found})
 
 
 def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
@@ -89,14 +122,16 @@ def dump_config(config: Config) -> str:
 def config_facts(config: Config) -> dict[str, str]:
     """Dotted keys and their values as YAML on one line; what the ranks compare.
 
-    An entry of ``parallel.tables``, ``parallel.dense`` and ``optimizer.tables`` is a key, and so is
+    An entry of a group of patterns (``parallel.tables``, ``model.tables``, ...) is a key, and so is
     their order, which decides where two patterns match.
     """
     facts = dict(_flat("", plain(config)))
     for key, patterns in (
         ("parallel.tables", config.parallel.tables),
+        ("parallel.kernels", config.parallel.kernels),
         ("parallel.dense", config.parallel.dense),
         ("optimizer.tables", config.optimizer.tables),
+        *((f"model.{name}", getattr(config.model, name, {})) for name in ("fields", "tables")),
     ):
         facts[f"{key} (order)"] = show(list(patterns))
     return facts
@@ -170,11 +205,14 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _split_key(key: str) -> list[str]:
     """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
-    of_optimizer = {name for kind in SPARSE_OPTIMIZERS for name in kind.__dataclass_fields__}
+    of_optimizer = {name for kind in TABLE_OPTIMIZERS for name in kind.__dataclass_fields__}
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),
+        ("parallel.kernels.", set[str]()),
         ("optimizer.tables.", of_optimizer),
+        ("model.tables.", set(TableShape.__dataclass_fields__)),
+        ("model.fields.", set(FieldRule.__dataclass_fields__)),
     ):
         if key.startswith(prefix):
             rest = key.removeprefix(prefix)

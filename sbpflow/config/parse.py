@@ -53,6 +53,13 @@ class Example:
     value: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Untagged:
+    """What an entry of a mapping is that has no ``name``, for values that are told apart by it."""
+
+    name: str
+
+
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
     """An instance of the dataclass ``cls`` from a mapping; groups are dataclasses in turn.
 
@@ -129,11 +136,22 @@ def parse(value: object, kind: Any, key: str, example: object) -> Any:
 
 
 def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
+    untagged = next((mark.name for mark in args[1:] if isinstance(mark, Untagged)), None)
+    if untagged is not None and isinstance(value, Mapping):
+        items = typing.cast("Mapping[object, object]", value).items()
+        value = {name: _tagged(item, untagged) for name, item in items}
     parsed = parse(value, args[0], key, example)
     for mark in args[1:]:
         if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
             raise ConfigError(f"{key}: {value!r} is not {mark}{_eg(key, example)}")
     return parsed
+
+
+def _tagged(item: object, name: str) -> object:
+    """``item`` as it is, or with the ``name`` that it does not give."""
+    if isinstance(item, Mapping) and "name" not in item:
+        return {"name": name, **typing.cast("Mapping[str, object]", item)}
+    return item
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:

@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, get_args
 
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example, Range, Untagged
 from sbpflow.config.table_rules import (
     ParallelConfig,
+)
+from sbpflow.config.train_options import (
+    ClipConfig,
+    DenseScheduleConfig,
+    LossConfig,
+    PlateauConfig,
+    ScheduleConfig,
+    SparseScheduleConfig,
+    StopConfig,
 )
 from sbpflow.errors import ConfigError
 
@@ -112,9 +121,53 @@ class Ftrl:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TableChanges:
+    """What tables have otherwise than the patterns before it, or ``optimizer.sparse``, say.
+
+    They start with values of U(-initial_range, initial_range).
+    """
+
+    name: Literal["same"] = "same"
+    lr: Annotated[Rate | None, Example(0.01)] = None
+    weight_decay: Annotated[NonNegative | None, Example(0.0)] = None
+    initial_range: Annotated[NonNegative | None, Example(0.05)] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DenseSgd:
+    """``momentum`` as torch.optim.SGD has it; ``nesterov`` looks ahead along it."""
+
     name: Literal["sgd"] = "sgd"
     lr: Rate = 0.1
+    momentum: Beta = 0.0
+    nesterov: bool = False
+    weight_decay: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise ConfigError(
+                "optimizer.dense.nesterov: true without momentum looks ahead along nothing; for "
+                "example momentum: 0.9"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseAdagrad:
+    name: Literal["adagrad"] = "adagrad"
+    lr: Rate = 0.01
+    eps: Rate = 1e-10
+    initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RmsProp:
+    """Root mean square of gradients, with ``momentum`` of its steps."""
+
+    name: Literal["rmsprop"] = "rmsprop"
+    lr: Rate = 1e-3
+    alpha: Beta = 0.99
+    eps: Rate = 1e-8
     momentum: Beta = 0.0
     weight_decay: NonNegative = 0.0
 
@@ -138,42 +191,9 @@ class AdamW:
 
 
 SparseOptimizer = SparseSgd | Adagrad | RowwiseAdagrad | LazyAdam | Ftrl
-SPARSE_OPTIMIZERS: tuple[type[SparseOptimizer], ...] = get_args(SparseOptimizer)
-DenseOptimizer = DenseSgd | Adam | AdamW
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
-    """Learning rates over a run, as a factor of ``lr``; steps are the optimizer's.
-
-    Linear rise over ``warmup_steps``; from ``decay_start`` to ``decay_start + decay_steps`` a fall
-    to ``end_factor`` as (1 - progress) ** ``power``. Without ``decay_steps`` there is no fall.
-    """
-
-    warmup_steps: Annotated[int, Range(low=0)] = 0
-    decay_start: Annotated[int, Range(low=0)] = 0
-    decay_steps: Annotated[Count | None, Example(10000)] = None
-    power: Rate = 1.0
-    end_factor: Annotated[float, Range(low=0, high=1)] = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.end_factor <= 1.0:
-            raise ConfigError(
-                f"optimizer.schedule.end_factor: {self.end_factor} is no end of a fall from 1; use "
-                "0 to 1, for example end_factor: 0.1"
-            )
-        fall = {"decay_start": 0, "power": 1.0, "end_factor": 0.0}
-        for key, default in fall.items():
-            if self.decay_steps is None and getattr(self, key) != default:
-                raise ConfigError(
-                    f"optimizer.schedule.{key}: {getattr(self, key)} without decay_steps changes "
-                    "nothing; for example decay_steps: 10000"
-                )
-        if self.decay_steps is not None and self.decay_start < self.warmup_steps:
-            raise ConfigError(
-                f"optimizer.schedule.decay_start: {self.decay_start} is before the end of the "
-                f"warm-up; use {self.warmup_steps} or more"
-            )
+TableOptimizer = TableChanges | SparseOptimizer
+TABLE_OPTIMIZERS: tuple[type[TableOptimizer], ...] = get_args(TableOptimizer)
+DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,25 +201,43 @@ class OptimizerConfig:
     """``sparse`` updates the tables' touched rows, ``dense`` everything else.
 
     ``tables`` maps patterns of table names to optimizers in place of ``sparse``; the last pattern
-    that matches a table wins.
+    that matches a table wins. An entry without ``name`` changes what it gives and nothing else.
+    ``dense_schedule`` and ``sparse_schedule`` replace ``schedule`` for their part. ``clip`` scales
+    gradients by their global norm.
     """
 
     sparse: SparseOptimizer = field(default_factory=RowwiseAdagrad)
-    tables: Annotated[Mapping[str, SparseOptimizer], Example({"*.C1": Ftrl()})] = field(
-        default_factory=dict[str, SparseOptimizer]
+    tables: Annotated[Mapping[str, TableOptimizer], Example({"*.C1": Ftrl()}), Untagged("same")] = (
+        field(default_factory=dict[str, TableOptimizer])
     )
     dense: DenseOptimizer = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    dense_schedule: Annotated[DenseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
+    sparse_schedule: Annotated[SparseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
+    clip: Annotated[ClipConfig | None, Example({"norm": 10.0})] = None
+
+    @property
+    def of_dense(self) -> ScheduleConfig:
+        """The schedule of the dense part."""
+        return self.dense_schedule or self.schedule
+
+    @property
+    def of_tables(self) -> ScheduleConfig:
+        """The schedule of the tables."""
+        return self.sparse_schedule or self.schedule
 
     def __post_init__(self) -> None:
-        changes = self.schedule.warmup_steps or self.schedule.decay_steps is not None
+        if self.of_tables.changes:
+            self.refuse_ftrl(self.of_tables.key)
+
+    def refuse_ftrl(self, key: str) -> None:
+        """ConfigError if ``key`` changes the rate of tables whose rule takes no other."""
         by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
-        for key, chosen in {"sparse": self.sparse, **by_table}.items():
-            if changes and isinstance(chosen, Ftrl):
+        for owner, chosen in {"sparse": self.sparse, **by_table}.items():
+            if isinstance(chosen, Ftrl):
                 raise ConfigError(
-                    "optimizer.schedule: ftrl keeps sums of steps at one rate, so it has no "
-                    "schedule; remove optimizer.schedule, or use for example "
-                    f"optimizer.{key}.name: adagrad"
+                    f"{key}: ftrl keeps sums of steps at one rate, so it has no schedule; remove "
+                    f"{key}, or use for example optimizer.{owner}.name: adagrad"
                 )
 
 
@@ -208,14 +246,38 @@ class TrainConfig:
     """Length of a run and what it reports; ``eval_every: 0`` evaluates at the end only.
 
     A step is one update from ``accumulate`` batches: that many times the rows, as one batch.
+    ``eval_rows`` are scored of val on the way, the first ones; the end scores all. Up to
+    ``exact_auc_rows`` rows the AUC is exact, of more it comes from a histogram with its bound of
+    error. ``slices`` names columns of ids by whose values AUC is shown as well. ``profile`` are the
+    first and the last step of a Chrome trace.
     """
 
     epochs: Count = 1
     accumulate: Count = 1
     max_steps: Annotated[Count | None, Example(100)] = None
     eval_every: Annotated[int, Range(low=0)] = 1000
+    eval_rows: Annotated[Count | None, Example(1_000_000)] = None
+    exact_auc_rows: Annotated[int, Range(low=0)] = 20_000_000
+    slices: Annotated[tuple[str, ...], Example(("C1",))] = ()
+    stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
+    plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None
+    loss: LossConfig = field(default_factory=LossConfig)
+    profile: Annotated[tuple[Count, Count] | None, Example((10, 15))] = None
     log_every: Count = 100
     progress: bool = True
+
+    def __post_init__(self) -> None:
+        for key, given in (("stop", self.stop), ("plateau", self.plateau)):
+            if given is not None and not self.eval_every:
+                raise ConfigError(
+                    f"train.{key}: watches val, which eval_every: 0 scores at the end only; for "
+                    "example train.eval_every: 1000"
+                )
+        if self.profile is not None and self.profile[1] < self.profile[0]:
+            raise ConfigError(
+                f"train.profile: {list(self.profile)} ends before it begins; for example "
+                f"[{self.profile[1]}, {self.profile[0]}]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,3 +290,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.plateau is not None:
+            self.optimizer.refuse_ftrl("train.plateau")

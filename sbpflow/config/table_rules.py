@@ -5,17 +5,17 @@ and the last one that matches a table's name decides. The result, one ``TableLay
 all that the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import torch
 
+from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import Example, Range
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
-from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -30,7 +30,6 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3", "auto"]
-Kernel = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -122,9 +121,11 @@ class TableRule:
 class ParallelConfig:
     """Where tables live: a scheme for all, then patterns; the last that matches a table wins.
 
+    ``kernels`` asks for kernels by table pattern, in place of ``kernel``.
     ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
-    Arithmetic is in ``dtype``; rows are stored as ``table_dtype`` and vectors travel as
+    Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
+    behind the point; rows are stored as ``table_dtype`` and vectors travel as
     ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
     where it starts, and sends no ids ahead. ``checked: true`` compares, before each transfer, what
     every rank is about to do: for finding ranks that take different steps, at the cost of a round
@@ -147,8 +148,12 @@ class ParallelConfig:
     dense: Annotated[Mapping[str, str], Example({"*.weight": "S(0)"})] = field(
         default_factory=dict[str, str]
     )
-    kernel: Kernel = "auto"
+    kernel: KernelRequest = "auto"
+    kernels: Annotated[Mapping[str, KernelRequest], Example({"wide.*": "torch"})] = field(
+        default_factory=dict[str, KernelRequest]
+    )
     dtype: Dtype = "float32"
+    tf32: bool = False
     table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
     exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
     overlap: bool = True
@@ -195,7 +200,7 @@ def resolve_dense_layouts(
 
     ConfigError where a pattern matches nothing, is no layout, or splits what is too short.
     """
-    _check_patterns("parallel.dense", parallel.dense, parameters, "parameter")
+    check_matches("parallel.dense", parallel.dense, parameters, "parameter")
     world = Placement.line(device_type, world_size)
     layouts = {name: Layout(world, (Broadcast(),)) for name in parameters}
     for pattern, text in parallel.dense.items():
@@ -234,8 +239,8 @@ def resolve_table_layouts(
     ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
     table is matched by nothing.
     """
-    _check_patterns("parallel.tables", parallel.tables, tables, "table")
-    _check_patterns(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
+    check_matches("parallel.tables", parallel.tables, tables, "table")
+    check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
     return {
         name: _fit(
             *_rule_of(parallel, schemes, planned, name),
@@ -247,15 +252,6 @@ def resolve_table_layouts(
         )
         for name, shape in tables.items()
     }
-
-
-def _check_patterns(key: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
-    known = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            near = difflib.get_close_matches(pattern, known, 3, cutoff=0.5) or known[:5]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there is no {what}"
-            raise ConfigError(f"{key}.{pattern}: matches no {what}; {hint}")
 
 
 def _rule_of(

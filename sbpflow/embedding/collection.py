@@ -21,12 +21,11 @@ from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.embedding.plan.tables import KernelRequest, OutputConfig
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
     KernelChoice,
-    KernelRequest,
     choose_kernels,
     make_storage,
     warm_up_kernels,
@@ -36,8 +35,6 @@ from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
-
-INITIAL_BOUND = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class EmbeddingCollection:
         self._last: EmbeddingsInFlight | None = None
         self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
-            fill_shard(stored, seed=seed, bound=INITIAL_BOUND)
+            fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
@@ -121,12 +118,12 @@ class EmbeddingCollection:
             )
         under_way = self._transfer.begin(local, num_rows)
         groups = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return EmbeddingsInFlight(under_way, groups, self._counts.start(groups))
+        return EmbeddingsInFlight(under_way, groups, self._counts.start(under_way, groups))
 
     def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
-        batch.ids.advance()
         batch.counts.finish()
+        batch.ids.advance()
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True
@@ -137,7 +134,7 @@ class EmbeddingCollection:
             self.advance(batch)
         everywhere = batch.ids.finish()
         for group, part in zip(self._groups, batch.groups, strict=True):
-            part.everywhere, part.lr = everywhere, group.plan.optimizer.lr * self._lr_factor
+            part.everywhere, part.lr_factor = everywhere, self._lr_factor
             group.look_up(part)
 
     def outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
@@ -179,6 +176,18 @@ class EmbeddingCollection:
         self._reader.check_late()
         for group in self._groups:
             group.update(step)
+
+    def gradient_squares(self) -> Tensor:
+        """0-d float64: squares of all that was collected, each row's gradients summed first.
+
+        Added up over all ranks it counts every row once, in any layout.
+        """
+        return torch.stack([group.gradient_squares() for group in self._groups]).sum()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what was collected by ``factor``, 0-d, before ``update``."""
+        for group in self._groups:
+            group.scale_gradients(factor)
 
     def forward(self, ids: Ids, num_rows: int, *, training: bool) -> dict[str, Tensor]:
         """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``.
@@ -274,7 +283,7 @@ class EmbeddingCollection:
             stack.num_rows(rank),
             stack.width(rank) if stack.uses_on(rank) else stack.dim,
             dim=stack.dim,
-            optimizer=group.optimizer,
+            optimizer=stack.optimizer,
             dtype=self.plan.dtype,
             row_dtype=self.plan.row_dtype,
             device=self._world.device,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, shards_of
 
 
@@ -41,12 +41,14 @@ class LogicalTensor:
     """A named tensor of the state, of full ``shape``, and this rank's rectangles of it.
 
     Ranks may hold equal rectangles: copies of B tables, and the state of rows whose columns are
-    spread over ranks.
+    spread over ranks. ``column_starts`` is there for state of one number per row and column shard:
+    where the shards start in the table's columns.
     """
 
     name: str
     shape: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
+    column_starts: tuple[int, ...] | None = None
 
 
 def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, LogicalTensor]:
@@ -64,17 +66,25 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                 parts = () if held is None else (_weights(held),)
                 found.append(LogicalTensor(name=name, shape=table.shape, rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})
-                for key in group.optimizer.state_names:
-                    parts = () if held is None else (_state(held, key, starts, group),)
-                    shape = group.optimizer.state_shape(*table.shape)
-                    if _is_per_shard(group, shape):
-                        shape = (table.num_rows, len(starts))
-                    found.append(LogicalTensor(name=f"{name}/{key}", shape=shape, rectangles=parts))
+                for key in stack.optimizer.state_names:
+                    parts = () if held is None else (_state(held, key, starts, stack),)
+                    shape = stack.optimizer.state_shape(*table.shape)
+                    column_starts = None
+                    if _is_per_shard(stack, shape):
+                        shape, column_starts = (table.num_rows, len(starts)), tuple(starts)
+                    found.append(
+                        LogicalTensor(
+                            name=f"{name}/{key}",
+                            shape=shape,
+                            rectangles=parts,
+                            column_starts=column_starts,
+                        )
+                    )
     return {tensor.name: tensor for tensor in found}
 
 
-def _is_per_shard(group: GroupPlan, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 and not group.optimizer.shares_row_state
+def _is_per_shard(stack: Stack, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 and not stack.optimizer.shares_row_state
 
 
 def _weights(held: StoredShard) -> Rectangle:
@@ -88,12 +98,12 @@ def _weights(held: StoredShard) -> Rectangle:
     )
 
 
-def _state(held: StoredShard, key: str, starts: list[int], group: GroupPlan) -> Rectangle:
+def _state(held: StoredShard, key: str, starts: list[int], stack: Stack) -> Rectangle:
     shard, values = held.shard, held.state[key]
     first, last = shard.col_start, shard.col_stop
     if values.ndim == 1:
         first, last = 0, 1
-        if not group.optimizer.shares_row_state:
+        if not stack.optimizer.shares_row_state:
             first = starts.index(shard.col_start)
             last, values = first + 1, values.unsqueeze(1)
     return Rectangle(

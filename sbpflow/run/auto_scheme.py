@@ -121,7 +121,7 @@ def table_bytes(plan: EmbeddingPlan) -> int:
     total = 0
     for group in plan.groups:
         for stack in group.stacks:
-            state = group.optimizer.state_elements_per_row(stack.dim) * plan.dtype.itemsize
+            state = stack.optimizer.state_elements_per_row(stack.dim) * plan.dtype.itemsize
             per_row = stack.dim * plan.row_dtype.itemsize + state
             for rank in plan.world.ranks:
                 shards = stack.shards(rank)

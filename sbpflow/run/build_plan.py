@@ -3,7 +3,6 @@
 ``run.job`` executes the result and ``python -m sbpflow explain`` prints it.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,14 +10,20 @@ from pathlib import Path
 from typing import cast
 
 from sbpflow.config.checks import check
-from sbpflow.config.schema import Config
+from sbpflow.config.model_tables import TableRules, check_matches
+from sbpflow.config.schema import Config, TableChanges, TableOptimizer
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
-from sbpflow.embedding.plan.tables import OutputConfig, TableLayout
+from sbpflow.embedding.plan.tables import (
+    KernelRequest,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
@@ -28,8 +33,10 @@ from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.world import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
+from sbpflow.training.clipping import clip_steps
 from sbpflow.training.dense_optimizers import state_per_element
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+from sbpflow.training.evaluate import slice_columns
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
 
 
 def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
@@ -38,31 +45,54 @@ def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
 
 
 def _with_optimizers(
-    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, SparseOptimizerConfig]
+    outputs: tuple[OutputConfig, ...],
+    patterns: Mapping[str, TableOptimizer],
+    sparse: SparseOptimizer,
 ) -> tuple[OutputConfig, ...]:
-    """Each table with the optimizer of the last pattern that matches its name."""
+    """Each table with the optimizer of the last pattern that matches its name, and the changes of
+    those after it; ``sparse`` is what tables without a pattern have.
+    """
     names = [table.name for output in outputs for table in output.tables]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, 3, cutoff=0.5) or names[:5]
-            raise ConfigError(
-                f"optimizer.tables.{pattern}: matches no table; did you mean {' or '.join(near)}?"
-            )
-    chosen = {
-        name: sparse_optimizer(optimizer)
-        for pattern, optimizer in patterns.items()
-        for name in names
-        if fnmatchcase(name, pattern)
-    }
-    return tuple(
-        replace(
-            output,
-            tables=tuple(
-                replace(table, optimizer=chosen.get(table.name)) for table in output.tables
-            ),
-        )
-        for output in outputs
-    )
+    check_matches("optimizer.tables", patterns, names, "table")
+
+    def changed(table: TableConfig) -> TableConfig:
+        for pattern, given in patterns.items():
+            if fnmatchcase(table.name, pattern):
+                table = _changed(table, f"optimizer.tables.{pattern}", given, sparse)
+        return table
+
+    return tuple(replace(out, tables=tuple(map(changed, out.tables))) for out in outputs)
+
+
+def _with_kernels(
+    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, KernelRequest]
+) -> tuple[OutputConfig, ...]:
+    """Each table with the kernel of the last pattern that matches its name."""
+    names = [table.name for output in outputs for table in output.tables]
+    check_matches("parallel.kernels", patterns, names, "table")
+
+    def asked(table: TableConfig) -> TableConfig:
+        found = [kernel for pattern, kernel in patterns.items() if fnmatchcase(table.name, pattern)]
+        return replace(table, kernel=found[-1]) if found else table
+
+    return tuple(replace(out, tables=tuple(map(asked, out.tables))) for out in outputs)
+
+
+def _changed(
+    table: TableConfig, key: str, given: TableOptimizer, sparse: SparseOptimizer
+) -> TableConfig:
+    """``table`` with what one pattern gives it."""
+    if not isinstance(given, TableChanges):
+        return replace(table, optimizer=sparse_optimizer(given))
+    rule = table.optimizer or sparse
+    settings = {"lr": given.lr, "weight_decay": given.weight_decay}
+    changes = {name: value for name, value in settings.items() if value is not None}
+    try:
+        rule = replace(rule, **changes)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {table.name}: {error}") from error
+    start = table.initial_range if given.initial_range is None else given.initial_range
+    return replace(table, optimizer=rule, initial_range=start)
 
 
 def plan_run(
@@ -89,6 +119,7 @@ def plan_run(
             f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
             'such as embedding_output("fields", fields.sparse, dim=8)'
         )
+    _check_table_rules(config.model, fields, spec.outputs)
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
@@ -103,7 +134,11 @@ def plan_run(
         dtype=dtype,
         backend=backend,
         batch_size=config.data.batch_size,
+        loss=config.train.loss,
     )
+    slice_columns(config.train.slices, embeddings)
+    clip = config.optimizer.clip
+    schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,
@@ -113,11 +148,20 @@ def plan_run(
         dense_backward=sent.backward,
         dense_conversions=sent.conversions,
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
-        schedule=OVERLAPPED if config.parallel.overlap else SERIAL,
+        clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world, backend),
+        schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
         priced=priced,
     )
+
+
+def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
+    """ConfigError for a pattern of ``model.fields`` or ``model.tables`` that matches nothing."""
+    if isinstance(model, TableRules):
+        names = [table.name for output in outputs for table in output.tables]
+        check_matches("model.fields", model.fields, (one.name for one in fields.ids), "field")
+        check_matches("model.tables", model.tables, names, "table")
 
 
 def _planned_rules(
@@ -152,17 +196,20 @@ def _plan_tables(
         *(field.feature() for field in fields.ids),
         *(cross.field().feature() for cross in spec.hashed_columns),
     ]
-    parallel = config.parallel
+    parallel, sparse = config.parallel, sparse_optimizer(config.optimizer.sparse)
 
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
         return check(config, shapes, schemes, world.size, world.device_type, planned)
 
+    outputs = _with_optimizers(spec.outputs, config.optimizer.tables, sparse)
+    outputs = _with_kernels(outputs, parallel.kernels)
+
     def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
         return plan_embeddings(
-            _with_optimizers(spec.outputs, config.optimizer.tables),
+            outputs,
             layouts,
             features=features,
-            optimizer=sparse_optimizer(config.optimizer.sparse),
+            optimizer=sparse,
             dtype=DTYPES[parallel.dtype],
             world=world,
             backend=backend_of_device(world.device_type),

@@ -12,12 +12,14 @@ import torch
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.plan import Conversion
 from sbpflow.boxing.step import BoxingStep
+from sbpflow.config.train_options import LossConfig
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.losses import PLAIN, row_losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ def dense_steps(
     dtype: torch.dtype,
     backend: str,
     batch_size: int,
+    loss: LossConfig = PLAIN,
 ) -> DenseSteps:
     """What the dense part sends for a global batch of ``batch_size`` rows, as rank 0 plans it."""
     boxing = DryBoxing(world.size)
@@ -55,11 +58,11 @@ def dense_steps(
 
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
     logits = part.forward(vectors, rows(len(fields.dense)), training=True, seed=0)
-    losses = part.row_losses(logits, rows(1))
+    losses = row_losses(part, logits, rows(1), loss)
     asked = tuple(boxing.conversions)
-    loss = ops.reduce_mean(losses, id="loss")
+    mean = ops.reduce_mean(losses, id="loss")
     num_forward = len(boxing.trace)
-    loss.backward()
+    mean.backward()
     forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]
     return DenseSteps(
         forward=tuple(step for step in forward if step.groups),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
+from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import shards_of
 from sbpflow.run.plan import RunPlan
@@ -43,9 +43,9 @@ def describe(plan: RunPlan) -> dict[str, Any]:
 
 
 def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
-    group, stack = _group_of(plan, name)
+    stack = _stack_of(plan, name)
     table = stack.tables[[t.name for t in stack.tables].index(name)]
-    layout, optimizer = plan.layouts[name], group.optimizer
+    layout, optimizer = plan.layouts[name], stack.optimizer
     itemsize = plan.embeddings.dtype.itemsize
     per_row = optimizer.state_elements_per_row(table.dim)
     rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
@@ -75,11 +75,11 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
     }
 
 
-def _group_of(plan: RunPlan, name: str) -> tuple[GroupPlan, Stack]:
+def _stack_of(plan: RunPlan, name: str) -> Stack:
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if any(table.name == name for table in stack.tables):
-                return group, stack
+                return stack
     raise KeyError(name)
 
 

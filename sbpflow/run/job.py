@@ -2,18 +2,25 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.restore import check_fits, restore
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.state import LogicalTensor
+from sbpflow.errors import SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_optimizers import make_dense_optimizer
 from sbpflow.training.dense_part import DensePart
-from sbpflow.training.dense_state import dense_state
+from sbpflow.training.dense_state import begin_state, dense_state
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
 
@@ -28,22 +35,51 @@ class Job:
     plan: RunPlan
     boxing: Boxing
 
+    @property
+    def copies(self) -> dict[str, GlobalTensor]:
+        """Dense parameters and buffers, for ``check_replicas``."""
+        return {**self.model.parameters, **self.model.buffers}
+
     def state(self) -> dict[str, LogicalTensor]:
         """Everything that training changes, by logical name: ``tables/T``, ``tables/T/STATE``,
-        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles as views.
+        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles as views. P is a
+        parameter, or a buffer such as the running mean of a batch norm.
         """
-        dense = dense_state(self.model.parameters, self.trainer.optimizer)
+        model = self.model
+        dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
         return {**self.embeddings.state(), **dense}
+
+    def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
+        """Be the job that was saved, whatever it was laid out like: go on from its step.
+
+        With ``grown`` tables may have more rows than were saved; those are as they were made.
+        CheckpointError where the checkpoint does not fit, or is damaged: then restore another.
+        """
+        begin_state(self.trainer.optimizer, checkpoint.step)
+        state = self.state()
+        check_fits(checkpoint, state, grown=grown)
+        restore(checkpoint, state)
+        self.trainer.num_steps = checkpoint.step
 
 
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
     """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
     boxing.follow(plan.dense_conversions)
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
+    if boxing.world.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32
     embeddings = EmbeddingCollection(plan.embeddings, boxing, seed=seed, kernel=plan.kernels)
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
+    if not hasattr(model, "buffers"):
+        raise SbpError(
+            f"model {config.model.name}: its dense part {type(model).__name__} has no buffers, the "
+            "state that no optimizer changes; without such state write self.buffers = {}"
+        )
     parts = [parameter.part for parameter in model.parameters.values()]
+    clip, clipper = config.optimizer.clip, None
+    if clip is not None:
+        clipper = Clipper(clip, model.parameters, embeddings, boxing, plan.clip)
     trainer = Trainer(
         model,
         embeddings,
@@ -51,7 +87,10 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         boxing,
         dtype=dtype,
         seed=seed,
-        rate_factor=rate_factor(config.optimizer.schedule),
+        rate_factor=rate_factor(config.optimizer.of_dense),
+        table_rate_factor=rate_factor(config.optimizer.of_tables),
+        clipper=clipper,
+        loss=config.train.loss,
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
         planned=(plan.batch_size, plan.dense_conversions),

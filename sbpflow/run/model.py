@@ -5,31 +5,47 @@ A model is one module with a frozen configuration class, tagged by its field ``n
 ``explain`` can ask it anything. Nothing here knows a model.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
 from sbpflow.config.table_rules import Scheme, TableRule
-from sbpflow.embedding.plan.tables import Combine, FeatureConfig, OutputConfig, Pooling, TableConfig
+from sbpflow.embedding.plan.tables import (
+    INITIAL_RANGE,
+    Combine,
+    FeatureConfig,
+    OutputConfig,
+    Pooling,
+    TableConfig,
+)
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.dense_part import DensePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``."""
+    """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``.
+
+    Fields of one ``vocabulary`` have the same id for the same value; "" is one of its own.
+    """
 
     name: str
     rows: int
     hotness: int = 1
     ragged: bool = False
     weighted: bool = False
+    vocabulary: str = ""
 
     def feature(self) -> FeatureConfig:
         """The same, as the embedding engine names it."""
@@ -138,6 +154,19 @@ class ModelSpec(Protocol):
         ...
 
 
+class ExportableSpec(ModelSpec, Protocol):
+    """A ``ModelSpec`` whose dense part also has the form of an ordinary module, for export."""
+
+    def plain(self, *, seed: int) -> nn.Module:
+        """A new module with the parameters of ``parameters`` under the same names, to be filled.
+
+        ``forward(vectors, dense)``: {output: [rows, width]}, [rows, fields] -> logits [rows] or
+        [rows, 1], equal to those of the part that ``build`` makes. It uses torch alone and can be
+        traced by ``torch.export``. What is not in ``parameters`` depends on ``seed`` at most.
+        """
+        ...
+
+
 class ModelConfig(Protocol):
     """The ``model`` group of a configuration: a frozen dataclass tagged by ``name``."""
 
@@ -158,22 +187,71 @@ def embedding_output(
     dim: int,
     combine: Combine = "concat",
     pooling: Pooling = "sum",
+    rules: TableRules | None = None,
+    fixed_dim: str = "",
 ) -> OutputConfig:
-    """An output with a table ``<name>.<field>`` of ``dim`` columns per field."""
-    return OutputConfig(
-        name=name,
-        tables=tuple(
-            TableConfig(
-                name=f"{name}.{one.name}",
-                features=(one.name,),
-                num_rows=one.rows,
-                dim=dim,
-                pooling=pooling,
+    """An output with a table ``<name>.<field>`` of ``dim`` columns per field.
+
+    ``rules``, a model's configuration with ``fields`` and ``tables``, may say otherwise by pattern;
+    ``fixed_dim`` is why this output's dim is not theirs to set, "" if it is. Raises ConfigError.
+    """
+    tables: list[TableConfig] = []
+    for own, members in _tables_of(fields, rules).items():
+        table = f"{name}.{own}"
+        shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
+        if fixed_dim and shape.dim not in (None, dim):
+            raise ConfigError(
+                f"model.tables.{pattern}: dim {shape.dim} for {table}, which has {dim}: "
+                f"{fixed_dim}; write a pattern that leaves it out"
             )
-            for one in fields
-        ),
-        combine=combine,
-    )
+        initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
+        tables.append(
+            TableConfig(
+                name=table,
+                features=tuple(one.name for one in members),
+                num_rows=members[0].rows,
+                dim=shape.dim or dim,
+                pooling=shape.pooling or pooling,
+                initial_range=initial,
+            )
+        )
+    return OutputConfig(name=name, tables=tuple(tables), combine=combine)
+
+
+def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str, list[IdField]]:
+    """The fields of each table, by the table's name, in the order of the first of them."""
+    found: dict[str, list[IdField]] = {}
+    shared: dict[str, str] = {}
+    for one in fields:
+        table = table_of(rules, one.name) if rules is not None else None
+        if table is not None:
+            shared[one.name] = table
+        found.setdefault(table or one.name, []).append(one)
+    for table, members in found.items():
+        _check_shared(table, members, shared)
+    return found
+
+
+def _check_shared(table: str, members: Sequence[IdField], shared: Mapping[str, str]) -> None:
+    first = members[0]
+    for other in members[1:]:
+        pair = f"{first.name} and {other.name} in one table {table}"
+        if first.name not in shared or other.name not in shared:
+            alone = first.name if first.name not in shared else other.name
+            raise ConfigError(
+                f"model.fields: {pair}, which is {alone}'s own; let a pattern match both, or call "
+                "the table otherwise"
+            )
+        if first.vocabulary != other.vocabulary or not first.vocabulary:
+            raise ConfigError(
+                f"model.fields: {pair}, but each has ids of its own: one id would be two values; "
+                f"prepare the set with `vocabulary: {table}` for both in its schema"
+            )
+        if first.rows != other.rows:
+            raise ConfigError(
+                f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
+                "of one table have as many"
+            )
 
 
 def schemes_of(
@@ -195,6 +273,13 @@ def schemes_of(
     }
 
 
+def count_parameters(spec: ModelSpec) -> int:
+    """Trained numbers of a model: the rows of its tables and its dense parameters."""
+    tables = {table.name: table for output in spec.outputs for table in output.tables}
+    dense = sum(math.prod(one.shape) for one in spec.parameters.values())
+    return dense + sum(table.num_rows * table.dim for table in tables.values())
+
+
 def make_parameters(
     specs: Mapping[str, ParameterSpec],
     layouts: Mapping[str, Layout],
@@ -208,6 +293,36 @@ def make_parameters(
         name: _parameter(name, spec, layouts[name], boxing, seed=seed, dtype=dtype)
         for name, spec in specs.items()
     }
+
+
+def make_buffers(
+    specs: Mapping[str, ParameterSpec],
+    placement: Placement,
+    boxing: Boxing,
+    *,
+    dtype: torch.dtype,
+) -> dict[str, GlobalTensor]:
+    """The whole of each buffer on every rank of ``placement``, B."""
+    layout = Layout(placement, (Broadcast(),) * placement.ndim)
+    device = boxing.world.device
+    return {
+        name: GlobalTensor(
+            torch.full(spec.shape, spec.value, dtype=dtype, device=device),
+            layout,
+            spec.shape,
+            boxing,
+        )
+        for name, spec in specs.items()
+    }
+
+
+def initial_values(
+    name: str, spec: ParameterSpec, *, seed: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The whole of a parameter as a run of this seed starts with it, on the CPU."""
+    whole = torch.empty(spec.shape, dtype=dtype)
+    _fill(whole, name, spec, tuple(slice(0, size) for size in spec.shape), seed)
+    return whole
 
 
 def _parameter(
@@ -225,16 +340,23 @@ def _parameter(
         part = torch.empty(0, dtype=dtype, device=world.device)
         return parameter(part, layout, spec.shape, boxing)
     sizes = [extent.stop - extent.start for extent in slices]
-    part = torch.full(sizes, spec.value, dtype=dtype, device=world.device)
-    if spec.bound:
-        rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
-        fill_uniform(
-            part.view(-1, part.shape[-1]),
-            seed=seed,
-            name=name,
-            bound=spec.bound,
-            num_columns=spec.shape[-1],
-            first_row=rows.start,
-            first_column=columns.start,
-        )
+    part = torch.empty(sizes, dtype=dtype, device=world.device)
+    _fill(part, name, spec, slices, seed)
     return parameter(part, layout, spec.shape, boxing)
+
+
+def _fill(part: Tensor, name: str, spec: ParameterSpec, slices: Sequence[slice], seed: int) -> None:
+    """Initial values of the part of a parameter that ``slices`` cut out of it."""
+    if not spec.bound:
+        part.fill_(spec.value)
+        return
+    rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
+    fill_uniform(
+        part.view(-1, part.shape[-1]),
+        seed=seed,
+        name=name,
+        bound=spec.bound,
+        num_columns=spec.shape[-1],
+        first_row=rows.start,
+        first_column=columns.start,
+    )

@@ -14,6 +14,7 @@ from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor.gradient_sync import GradientPlan
 from sbpflow.training.step_schedule import (
+    CLIP,
     COUNTED_IDS,
     COUNTS,
     DENSE_GRADIENTS,
@@ -53,6 +54,7 @@ class RunPlan:
 
     ``dense_conversions`` are what the dense part asks for in a batch of ``batch_size`` rows;
     ``dense_forward`` and ``dense_backward`` are their steps that send something. All are in order.
+    ``clip`` adds up the norm of the gradients, where that takes an exchange.
     """
 
     embeddings: EmbeddingPlan
@@ -63,6 +65,7 @@ class RunPlan:
     dense_backward: tuple[BoxingStep, ...]
     dense_conversions: tuple[Conversion, ...]
     dense_gradients: GradientPlan
+    clip: tuple[BoxingStep, ...]
     schedule: StepSchedule
     batch_size: int
     accumulate: int
@@ -78,12 +81,18 @@ class RunPlan:
         With overlap the ids of a batch travel during the iteration before it.
         """
         tables, rows = self.embeddings, self.batch_size
+        update: tuple[tuple[str, Sequence[Step]], ...] = (
+            ("clip", self.clip),
+            ("update", tables.update_steps(rows)),
+        )
+        if self.schedule.clips == CLIP:  # the rows do not wait for it
+            update = update[::-1]
         phases: tuple[tuple[str, Sequence[Step]], ...] = (
             ("ids", tables.ahead_steps(rows)),
             ("forward", (*tables.forward_steps(rows), *self.dense_forward)),
             ("backward", (*self.dense_backward, *tables.push_steps(rows))),
             ("backward", self.dense_gradients.steps),
-            ("update", tables.update_steps(rows)),
+            *update,
         )
         return tuple((phase, step) for phase, steps in phases for step in steps)
 

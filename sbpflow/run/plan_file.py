@@ -30,7 +30,7 @@ from sbpflow.tensor.gradient_sync import GradientBucket, GradientPlan
 from sbpflow.training.run_folder import PLAN_FILE
 from sbpflow.training.step_schedule import Move, StepSchedule
 
-FORMAT = 1
+FORMAT = 2
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (

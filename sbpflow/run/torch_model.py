@@ -6,9 +6,9 @@ average what the engine has already shared out by rows.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,19 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import SbpError
+from sbpflow.run.global_norm import (
+    buffers_of,
+    calls_of_norms,
+    check_norms,
+    dry_norms,
+    norms_of,
+    plain_name,
+    replace_norms,
+)
 from sbpflow.run.model import HashedColumn, ParameterSpec, schemes_of
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.health import check_initial
@@ -43,7 +53,8 @@ class TorchModel:
     rank's rows, none in a short last batch: the ``outputs`` by name, [rows, width] each, and the
     dense fields [rows, fields]; it returns logits [rows] or [rows, 1], each from its own row alone.
     ``row_loss(logits, labels)``, [rows] each, gives the loss of each row; the trainer takes the
-    mean over the whole batch. Modules may be compiled (``torch.compile``).
+    mean over the whole batch. Modules may be compiled (``torch.compile``), and run under
+    ``torch.autocast`` of a dtype. A ``BatchNorm1d`` is taken over the rows of all ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -51,6 +62,7 @@ class TorchModel:
     row_loss: RowLoss = bce_rows
     hashed_columns: tuple[HashedColumn, ...] = ()
     splits_parameters: bool = False
+    autocast: torch.dtype | None = None
 
     @cached_property
     def _first(self) -> nn.Module:
@@ -92,18 +104,30 @@ class TorchModel:
         Raises SbpError if ranks start with different values.
         """
         device = boxing.world.device
+        if self.autocast is not None and dtype != torch.float32:
+            raise SbpError(
+                f"autocast: {self.autocast} with {dtype}; it narrows float32 alone, so use "
+                "parallel.dtype: float32, or leave autocast out"
+            )
         if device.type == "meta":
-            return ShapesOnly(self.parameters, layouts, boxing, dtype)
+            calls = partial(calls_of_norms, self._first)
+            return ShapesOnly(self.parameters, layouts, boxing, dtype, calls)
         module = self._make(stream_key(seed, "module"), device)
         if module is self._first:
             raise SbpError(
                 f"make: returned the same {type(module).__name__} twice; build a new one at each "
                 "call, and load what it shall start with in there"
             )
-        module = module.to(device=device, dtype=dtype)
-        part = TorchPart(module, layouts, boxing, self.row_loss)
+        module = replace_norms(module).to(device=device, dtype=dtype)
+        part = TorchPart(module, layouts, boxing, self.row_loss, autocast=self.autocast)
         check_initial(part.parameters, boxing)
         return part
+
+    def plain(self, *, seed: int) -> nn.Module:
+        """A new module as ``make`` gives it; what is not trained is what a run of ``seed`` has."""
+        module = self._make(stream_key(seed, "module"), torch.device("cpu"))
+        original: object = getattr(module, "_orig_mod", module)  # without torch.compile around it
+        return original if isinstance(original, nn.Module) else module
 
 
 class TorchPart:
@@ -115,8 +139,11 @@ class TorchPart:
         layouts: Mapping[str, Layout],
         boxing: Boxing,
         row_loss: RowLoss,
+        *,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.module = module
+        self._autocast = autocast
         self._row_loss = row_loss
         self._rank = boxing.world.rank
         self._batches = 0
@@ -128,6 +155,9 @@ class TorchPart:
                     "so its parameters are B"
                 )
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
+        self._norms = norms_of(module)
+        line = Placement.line(boxing.world.device.type, boxing.world.size)
+        self.buffers = buffers_of(self._norms, Layout(line, (Broadcast(),)), boxing)
 
     def forward(
         self,
@@ -144,9 +174,15 @@ class TorchPart:
         """
         parts = {name: one.part for name, one in vectors.items()}
         self.module.train(training)
+        for norm in self._norms.values():
+            norm.take_rows(dense)
         before = self._buffers() if training else []
         random = stream_key(seed, f"module/{self._rank}")
-        with _seeded(random, dense.part.device) if training else nullcontext():
+        with ExitStack() as context:
+            if training:
+                context.enter_context(_seeded(random, dense.part.device))
+            if self._autocast is not None:
+                context.enter_context(torch.autocast(dense.part.device.type, self._autocast))
             logits = self.module(parts, dense.part)
         if training:
             self._check_buffers(before)
@@ -189,10 +225,15 @@ class TorchPart:
         return [
             (name, id(value), value._version, value.clone() if look else None)
             for name, value in self.module.named_buffers()
+            if plain_name(name) not in self.buffers
         ]
 
     def _check_buffers(self, before: list[tuple[str, int, int, Tensor | None]]) -> None:
-        found = {name: value for name, value in self.module.named_buffers()}
+        found = {
+            name: value
+            for name, value in self.module.named_buffers()
+            if plain_name(name) not in self.buffers
+        }
         for name, number, version, values in before:
             now = found.pop(name, None)
             same = now is not None and (id(now), now._version) == (number, version)
@@ -211,7 +252,10 @@ class TorchPart:
 
 
 class ShapesOnly:
-    """Stands for a module in a dry run: nothing travels inside one, only what goes in and out."""
+    """Stands for a module in a dry run: only batch norms send anything inside one.
+
+    ``calls`` gives theirs, in order, from the widths of the vectors and of the dense fields.
+    """
 
     def __init__(
         self,
@@ -219,7 +263,10 @@ class ShapesOnly:
         layouts: Mapping[str, Layout],
         boxing: Boxing,
         dtype: torch.dtype,
+        calls: Callable[[Mapping[str, int], int], list[tuple[str, int]]] | None = None,
     ) -> None:
+        self._calls = calls
+        self.buffers: dict[str, GlobalTensor] = {}
         self.parameters = {
             name: parameter(
                 torch.empty(spec.shape, dtype=dtype, device="meta"),
@@ -239,9 +286,13 @@ class ShapesOnly:
         seed: int,
     ) -> GlobalTensor:
         """Logits [batch, 1] without values, which all that goes in has a part in."""
-        del training, seed
+        del seed
         sums = [one.part.sum(1, keepdim=True) for one in (*vectors.values(), dense)]
-        return _over_batch(torch.stack(sums).sum(0), dense)
+        logits = _over_batch(torch.stack(sums).sum(0), dense)
+        if not training or self._calls is None:
+            return logits
+        widths = {name: one.shape[1] for name, one in vectors.items()}
+        return dry_norms(self._calls(widths, dense.shape[1]), logits)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
         """[batch, 1] without values."""
@@ -256,18 +307,13 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters to train, by the names they have without ``torch.compile`` around them."""
     for name, value in module.named_parameters():
         if value.requires_grad:
-            yield name.replace("_orig_mod.", ""), value
+            yield plain_name(name), value
 
 
 def _check_module(module: nn.Module) -> None:
+    check_norms(module)
     for name, part in module.named_modules():
         kind, where = type(part).__name__, name or type(part).__name__
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
-            raise SbpError(
-                f"module {where}: {kind} takes mean and variance over this rank's rows, and keeps "
-                f"the buffer {name + '.' if name else ''}running_mean of them, so weights would "
-                "depend on the number of ranks; use LayerNorm, or no norm"
-            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SbpError(
                 f"module {where}: {kind} with sparse=True has sparse gradients, which dense "

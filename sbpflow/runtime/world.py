@@ -25,7 +25,7 @@ from sbpflow.runtime.devices import choose_device, why_no_cuda
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.startup import await_ranks
-from sbpflow.runtime.store import within
+from sbpflow.runtime.store import TimedStore, within
 from sbpflow.runtime.versions import build_facts
 from sbpflow.sbp.layout import Layout
 
@@ -223,6 +223,16 @@ class World:
         except RuntimeError as error:
             raise broken(error, "check", "all_gather") from error
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
+
+    def store(self, name: str) -> TimedStore:
+        """Short texts that all ranks see, by keys of their own per ``name``.
+
+        It has a connection of its own, so one further thread may talk through it while the main one
+        trains: a store waits for one answer at a time.
+        """
+        # Private, and public nowhere; the stub lacks clone.
+        store = cast("Any", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+        return TimedStore(dist.PrefixStore(name, store.clone()), "the meeting point of the ranks")
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sbpflow.config.schema import AdamW, DenseOptimizer, DenseSgd
+from sbpflow.config.schema import AdamW, DenseAdagrad, DenseOptimizer, DenseSgd, RmsProp
 
 
 def make_dense_optimizer(
@@ -19,6 +19,24 @@ def make_dense_optimizer(
         return torch.optim.SGD(
             listed,
             lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+        )
+    if isinstance(config, DenseAdagrad):
+        return torch.optim.Adagrad(
+            listed,
+            lr=config.lr,
+            eps=config.eps,
+            initial_accumulator_value=config.initial_accumulator,
+            weight_decay=config.weight_decay,
+        )
+    if isinstance(config, RmsProp):
+        return torch.optim.RMSprop(
+            listed,
+            lr=config.lr,
+            alpha=config.alpha,
+            eps=config.eps,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
@@ -36,4 +54,8 @@ def state_per_element(config: DenseOptimizer) -> int:
     """Numbers of optimizer state per parameter element."""
     if isinstance(config, DenseSgd):
         return 1 if config.momentum else 0
+    if isinstance(config, DenseAdagrad):
+        return 1
+    if isinstance(config, RmsProp):
+        return 2 if config.momentum else 1
     return 2

@@ -18,6 +18,13 @@ class DensePart(Protocol):
         """Leaves by name, in the layouts the part was built with."""
         ...
 
+    @property
+    def buffers(self) -> Mapping[str, GlobalTensor]:
+        """State that training changes and no optimizer does, such as the running statistics of a
+        batch norm: equal on all ranks, B.
+        """
+        ...
+
     def forward(
         self,
         vectors: Mapping[str, GlobalTensor],

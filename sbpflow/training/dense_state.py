@@ -1,11 +1,15 @@
 """The logical names of the dense part's state: what is saved, whatever the layout.
 
-``dense/P`` is parameter P, ``dense/P/STATE`` what its optimizer keeps of it, element by element;
-the optimizer's own count of steps is left out, for a job has one count for everything.
+``dense/P`` is parameter or buffer P, ``dense/P/STATE`` what the optimizer keeps of a parameter,
+element by element; the optimizer's own count of steps is left out, for a job has one count for
+everything.
 """
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +20,9 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def dense_state(
-    parameters: Mapping[str, GlobalTensor], optimizer: torch.optim.Optimizer | None
+    parameters: Mapping[str, GlobalTensor],
+    buffers: Mapping[str, GlobalTensor],
+    optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
     """Every tensor of the dense part by name, the same names on all ranks once a step was made.
 
@@ -27,7 +33,38 @@ def dense_state(
         found.append(_logical(f"dense/{name}", parameter, parameter.part.detach()))
         for key, value in _kept(optimizer, parameter.part):
             found.append(_logical(f"dense/{name}/{key}", parameter, value))
+    found += [_logical(f"dense/{name}", one, one.part) for name, one in buffers.items()]
     return {tensor.name: tensor for tensor in found}
+
+
+def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
+    """Give each parameter the state that its optimizer makes at a first step, in zeros, and its
+    count of ``step`` steps: to be filled with what was saved.
+    """
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        for part in group["params"]:
+            kept = cast("dict[Tensor, dict[str, Any]]", optimizer.state)[part]
+            for key, value in _of_first_step(optimizer, group, part).items():
+                if key == "step":
+                    kept[key] = torch.full_like(value, step)
+                elif isinstance(value, Tensor) and value.ndim:
+                    kept[key] = torch.zeros_like(part)
+                else:
+                    kept[key] = value
+
+
+def _of_first_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], part: Tensor
+) -> dict[str, Any]:
+    """What a copy of the optimizer keeps of a parameter of one element after a step."""
+    probe = torch.zeros(1, dtype=part.dtype, device=part.device, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    twin = copy.copy(optimizer)
+    twin.param_groups, twin.state = [{**group, "params": [probe]}], defaultdict(dict)
+    twin.step()
+    return cast("dict[Tensor, dict[str, Any]]", twin.state)[probe]
 
 
 def _kept(optimizer: torch.optim.Optimizer | None, part: Tensor) -> Iterator[tuple[str, Tensor]]:

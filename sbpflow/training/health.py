@@ -1,6 +1,7 @@
 """Checks that end a run which has gone wrong: a loss that is not a number, replicas that differ."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -35,24 +36,41 @@ class LossWatch:
         self._names = tuple(dense_names)
         self._waiting: tuple[int, LateRead, Sequence[Batch]] | None = None
         self.last = float("nan")
+        self._norm: float | None = None
 
-    def push(self, step: int, loss: Tensor, batches: Sequence[Batch]) -> None:
-        """Take the loss of ``step`` and the batches it came from."""
+    def push(
+        self, step: int, loss: Tensor, batches: Sequence[Batch], norm: Tensor | None = None
+    ) -> None:
+        """Take the loss of ``step``, the batches it came from, and the norm of the gradients where
+        there is one.
+        """
+        values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
-            self._check(step, float(loss), batches)
+            self._check(step, [float(value) for value in values], batches)
             return
         self.flush()
-        self._waiting = (step, LateRead(loss), batches)
+        both = loss.reshape(1) if norm is None else torch.stack([loss.to(torch.float64), norm])
+        self._waiting = (step, LateRead(both), batches)
+
+    def figures(self) -> dict[str, float]:
+        """What is known beside the loss: the norm of the gradients before it was clipped."""
+        return {} if self._norm is None else {"grad_norm": self._norm}
 
     def flush(self) -> None:
         """Check what is still under way."""
         if self._waiting is not None:
             (step, late, batches), self._waiting = self._waiting, None
-            self._check(step, float(late.wait()), batches)
+            self._check(step, late.wait().tolist(), batches)
 
-    def _check(self, step: int, loss: float, batches: Sequence[Batch]) -> None:
-        self.last = loss
+    def _check(self, step: int, values: Sequence[float], batches: Sequence[Batch]) -> None:
+        loss, *norm = values
+        self.last, self._norm = loss, norm[0] if norm else None
         if loss - loss == 0.0:  # neither NaN nor infinite
+            if norm and not math.isfinite(norm[0]):
+                raise TrainingError(
+                    f"step {step}: the norm of the gradients is {norm[0]} at a loss of {loss}; try "
+                    "a smaller learning rate"
+                )
             return
         # The loss is the same on every rank, so every rank comes here and takes part.
         dense = torch.cat([batch.dense for batch in batches])
@@ -71,7 +89,7 @@ class LossWatch:
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
 
 
-def _gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
+def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
     """The facts of every rank, in rank order."""
     device = boxing.world.device
     raw = json.dumps(dict(facts)).encode()  # ASCII, so that blanks can fill it up
@@ -94,7 +112,7 @@ def on_all_or_none(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
         if boxing.world.size == 1:
             raise
         refused = str(error)
-    everyone = _gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
+    everyone = gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
     if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
         raise ConfigError(reasons[0])
     return cast("Result", result)

@@ -1,8 +1,9 @@
 """Learning rates over a run: warm-up, plateau and decay, as a factor of the configured rate."""
 
+import math
 from collections.abc import Callable
 
-from sbpflow.config.schema import ScheduleConfig
+from sbpflow.config.train_options import ScheduleConfig
 
 RateFactor = Callable[[int], float]
 
@@ -17,7 +18,8 @@ def rate_factor(config: ScheduleConfig) -> RateFactor:
     """The factor at a step, counted from 1.
 
     Rises linearly to 1 over ``warmup_steps``; from ``decay_start`` falls to ``end_factor`` over
-    ``decay_steps`` as (1 - progress) ** power, and stays there (MLPerf's DLRM has power 2).
+    ``decay_steps``, and stays there: as (1 - progress) ** power (MLPerf's DLRM has power 2), or as
+    half a cosine wave (I. Loshchilov and F. Hutter, SGDR, 2017, equation 5, without restarts).
     """
 
     def factor(step: int) -> float:
@@ -26,6 +28,10 @@ def rate_factor(config: ScheduleConfig) -> RateFactor:
         if config.decay_steps is None or step <= config.decay_start:
             return 1.0
         progress = min(1.0, (step - config.decay_start) / config.decay_steps)
-        return config.end_factor + (1.0 - config.end_factor) * (1.0 - progress) ** config.power
+        if config.shape == "cosine":
+            left = (1.0 + math.cos(math.pi * progress)) / 2.0
+        else:
+            left = (1.0 - progress) ** config.power
+        return config.end_factor + (1.0 - config.end_factor) * left
 
     return factor

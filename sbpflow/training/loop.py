@@ -3,15 +3,18 @@
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
-from sbpflow.training.evaluate import score_split
+from sbpflow.errors import ConfigError
+from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
+from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
+from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Batch, Loader, Trainer
 
 
@@ -43,6 +46,14 @@ class Result:
     val: Evaluation | None
     test: Evaluation | None
     overlap: str
+    stopped: str = ""  # why a run ended early
+    best: str = ""  # the best value of val that was watched, and its step
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What the end of a run says beside its figures, by title."""
+        lines = {"stopped": self.stopped, "best val": self.best, "overlap": self.overlap}
+        return {title: line for title, line in lines.items() if line}
 
 
 class Pace:
@@ -78,13 +89,16 @@ class Pace:
         """What happened since the last step was no training."""
         self._begin = time.perf_counter()
 
-    def interval(self) -> tuple[float, dict[str, float]]:
-        """Samples/s and ms per step since the last call; the first step alone gives NaN."""
+    def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        """Samples/s and ms per step since the last call, of the seconds of each move too; the first
+        step alone gives NaN.
+        """
         steps, rows, seconds, data = self._interval
         self._interval = [0, 0, 0.0, 0.0]
         if not steps:
             return float("nan"), {}
-        return rows / seconds, {"step_ms": 1e3 * seconds / steps, "data_ms": 1e3 * data / steps}
+        parts = {"step": seconds, "data": data, **{f"move_{k}": v for k, v in moves.items()}}
+        return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
@@ -111,45 +125,94 @@ def fit(
     boxing: Boxing,
     watch: LossWatch,
     reporter: Reporter,
+    watchers: Watchers | None = None,
+    profiler: StepProfiler | None = None,
 ) -> Result:
     """Train on ``loaders["train"]``, score ``val`` on the way and ``val`` and ``test`` at the end.
 
-    Raises TrainingError at a loss that is not a number.
+    ``watchers`` are those of ``train`` unless given, as after a checkpoint; ``profiler`` traces
+    some of the steps. Raises TrainingError at a loss that is not a number, and ConfigError where
+    val, which is to be watched, has no rows.
     """
+    watchers = Watchers.of(train) if watchers is None else watchers
+    _check_val(train, watchers, loaders)
+    score = _Scores(trainer, loaders, train, boxing, reporter)
+    trainer.rate_scale = watchers.rate_scale
     last = num_train_steps(train, loaders["train"].num_steps)
-    pace, step = Pace(), 0
+    if profiler is not None and profiler.first > last:
+        raise ConfigError(
+            f"train.profile: begins at step {profiler.first}, the run has {last}; for example "
+            f"[{max(1, last - 2)}, {last}]"
+        )
+    pace, times, step = Pace(), MoveTimes(), 0
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     for epoch in range(train.epochs):
         for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()
             step += 1
-            with overlap.step(step), _named(step):
-                loss = trainer.step(batches, ahead if step < last else None)
-            watch.push(step, loss, batches)
+            scored = step < last and bool(train.eval_every) and step % train.eval_every == 0
+            # What travels ahead must be trained on: nothing does where the run may end.
+            may_end = step == last or (scored and watchers.stop is not None)
+            with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
+                loss = trainer.step(batches, None if may_end else ahead)
+            watch.push(step, loss, batches, trainer.gradient_norm)
             logged = is_logged(step, train.log_every) or step == last
             if logged:
                 watch.flush()
             pace.stepped(sum(batch.num_rows for batch in batches))
+            if step == 1:  # it allocates and connects
+                times.take()
             reporter.advance(step, watch.last)
             if logged:
-                rate, split = pace.interval()
-                reporter.step(step, watch.last, rate, {"epoch": epoch + 1, **split})
-            if step == last:
-                break
-            if train.eval_every and step % train.eval_every == 0:
+                rate, split = pace.interval(times.take())
+                extra = {"epoch": epoch + 1, **split, **watch.figures()}
+                if watchers.plateau is not None:
+                    extra["lr_scale"] = watchers.rate_scale
+                reporter.step(step, watch.last, rate, extra)
+            if scored:
                 watch.flush()
-                _score("val", step, trainer, loaders, boxing, reporter)
+                watchers.push(step, score("val", step, train.eval_rows), boxing)
+                trainer.rate_scale = watchers.rate_scale
+            if step == last or watchers.stops:
+                break
             pace.resume()
-        if step == last:
+        if step == last or watchers.stops:
             break
+    if profiler is not None:
+        profiler.close()
     return Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
         loss=watch.last,
-        val=_score("val", step, trainer, loaders, boxing, reporter),
-        test=_score("test", step, trainer, loaders, boxing, reporter),
+        val=score("val", step),
+        test=score("test", step),
         overlap=overlap.summary(),
+        stopped=watchers.stop.why(step) if watchers.stop and watchers.stops else "",
+        best=str(watchers.stop.best) if watchers.stop else "",
     )
+
+
+def _check_val(train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader]) -> None:
+    rows = loaders["val"].num_steps if "val" in loaders else 0
+    if watchers.active and not rows:
+        key = "stop" if train.stop is not None else "plateau"
+        raise ConfigError(
+            f"train.{key}: watches the split val, which the data does not have or which has no "
+            f"rows; prepare it with some, or remove train.{key}"
+        )
+
+
+@contextmanager
+def _watched(
+    trainer: Trainer, times: MoveTimes, profiler: StepProfiler | None, step: int
+) -> Generator[None]:
+    """The trainer tells ``times``, and the profiler in its steps, of its moves."""
+    trainer.move_watch = times
+    if profiler is None:
+        yield
+        return
+    with profiler.step(step, times) as trainer.move_watch:
+        yield
 
 
 @contextmanager
@@ -176,17 +239,35 @@ def with_next(
         yield held, None
 
 
-def _score(
-    split: str,
-    step: int,
-    trainer: Trainer,
-    loaders: Mapping[str, Loader],
-    boxing: Boxing,
-    reporter: Reporter,
-) -> Evaluation | None:
-    if split not in loaders or not loaders[split].num_steps:
-        return None
-    evaluation = score_split(trainer, loaders[split], boxing)
-    if evaluation is not None:
-        reporter.evaluation(split, step, evaluation)
-    return evaluation
+class _Scores:
+    """Scores splits and tells the reporter; what was scored whole at a step is not scored again."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loaders: Mapping[str, Loader],
+        train: TrainConfig,
+        boxing: Boxing,
+        reporter: Reporter,
+    ) -> None:
+        self._trainer, self._loaders = trainer, loaders
+        self._boxing, self._reporter = boxing, reporter
+        self._options = ScoreOptions(
+            exact_rows=train.exact_auc_rows,
+            slices=slice_columns(train.slices, trainer.embedding_plan),
+        )
+        self._last: tuple[str, int, Evaluation | None] | None = None
+
+    def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
+        """The split after ``step``, or its first ``max_rows``; on rank 0."""
+        if split not in self._loaders or not self._loaders[split].num_steps:
+            return None
+        if self._last is not None and self._last[:2] == (split, step):
+            return self._last[2]
+        options = replace(self._options, max_rows=max_rows)
+        evaluation = score_split(self._trainer, self._loaders[split], self._boxing, options)
+        if max_rows is None:
+            self._last = (split, step, evaluation)
+        if evaluation is not None:
+            self._reporter.evaluation(split, step, evaluation)
+        return evaluation

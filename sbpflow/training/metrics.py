@@ -1,9 +1,11 @@
-"""AUC, GAUC and logloss of predictions: exact, and the same for any order and number of ranks.
+"""Metrics of predictions: exact, and the same for any order and number of ranks.
 
 Knows no ranks: whoever calls has gathered the scores. All accept numpy arrays or torch tensors.
+Definitions and their sources: docs/metrics.md.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +17,26 @@ from sbpflow.errors import MetricError
 Values = NDArray[np.generic] | Tensor
 
 
+NUM_CALIBRATION_BINS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """Rows of similar predictions: how many, the mean chance p given to label 1, its real share."""
+
+    num_rows: int
+    predicted: float
+    observed: float
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Metrics over one part of the data; ``auc`` is None where ``no_auc`` says why.
 
     ``gauc`` is there where rows have groups, ``no_auc`` does not say anything, and some group has
-    both classes. Sample weights have no part in any of them.
+    both classes. ``predicted`` is the sum of the chances p of label 1, ``positives`` the rows that
+    have it. ``auc_error`` bounds the error of an AUC by histogram; an exact one has none. Sample
+    weights have no part in any of them.
     """
 
     num_rows: int
@@ -28,17 +44,132 @@ class Evaluation:
     auc: float | None
     no_auc: str | None = None
     gauc: float | None = None
+    normalised_entropy: float | None = None
+    predicted: float | None = None
+    positives: int | None = None
+    auc_error: float | None = None
+    calibration: tuple[CalibrationBin, ...] = ()
+    slices: "tuple[Slice, ...]" = ()
+
+    @property
+    def calibration_ratio(self) -> float | None:
+        """sum of p / rows of label 1, or ``None`` where there are none: above 1 promises more."""
+        if self.predicted is None or not self.positives:
+            return None
+        return self.predicted / self.positives
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Metrics of the rows that have ``value`` in a column of ids.
+
+    Without ``value`` they are of the column: ``num_rows`` those of values with both classes, and
+    ``auc`` the mean of the AUCs within these values, each times its rows (``gauc`` by value).
+    """
+
+    column: str
+    num_rows: int
+    auc: float | None
+    value: int | None = None
+    logloss: float | None = None
+    calibration_ratio: float | None = None
 
 
 def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
     """All metrics; a part with one class only has a logloss and no AUC."""
     loss = logloss(logits, labels)
-    rows = len(_flat(labels))
-    reason = _one_class(_labels(labels))
-    if reason is not None:
-        return Evaluation(rows, loss, None, reason)
-    grouped = None if groups is None else _gauc(logits, labels, groups)
-    return Evaluation(rows, loss, auc(logits, labels), gauc=grouped)
+    is_positive = _labels(labels)
+    rows, positives = len(is_positive), int(is_positive.sum())
+    chances = _chances(_scores(logits, labels))
+    reason = one_class(positives, rows)
+    grouped = None
+    if reason is None and groups is not None:
+        grouped = _gauc(logits, labels, groups)
+    return Evaluation(
+        rows,
+        loss,
+        auc(logits, labels) if reason is None else None,
+        reason,
+        gauc=grouped,
+        normalised_entropy=normalised_entropy(loss, positives, rows),
+        predicted=math.fsum(chances.tolist()),
+        positives=positives,
+        calibration=_calibration(chances, is_positive),
+    )
+
+
+def normalised_entropy(logloss: float, positives: int, rows: int) -> float | None:
+    """logloss over that of always predicting the share of positives; ``None`` for one class.
+
+    X. He et al., Practical lessons from predicting clicks on ads at Facebook, ADKDD 2014, equation
+    1, with the rate of the rows that are evaluated. The base of the logarithm cancels.
+    """
+    share = positives / rows
+    if not 0.0 < share < 1.0:
+        return None
+    return logloss / -(share * math.log(share) + (1.0 - share) * math.log1p(-share))
+
+
+def slice_by(
+    logits: Values, labels: Values, values: Values, column: str, *, most: int = 10
+) -> tuple[Slice, ...]:
+    """The column as a whole, then its ``most`` frequent values; of equal ones the smaller ids."""
+    ids, predictions, classes = _flat(values), _flat(logits), _flat(labels)
+    found, counts = np.unique(ids, return_counts=True)
+    slices: list[Slice] = []
+    for place in np.argsort(-counts, kind="stable")[:most]:
+        rows = ids == found[place]
+        one = evaluate(predictions[rows], classes[rows])
+        slices.append(
+            Slice(
+                column,
+                one.num_rows,
+                one.auc,
+                int(found[place]),
+                one.logloss,
+                one.calibration_ratio,
+            )
+        )
+    is_positive, at = _labels(classes), np.searchsorted(found, ids)
+    positives = np.bincount(at, weights=is_positive, minlength=len(found))
+    both = int(counts[(positives > 0) & (positives < counts)].sum())
+    whole = Slice(column, both, _gauc(predictions, classes, ids))
+    return (whole, *slices)
+
+
+def calibration_groups(
+    rows: Sequence[int], chances: Sequence[float], positives: Sequence[int]
+) -> tuple[CalibrationBin, ...]:
+    """Neighbouring bins of ascending p joined to about ``NUM_CALIBRATION_BINS`` of equal rows."""
+    total, want = sum(rows), 1
+    groups: list[CalibrationBin] = []
+    count, chance, positive, seen = 0, 0.0, 0, 0
+    for n, c, p in zip(rows, chances, positives, strict=True):
+        count, chance, positive, seen = count + n, chance + c, positive + p, seen + n
+        if n and seen * NUM_CALIBRATION_BINS >= want * total:
+            groups.append(CalibrationBin(count, chance / count, positive / count))
+            count, chance, positive = 0, 0.0, 0
+            want = seen * NUM_CALIBRATION_BINS // total + 1
+    return tuple(groups)
+
+
+def _calibration(
+    chances: NDArray[np.float64], is_positive: NDArray[np.bool_]
+) -> tuple[CalibrationBin, ...]:
+    """Rows by ascending p in ``NUM_CALIBRATION_BINS`` of equal size; equal p are not told apart."""
+    order = np.argsort(chances, kind="stable")
+    chances, is_positive = chances[order], is_positive[order]
+    parts = np.array_split(np.arange(len(chances)), NUM_CALIBRATION_BINS)
+    return tuple(
+        CalibrationBin(len(part), float(chances[part].mean()), float(is_positive[part].mean()))
+        for part in parts
+        if len(part)
+    )
+
+
+def _chances(logits: NDArray[np.generic]) -> NDArray[np.float64]:
+    """sigmoid in float64, which neither overflows nor loses small ones."""
+    return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
 
 
 def auc(scores: Values, labels: Values) -> float:
@@ -48,7 +179,7 @@ def auc(scores: Values, labels: Values) -> float:
     integers, so the only rounding is one division. MetricError for NaN, or one class only.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
-    reason = _one_class(is_positive)
+    reason = one_class(int(is_positive.sum()), len(is_positive))
     if reason is not None:
         raise MetricError(f"AUC: {reason}")
     positives, negatives = np.sort(values[is_positive]), np.sort(values[~is_positive])
@@ -128,12 +259,12 @@ def _labels(labels: Values) -> NDArray[np.bool_]:
     return is_positive
 
 
-def _one_class(is_positive: NDArray[np.bool_]) -> str | None:
-    num_positive = int(is_positive.sum())
-    if 0 < num_positive < len(is_positive):
+def one_class(positives: int, rows: int) -> str | None:
+    """Why there is no AUC, if there is none."""
+    if 0 < positives < rows:
         return None
-    only = "positive" if num_positive else "negative"
-    return f"all {len(is_positive)} rows are {only}, there is no pair"
+    only = "positive" if positives else "negative"
+    return f"all {rows} rows are {only}, there is no pair"
 
 
 def _flat(values: Values) -> NDArray[np.generic]:

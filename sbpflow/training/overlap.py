@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 
-from sbpflow.training.step_schedule import SERIAL
 from sbpflow.training.trainer import Trainer
 
 FIRST_STEP = 11  # by then everything is allocated and connected
@@ -77,7 +76,7 @@ class OverlapWatch:
             yield
             return
         on = block % 2 == 0
-        self._trainer.schedule = self._overlapped if on else SERIAL
+        self._trainer.schedule = self._overlapped if on else self._overlapped.serial()
         stop = self._clock()
         yield
         reading = stop()

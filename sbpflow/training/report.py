@@ -9,6 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Event = Literal["step", "eval", "final"]
-Value = float | int | str | None
+Event = Literal["step", "eval", "slice", "calibration", "final"]
+Value = float | int | str | list[float] | list[int] | None
 METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
@@ -97,6 +98,8 @@ class MetricsWriter:
             json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
         )
         self._file.flush()
+        if event in ("slice", "calibration"):  # tables, no curves
+            return
         step = finite.get("step", finite.get("steps"))
         tag = finite.get("split", event)
         for name, value in finite.items():
@@ -144,14 +147,11 @@ class Report:
             whole = start_summary(config, devices, sections)
             (self._folder / START_FILE).write_text(whole + "\n", encoding="utf-8")
             logger.info("%s", start_line(config, devices, num_steps))
+        optimizer = config.optimizer
         self._rates = {
-            f"lr_{name}": chosen.lr
-            for name, chosen in (
-                ("sparse", config.optimizer.sparse),
-                ("dense", config.optimizer.dense),
-            )
+            "lr_sparse": (optimizer.sparse.lr, rate_factor(optimizer.of_tables)),
+            "lr_dense": (optimizer.dense.lr, rate_factor(optimizer.of_dense)),
         }
-        self._rate_factor = rate_factor(config.optimizer.schedule)
         self._progress = Progress(num_steps, visible=rank == 0, bar=config.train.progress)
 
     def __enter__(self) -> "Report":
@@ -182,33 +182,33 @@ class Report:
         samples_per_s: float,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """A log interval is over; ``extra`` may split its time, by names that end in ``_ms``."""
-        factor = self._rate_factor(step)
-        rates = {name: lr * factor for name, lr in self._rates.items()}
-        values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **(extra or {})}
-        values |= rates
-        self._progress.interval(step, loss, samples_per_s, extra or {})
+        """A log interval is over; ``extra`` may split its time, by names that end in ``_ms``.
+
+        Those of the moves (``move_*``) are written and not shown.
+        """
+        given = extra or {}
+        scale = given.get("lr_scale", 1.0)
+        rates = {name: lr * factor(step) * scale for name, (lr, factor) in self._rates.items()}
+        values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **given, **rates}
+        shown = {name: value for name, value in given.items() if not name.startswith("move_")}
+        self._progress.interval(step, loss, samples_per_s, shown)
         self._metrics.write("step", {**values, "eta_s": self._progress.eta_s(step)})
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """A split was scored."""
-        why = f" ({evaluation.no_auc})" if evaluation.no_auc else ""
-        grouped = "" if evaluation.gauc is None else f", GAUC {_show(evaluation.gauc)}"
-        logger.info(
-            "step %d, %s: AUC %s%s%s, logloss %s, %d rows",
-            step,
-            split,
-            _show(evaluation.auc),
-            why,
-            grouped,
-            _show(evaluation.logloss),
-            evaluation.num_rows,
-        )
-        figures = {"auc": evaluation.auc, "logloss": evaluation.logloss}
-        if evaluation.gauc is not None:
-            figures["gauc"] = evaluation.gauc
+        logger.info("step %d, %s: %s", step, split, describe_evaluation(evaluation))
         rows = {"step": step, "split": split, "num_rows": evaluation.num_rows}
-        self._metrics.write("eval", {**rows, **figures})
+        self._metrics.write("eval", {**rows, **figures_of(evaluation)})
+        if evaluation.calibration:
+            bins = evaluation.calibration
+            table = {
+                "rows": [one.num_rows for one in bins],
+                "predicted": [one.predicted for one in bins],
+                "observed": [one.observed for one in bins],
+            }
+            self._metrics.write("calibration", {"step": step, "split": split, **table})
+        for one in evaluation.slices:
+            self._metrics.write("slice", {"step": step, "split": split, **asdict(one)})
 
     def final(
         self,
@@ -218,8 +218,12 @@ class Report:
         val: Evaluation | None,
         test: Evaluation | None,
         notes: Mapping[str, str] | None = None,
+        peak_memory_bytes: Sequence[int] = (),
     ) -> None:
-        """The run is over: its ``final`` event and the end summary, with ``notes`` by title."""
+        """The run is over: its ``final`` event and the end summary, with ``notes`` by title.
+
+        ``peak_memory_bytes`` has the most that each rank held.
+        """
         values: dict[str, Value] = {
             "val_auc": val.auc if val else None,
             "auc": test.auc if test else None,
@@ -227,15 +231,60 @@ class Report:
             "samples_per_s": samples_per_s,
             "steps": steps,
         }
-        if test and test.gauc is not None:
-            values["gauc"] = test.gauc
+        if test:
+            values |= {k: v for k, v in figures_of(test).items() if k not in values}
         if self._best is not None:
             values |= {"best_auc": self._best[0], "best_logloss": self._best[1]}
         self._progress.close()
+        if peak_memory_bytes:
+            values["peak_memory_bytes"] = list(peak_memory_bytes)
         self._metrics.write("final", values)
         files = [self._folder / name for name in (METRICS_FILE, BOARD_FOLDER, PLAN_FILE)]
         written = [str(path) for path in files if path.exists()]
         logger.info("%s", end_summary(values, written, notes or {}))
+
+
+def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
+    """The metrics by name; those that rows, groups or one class do not give are left out."""
+    optional = {
+        "gauc": evaluation.gauc,
+        "normalised_entropy": evaluation.normalised_entropy,
+        "calibration": evaluation.calibration_ratio,
+        "predicted": evaluation.predicted,
+        "positives": evaluation.positives,
+        "auc_error": evaluation.auc_error,
+    }
+    there = {name: value for name, value in optional.items() if value is not None}
+    return {"auc": evaluation.auc, "logloss": evaluation.logloss, **there}
+
+
+def describe_evaluation(evaluation: Evaluation) -> str:
+    """One line, and one for each column that it was sliced by."""
+    area = f"AUC {_show(evaluation.auc)}"
+    if evaluation.no_auc:
+        area += f" ({evaluation.no_auc})"
+    if evaluation.auc_error is not None:
+        area += f" (by histogram, off by {evaluation.auc_error:.1e} at most)"
+    parts = [area]
+    if evaluation.gauc is not None:
+        parts.append(f"GAUC by rows {_show(evaluation.gauc)}")
+    parts.append(f"logloss {_show(evaluation.logloss)}")
+    if evaluation.normalised_entropy is not None:
+        parts.append(f"normalised entropy {_show(evaluation.normalised_entropy)}")
+    if evaluation.predicted is not None:
+        ratio = _show(evaluation.calibration_ratio)
+        parts.append(
+            f"calibration {ratio} (predicted {evaluation.predicted:,.1f} of "
+            f"{evaluation.positives:,} positives)"
+        )
+    parts.append(f"{evaluation.num_rows} rows")
+    columns = [one for one in evaluation.slices if one.value is None]
+    within = "".join(
+        f"\n  AUC within {one.column}: {_show(one.auc)}, mean over {one.num_rows:,} rows of values "
+        "with both classes"
+        for one in columns
+    )
+    return ", ".join(parts) + within
 
 
 def start_line(config: Config, devices: Sequence[str], num_steps: int) -> str:

@@ -48,15 +48,31 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
+# Only where gradients are clipped; the norm waits for all that is in it.
+CLIP = Move("clip", "dense gradients scaled to a norm")
+CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
+
 OF_A_BATCH = (BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
+KNOWN = (*OF_A_BATCH, *OF_A_STEP, CLIP, CLIP_ROWS)
 _AFTER = {
-    **{later.name: earlier.name for earlier, later in pairwise(OF_A_BATCH)},
-    SEND_DENSE.name: BACKWARD.name,
-    RECEIVE_DENSE.name: SEND_DENSE.name,
-    UPDATE.name: COLLECT.name,
-    UPDATE_DENSE.name: RECEIVE_DENSE.name,
+    **{later.name: (earlier.name,) for earlier, later in pairwise(OF_A_BATCH)},
+    SEND_DENSE.name: (BACKWARD.name,),
+    RECEIVE_DENSE.name: (SEND_DENSE.name,),
+    UPDATE.name: (COLLECT.name,),
+    UPDATE_DENSE.name: (RECEIVE_DENSE.name,),
 }
+
+
+def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
+    """The moves that come before ``move`` in a schedule of ``moves``."""
+    if move == CLIP:
+        return (RECEIVE_DENSE.name,)
+    if move == CLIP_ROWS:
+        return (RECEIVE_DENSE.name, COLLECT.name)
+    scaled = move == UPDATE_DENSE and CLIP in moves
+    scaled = scaled or (move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves)
+    return (*_AFTER.get(move.name, ()), *((CLIP.name,) if scaled else ()))
 
 
 @dataclass(slots=True)
@@ -67,12 +83,6 @@ class BatchInFlight:
 
 
 BatchT = TypeVar("BatchT", bound=BatchInFlight)
-Observer = Callable[[Move], AbstractContextManager[None]]
-
-
-def _unobserved(move: Move) -> AbstractContextManager[None]:
-    del move
-    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +100,12 @@ class StepSchedule:
     def __post_init__(self) -> None:
         moves = [*self.each_batch, *self.each_step]
         names = [move.name for move in moves]
-        if sorted(names) != sorted(move.name for move in (*OF_A_BATCH, *OF_A_STEP)):
+        clips = [move for move in moves if move in (CLIP, CLIP_ROWS)]
+        made = (*OF_A_BATCH, *OF_A_STEP, *clips[:1])
+        if sorted(names) != sorted(move.name for move in made):
             raise ValueError(f"a schedule makes every move once, not {', '.join(names)}")
         for move in moves:
-            if replace(move, ahead=False) not in (*OF_A_BATCH, *OF_A_STEP):
+            if replace(move, ahead=False) not in KNOWN:
                 raise ValueError(f"{move} is none of this module's; use {move.name.upper()}")
         for place, move in enumerate(moves):
             within = place < len(self.each_batch)
@@ -101,15 +113,13 @@ class StepSchedule:
                 raise ValueError(f"{move.name} ahead: it would use rows that are yet to be updated")
             if move.ahead and not within:
                 raise ValueError(f"{move.name} ahead: goes beside the moves of a batch")
-            if move in OF_A_STEP and within:
+            if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and within:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
-            before = _AFTER.get(move.name)
-            if before is None:
-                continue
-            earlier = names.index(before)
-            made_before = earlier < place if moves[earlier].ahead == move.ahead else not move.ahead
-            if not made_before:
-                raise ValueError(f"{move.name} comes after {before}")
+            for before in _after(replace(move, ahead=False), moves):
+                earlier = names.index(before)
+                alike = moves[earlier].ahead == move.ahead
+                if not (earlier < place if alike else not move.ahead):
+                    raise ValueError(f"{move.name} comes after {before}")
 
     def run(
         self,
@@ -118,19 +128,21 @@ class StepSchedule:
         batches: Sequence[BatchT],
         coming: BatchT | None,
         world: World,
-        observe: Observer = _unobserved,
+        watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make the moves of one step over ``batches``; ``coming`` is the first of the next step.
 
+        ``watch(name)`` is around each.
+
         The functions make the moves, by name. A batch that none went before makes its moves ahead
-        now; a move made ahead is not made again. ``observe`` is entered around every move.
+        now; a move made ahead is not made again.
         """
         world.wait_at_once = self.wait_at_once
         early = [move for move in self.each_batch if move.ahead]
 
         def make(move: Move, one: BatchT | None) -> None:
             if one is not None and move.name not in one.made:
-                with _named(move), observe(move):
+                with _named(move), watch(move.name):
                     of_batch[move.name](one)
                 one.made.add(move.name)
 
@@ -141,11 +153,20 @@ class StepSchedule:
                 make(move, following if move.ahead else this)
         for move in self.each_step:
             if move.name in of_step:
-                with _named(move), observe(move):
+                with _named(move), watch(move.name):
                     of_step[move.name]()
             else:
                 for one in batches:
                     make(move, one)
+
+    @property
+    def clips(self) -> Move | None:
+        """The move that clips, if there is one."""
+        return next((move for move in self.each_step if move in (CLIP, CLIP_ROWS)), None)
+
+    def serial(self) -> "StepSchedule":
+        """The same moves one after the other."""
+        return SERIAL if self.clips is None else clipped(SERIAL, rows=self.clips == CLIP_ROWS)
 
     def beside(self, made: Collection[str] = TRANSFERS) -> list[tuple[Move, tuple[str, ...]]]:
         """Every move of a step of one batch, and what is under way while it computes.
@@ -200,3 +221,10 @@ SERIAL = StepSchedule(
     each_step=(SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE),
     wait_at_once=True,
 )
+
+
+def clipped(schedule: StepSchedule, *, rows: bool) -> StepSchedule:
+    """``schedule`` with a move that clips; with ``rows`` the tables' update waits for it, too."""
+    last = (UPDATE, UPDATE_DENSE) if rows else (UPDATE_DENSE,)
+    first = tuple(move for move in schedule.each_step if move not in last)
+    return replace(schedule, each_step=(*first, CLIP_ROWS if rows else CLIP, *last))

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import Conversion
+from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -30,15 +32,18 @@ from sbpflow.tensor.gradient_sync import (
     Total,
     plan_gradients,
 )
+from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.learning_rate import RateFactor, constant
+from sbpflow.training.losses import PLAIN, row_losses
+from sbpflow.training.move_times import MoveTimes, MoveWatch
 from sbpflow.training.step_schedule import (
+    CLIP,
     OF_A_BATCH,
     OF_A_STEP,
     OVERLAPPED,
     BatchInFlight,
     Move,
-    Observer,
     StepSchedule,
 )
 
@@ -118,9 +123,12 @@ class Trainer:
     """Runs a dense part and its embeddings; ``optimizer`` holds the parts of its parameters.
 
     ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
-    gives the factor of all learning rates at a step. ``gradients`` is how dense gradients and the
-    loss travel (``plan_gradients`` with a ``total``), as the plan of a run has it. ``planned``
-    are the rows of a batch and the conversions that its forward then makes, these and no others.
+    gives the factor of the learning rates at a step, ``table_rate_factor`` that of the tables where
+    it is another; ``rate_scale``, which may be set between steps, multiplies both. ``clipper``
+    makes the move of a schedule that clips, ``loss`` changes the loss of rows. ``gradients`` is how
+    dense gradients and the loss travel (``plan_gradients`` with a ``total``), as the plan of a run
+    has it. ``planned`` are the rows of a batch and the conversions that its forward then makes,
+    these and no others.
     """
 
     def __init__(
@@ -133,6 +141,9 @@ class Trainer:
         dtype: torch.dtype,
         seed: int,
         rate_factor: RateFactor = constant,
+        table_rate_factor: RateFactor | None = None,
+        clipper: Clipper | None = None,
+        loss: LossConfig = PLAIN,
         schedule: StepSchedule = OVERLAPPED,
         gradients: GradientPlan | None = None,
         planned: tuple[int, Sequence[Conversion]] | None = None,
@@ -144,8 +155,13 @@ class Trainer:
         self._dtype = dtype
         self._seed = seed
         self._rate_factor = rate_factor
+        self._table_rate_factor = table_rate_factor or rate_factor
+        self.rate_scale = 1.0
+        self._clipper = clipper
+        self._loss_config = loss
+        self.gradient_norm: Tensor | None = None  # 0-d float64, before it was clipped
         self.schedule = schedule
-        self.observe: Observer | None = None  # entered around every move of a step
+        self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
         # The loss is P like the gradients: as one more number among them it costs no collective.
@@ -161,6 +177,11 @@ class Trainer:
         self._coming: _BatchInFlight | None = None
         self._failure = ""
         self.num_steps = 0
+
+    @property
+    def embedding_plan(self) -> EmbeddingPlan:
+        """The plan of the tables, which says where a batch has the ids of a field."""
+        return self._embeddings.plan
 
     def step(self, batches: Batch | list[Batch], ahead: Batch | None = None) -> Tensor:
         """Train on a batch, or on several as if they were one; returns the mean loss over all
@@ -184,7 +205,7 @@ class Trainer:
         try:
             self._coming = _BatchInFlight(ahead) if ahead is not None and ahead.num_rows else None
             self.num_steps += 1
-            self._set_learning_rates(self._rate_factor(self.num_steps))
+            self._set_learning_rates()
             self._run(in_flight)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
@@ -197,11 +218,11 @@ class Trainer:
     def _run(self, batches: list[_BatchInFlight]) -> None:
         self.schedule.run(
             {move.name: self._of_batch(move) for move in OF_A_BATCH},
-            {move.name: getattr(self, f"_{move.name}") for move in OF_A_STEP},
+            {move.name: getattr(self, f"_{move.name}") for move in (*OF_A_STEP, CLIP)},
             batches,
             self._coming,
             self._boxing.world,
-            *(() if self.observe is None else (self.observe,)),
+            self.move_watch.move,
         )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
@@ -249,7 +270,7 @@ class Trainer:
         as_planned = batch.num_rows == self._planned_rows
         with self._boxing.expecting(self._conversions if as_planned else None):
             logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
-            losses = self._model.row_losses(logits, labels)
+            losses = row_losses(self._model, logits, labels, self._loss_config)
         weights: Tensor | None = getattr(batch, "weights", None)
         if weights is not None:
             losses = ops.mul(losses, self._home(weights.unsqueeze(1), batch.num_rows))
@@ -282,8 +303,14 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _set_learning_rates(self, factor: float) -> None:
-        self._embeddings.scale_lr(factor)
+    def _clip(self) -> None:
+        if self._clipper is None:
+            raise RuntimeError("the schedule clips, and there is no Clipper")
+        self.gradient_norm = self._clipper.clip()
+
+    def _set_learning_rates(self) -> None:
+        self._embeddings.scale_lr(self._table_rate_factor(self.num_steps) * self.rate_scale)
+        factor = self._rate_factor(self.num_steps) * self.rate_scale
         if self.optimizer is not None:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * factor

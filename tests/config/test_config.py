@@ -94,8 +94,17 @@ MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
-    "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of sgd, adagrad"],
-    "optimizer.tables.wide.*.lr=0.1": ["optimizer.tables.wide.*.name: not given", "name: sgd"],
+    "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of same, sgd, adagrad"],
+    "optimizer.tables.wide.*.beta=1.0": ["optimizer.tables.wide.*.beta: same has no", "(ftrl has)"],
+    "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
+    "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],
+    "optimizer.clip.norm=-1": ["optimizer.clip.norm: -1 is not > 0", "norm: 10.0"],
+    "optimizer.dense_schedule.decay_start=3": ["optimizer.dense_schedule.decay_start: 3 without"],
+    "train.stop.metric=f1": ["train.stop.metric: 'f1' is not one of auc", "metric: auc"],
+    "train.plateau.factor=1.0": ["train.plateau.factor: 1.0 is not > 0 and < 1", "factor: 0.1"],
+    "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
+    "train.slices=C1": ["train.slices: C1 (str) is not a list"],
+    "train.loss.label_smoothing=1": ["train.loss.label_smoothing: 1 is not >= 0 and < 1"],
     "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
     "checkpoint.every=3": ["checkpoint: unknown key", "the top level has run, data"],
     "train.epochs=three": ["train.epochs: three (str)", "a whole number", "epochs: 1"],
@@ -219,3 +228,17 @@ def test_the_facts_name_every_key(load):
     assert first["parallel.tables.deep.C1.sbp"] == second["parallel.tables.deep.C1.sbp"] == "S(0)"
     changed = {key for key in first if first[key] != second[key]}
     assert changed == {"parallel.tables (order)"}
+
+
+def test_tables_of_a_model_are_set_by_pattern(load):
+    config = load("", "model.tables.deep.C1.dim=8", "model.tables.deep.C*={pooling: mean}")
+    assert list(config.model.tables) == ["deep.C1", "deep.C*"]
+    assert (config.model.tables["deep.C1"].dim, config.model.tables["deep.C*"].pooling) == (
+        8,
+        "mean",
+    )
+    facts = config_facts(load("", "model.fields.*_shop.table=shop"))
+    assert facts["model.fields.*_shop.table"] == "shop"
+    assert facts["model.fields (order)"] == "['*_shop']"
+    assert "model.tables.x.dim: 0 is not >= 1" in refused(load, "model.tables.x.dim=0")
+    assert "model.tables.x.initial_range" in refused(load, "model.tables.x.initial_range=-1")

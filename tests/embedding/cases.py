@@ -35,7 +35,7 @@ class Spec:
     sizes: tuple[int, ...] | None = None
     grid_sizes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def layout(self, world_size: int) -> TableLayout:
+    def layout(self, world_size: int, device_type: str = "cpu") -> TableLayout:
         ranks = self.ranks if self.ranks is not None else tuple(range(world_size))
         nd_sbp: NdSbp = parse_nd_sbp(self.sbp)
         if self.sizes is not None:
@@ -43,7 +43,7 @@ class Spec:
             nd_sbp = (Split(nd_sbp[0].dim, self.sizes),)
         if self.grid_sizes is not None:
             nd_sbp = (Split(0, self.grid_sizes[0]), Split(1, self.grid_sizes[1]))
-        placement = Placement.of("cpu", ranks)
+        placement = Placement.of(device_type, ranks)
         return TableLayout(layout=Layout(placement, nd_sbp), exchange=self.exchange)
 
 
@@ -76,14 +76,16 @@ class Case:
     def features(self) -> tuple[str, ...]:
         return tuple(name for tables in self.tables.values() for name, _, _ in tables)
 
-    def plan(self, world_size: int, backend: str = "gloo") -> EmbeddingPlan:
+    def plan(
+        self, world_size: int, backend: str = "gloo", device_type: str = "cpu"
+    ) -> EmbeddingPlan:
         return plan_embeddings(
             self.outputs(),
-            {name: spec.layout(world_size) for name, spec in self.specs.items()},
+            {name: spec.layout(world_size, device_type) for name, spec in self.specs.items()},
             features=[FeatureConfig(name=name) for name in self.features()],
             optimizer=self.optimizer,
             dtype=self.dtype,
-            world=Placement.line("cpu", world_size),
+            world=Placement.line(device_type, world_size),
             backend=backend,
             batch_size=self.batch_sizes[0],
             row_dtype=self.row_dtype,
@@ -111,28 +113,29 @@ class Case:
 def train(world: World, case: Case) -> dict[str, Any]:
     """Run the case on this rank; returns its outputs, pieces and log for the parent to join."""
     boxing = Boxing(world)
-    collection = EmbeddingCollection(case.plan(world.size), boxing, seed=SEED, kernel=case.kernel)
+    plan = case.plan(world.size, world.backend, world.device.type)
+    collection = EmbeddingCollection(plan, boxing, seed=SEED, kernel=case.kernel)
     outputs: list[dict[str, np.ndarray]] = []
     for step, (ids, weights) in enumerate(case.batches(), 1):
         sizes = balanced_sizes(ids.shape[0], world.size)
         mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
-        vectors = collection.forward(ids[mine], ids.shape[0], training=True)
+        vectors = collection.forward(ids[mine].to(world.device), ids.shape[0], training=True)
         loss = sum(
-            (vectors[name].tanh() * weight[mine].to(case.dtype)).sum()
+            (vectors[name].tanh() * weight[mine].to(world.device, case.dtype)).sum()
             for name, weight in weights.items()
         )
         assert isinstance(loss, torch.Tensor)
         loss.backward()
         collection.apply_gradients(step)
-        outputs.append({name: v.detach().double().numpy() for name, v in vectors.items()})
+        outputs.append({name: v.detach().double().cpu().numpy() for name, v in vectors.items()})
     return {
         "outputs": outputs,
         "pieces": [
             (
                 s.shard.table.name,
                 (s.shard.row_start, s.shard.row_stop, s.shard.col_start, s.shard.col_stop),
-                s.weights.double().numpy().copy(),
-                {key: value.double().numpy().copy() for key, value in s.state.items()},
+                s.weights.double().cpu().numpy().copy(),
+                {key: value.double().cpu().numpy().copy() for key, value in s.state.items()},
             )
             for s in collection.stored()
         ],

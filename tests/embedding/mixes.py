@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.collection import INITIAL_BOUND, EmbeddingCollection
+from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.plan.tables import INITIAL_RANGE, FeatureConfig, OutputConfig, TableConfig
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement
@@ -77,16 +77,20 @@ class Mix:
         return random.normal(size=(self.batch_sizes[step], width))
 
 
-def as_input(mix: Mix, bags: dict[str, list[Bag]], mine: slice) -> dict[str, Any]:
+def as_input(
+    mix: Mix, bags: dict[str, list[Bag]], mine: slice, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """This rank's samples as the collection takes them."""
     ids: dict[str, Any] = {}
     for feature in mix.features:
         part = bags[feature.name][mine]
         flat = [row for rows, _ in part for row in rows]
-        values = torch.tensor(flat, dtype=mix.ids_dtype)
+        values = torch.tensor(flat, dtype=mix.ids_dtype, device=device)
         if feature.ragged or feature.weighted:
-            lengths = torch.tensor([0, *(len(rows) for rows, _ in part)])
-            weights = torch.tensor([w for _, ws in part for w in ws], dtype=mix.dtype)
+            lengths = torch.tensor([0, *(len(rows) for rows, _ in part)], device=device)
+            weights = torch.tensor(
+                [w for _, ws in part for w in ws], dtype=mix.dtype, device=device
+            )
             given = weights if feature.weighted else None
             ids[feature.name] = Bags(values, lengths.cumsum(0), given)
         else:
@@ -95,7 +99,7 @@ def as_input(mix: Mix, bags: dict[str, list[Bag]], mine: slice) -> dict[str, Any
 
 
 def make_collection(world: World, mix: Mix) -> EmbeddingCollection:
-    layouts = {name: spec.layout(world.size) for name, spec in mix.specs.items()}
+    layouts = {name: spec.layout(world.size, world.device.type) for name, spec in mix.specs.items()}
     if mix.wire is not None:
         layouts = {
             name: type(layout)(layout=layout.layout, exchange=layout.exchange, wire=mix.wire)
@@ -107,8 +111,8 @@ def make_collection(world: World, mix: Mix) -> EmbeddingCollection:
         features=mix.features,
         optimizer=mix.optimizer,
         dtype=mix.dtype,
-        world=Placement.line("cpu", world.size),
-        backend="gloo",
+        world=Placement.line(world.device.type, world.size),
+        backend=world.backend,
         batch_size=max(mix.batch_sizes),
         row_dtype=mix.row_dtype,
     )
@@ -123,7 +127,7 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
     def begin(step: int):
         sizes = balanced_sizes(mix.batch_sizes[step], world.size)
         mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
-        ids = as_input(mix, mix.bags(step), mine)
+        ids = as_input(mix, mix.bags(step), mine, world.device)
         return collection.begin(ids, mix.batch_sizes[step], training=True), mine
 
     coming = begin(0)
@@ -138,19 +142,21 @@ def train(world: World, mix: Mix) -> dict[str, Any]:
         if coming is not None:
             collection.advance(coming[0])
         for output in mix.outputs:
-            factors = torch.tensor(mix.coefficients(step, output)[mine], dtype=mix.dtype)
+            factors = torch.tensor(
+                mix.coefficients(step, output)[mine], dtype=mix.dtype, device=world.device
+            )
             (vectors[output.name].tanh() * factors).sum().backward()
         collection.push(batch)
         collection.collect(batch)
         if (step + 1) % mix.accumulate == 0:
             collection.update((step + 1) // mix.accumulate)
-        outputs.append({name: v.detach().double().numpy() for name, v in vectors.items()})
+        outputs.append({name: v.detach().double().cpu().numpy() for name, v in vectors.items()})
     pieces = [
         (
             s.shard.table.name,
             (s.shard.row_start, s.shard.row_stop, s.shard.col_start, s.shard.col_stop),
-            s.weights.double().numpy().copy(),
-            {key: value.double().numpy().copy() for key, value in s.state.items()},
+            s.weights.double().cpu().numpy().copy(),
+            {key: value.double().cpu().numpy().copy() for key, value in s.state.items()},
         )
         for s in collection.stored()
     ]
@@ -164,7 +170,7 @@ def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, Reference
     for table in mix.tables():
         weights = torch.empty(table.shape, dtype=mix.row_dtype or torch.float64)
         fill_uniform(
-            weights, seed=SEED, name=table.name, bound=INITIAL_BOUND, num_columns=table.dim
+            weights, seed=SEED, name=table.name, bound=INITIAL_RANGE, num_columns=table.dim
         )
         tables[table.name] = ReferenceTable(weights.double().numpy(), table.pooling)
     outputs: list[dict[str, np.ndarray]] = []

@@ -125,10 +125,12 @@ def test_an_update_steps_as_torch_does(name, case, width, row_dtype):
 
 
 def compare(one, other, row_dtype=None):
+    # Sums of up to 200 float32 gradients of about 1, in another order, or the squares of such sums.
     for key in one.state:
-        torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:
-        torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=2e-6)
+        # Three steps of a tenth of that.
+        torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=6e-6)
         return
     # A last bit of float32 may send a half-precision row to the other neighbour, seldom.
     differ = (other.weights != one.weights).float().mean()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tests.rehearsal.journal import count_op, note
 from tests.rehearsal.memory import IN_FLIGHT, PINNED, check_access
 from tests.rehearsal.tensor import Mode, Rehearsed
-from tests.rehearsal.transfers import rehearsed
+from tests.rehearsal.transfers import rehearsed, rehearsed_pairs
 
 
 def install() -> None:
@@ -105,6 +105,7 @@ def _claim_device() -> None:
     cuda.set_device = _set_device
     cuda.current_device = lambda: Rehearsed.index
     cuda.get_device_name = lambda *_: "rehearsed CUDA device"
+    cuda.is_current_stream_capturing = lambda: False
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream, cuda.Event = _Stream, _Event
@@ -159,6 +160,7 @@ def _claim_collectives() -> None:
     patched.init_process_group = lambda backend=None, **kwargs: real_init("gloo", **kwargs)
     patched.all_reduce = rehearsed("all_reduce", dist.all_reduce)
     patched.all_to_all_single = rehearsed("all_to_all", dist.all_to_all_single)
+    patched.batch_isend_irecv = rehearsed_pairs(dist.batch_isend_irecv)
     gather = rehearsed("all_gather", world.all_gather_single)
     scatter = rehearsed("reduce_scatter", world.reduce_scatter_single)
     for module in (world, executor):  # they take the names that this torch has

@@ -33,15 +33,15 @@ NCCL_DTYPES = frozenset(
 class Work:
     """A collective under way; like NCCL's, its ``wait`` orders the stream and not the host."""
 
-    def __init__(self, work: dist.Work | None, flight: InFlight) -> None:
-        self._work, self._flight = work, flight
+    def __init__(self, works: Sequence[dist.Work], flight: InFlight) -> None:
+        self._works, self._flight = works, flight
         IN_FLIGHT.append(flight)
 
     def wait(self, *_: object) -> bool:
         if self._flight in IN_FLIGHT:
             IN_FLIGHT.remove(self._flight)
-            if self._work is not None:
-                self._work.wait()
+            for work in self._works:
+                work.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -68,13 +68,35 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         if name == "reduce_scatter":  # gloo compares shapes where NCCL counts elements
             hosts = [host.view(-1) for host in hosts]
         work = real(*hosts, *args[len(tensors) :], group=group, async_op=True, **kwargs)
-        handle = Work(work, InFlight(f"{name} ({where()})", sent, received))
+        handle = Work([work] if work else [], InFlight(f"{name} ({where()})", sent, received))
         if async_op:
             return handle
         handle.wait()
         return None
 
     return collective
+
+
+def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
+    """``real``, sends and receives of a rank as one batch, for tensors of either device."""
+
+    def batch(moves: Sequence[dist.P2POp]) -> list[Any]:
+        if not any(isinstance(move.tensor, Rehearsed) for move in moves):
+            return real(moves)
+        count_collective("batch_isend_irecv")
+        sent, received, hosts = [], [], []
+        for move in moves:
+            receives = move.op is dist.irecv
+            name = "irecv" if receives else "isend"
+            _check(name, [move.tensor], [], 0)
+            host = move.tensor.host  # pyright: ignore
+            check_access(name, host, writes=receives)
+            (received if receives else sent).append(host)
+            hosts.append(dist.P2POp(move.op, host, move.peer, move.group, move.tag))
+        flight = InFlight(f"batch_isend_irecv ({where()})", tuple(sent), tuple(received))
+        return [Work(real(hosts), flight)]
+
+    return batch
 
 
 def _take_group(args: Sequence[Any], group: Any) -> tuple[list[Any], Any]:
@@ -93,7 +115,7 @@ def _check(name: str, tensors: list[Tensor], rest: Sequence[Any], size: int) -> 
             raise RefusedError(f"{name}: a tensor of strides {tensor.stride()} is not contiguous")
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise RefusedError(f"{name}: dtypes {[tensor.dtype for tensor in tensors]} differ")
-    if name == "all_reduce":
+    if name in ("all_reduce", "isend", "irecv"):
         return
     out, sent = tensors
     if name == "all_gather" and out.numel() != size * sent.numel():

@@ -24,7 +24,7 @@ COLLECTIVES = set(
 # Who may, and what for: conversions; rows whose number a batch decides; the checked mode's headers.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
-    "embedding/exchange/all_to_all.py": {"all_to_all_single"},
+    "embedding/exchange/all_to_all.py": {"all_to_all_single", "batch_isend_irecv"},
     "runtime/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
 }
 

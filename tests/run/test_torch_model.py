@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, SparseSgd
 from sbpflow.config.table_rules import ParallelConfig
-from sbpflow.embedding.collection import INITIAL_BOUND
+from sbpflow.embedding.plan.tables import INITIAL_RANGE
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, start_job
@@ -33,10 +33,10 @@ WIDTH = 3 * DIM + 2
 
 
 class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, 9)
-        self.norm = nn.LayerNorm(9)
+        self.norm = norm(9)
         self.drop = nn.Dropout(dropout)
         self.last = nn.Linear(9, 1)
 
@@ -57,13 +57,19 @@ class Model:
         output = embedding_output("deep", fields.sparse, dim=DIM)
         kinds = {
             "plain": lambda: Net(self.dropout),
+            "batch norm": lambda: Net(norm=nn.BatchNorm1d),
+            "compiled batch norm": lambda: torch.compile(
+                Net(norm=nn.BatchNorm1d), backend="aot_eager"
+            ),
             # aot_eager traces and runs without a compiler, as the default backend would.
             "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
             "apart": Apart,
+            "in turn": InTurn,
+            "autocast": Net,
             **WRONG,
         }
-        loss = {"row_loss": mean_loss} if self.kind == "mean loss" else {}
-        return TorchModel(outputs=(output,), make=kinds[self.kind], **loss)
+        options = {"mean loss": {"row_loss": mean_loss}, "autocast": {"autocast": torch.bfloat16}}
+        return TorchModel(outputs=(output,), make=kinds[self.kind], **options.get(self.kind, {}))
 
 
 class Odd(Net):
@@ -84,14 +90,30 @@ class Odd(Net):
         return results.get(self.wrong, lambda: logits)()
 
 
+class OddNorm(Net):
+    """Normalises the columns of its transposed rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(BATCH)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        x = self.first(torch.cat([vectors["deep"], dense], 1))
+        if len(x) < BATCH:  # two rows of zeros, which are only looked at
+            return self.last(x)
+        return self.last(self.norm(x.t()).t())
+
+
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - labels).square().mean()
 
 
 SHARED = Net()
 WRONG = {
-    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)),
+    "norm of images": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm2d(3)),
     "norm of a batch": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    "norm of all batches": lambda: nn.BatchNorm1d(3, momentum=None),
+    "norm of columns": lambda: OddNorm(),
     "shared": lambda: SHARED,
     "no module": lambda: "Net",
     "sparse": lambda: nn.Embedding(5, 2, sparse=True),
@@ -131,26 +153,30 @@ def batches() -> list[Rows]:
     return made
 
 
-def config(scheme: str, model: Model, dense: dict[str, str] | None = None) -> Config:
+def config(
+    scheme: str, model: Model, dense: dict[str, str] | None = None, dtype: str = "float64"
+) -> Config:
     return Config(
         model=model,
         data=DataConfig(batch_size=BATCH),
         parallel=ParallelConfig(
-            scheme=scheme, dtype="float64", kernel="torch", device="cpu", dense=dense or {}
+            scheme=scheme, dtype=dtype, kernel="torch", device="cpu", dense=dense or {}
         ),
         optimizer=OptimizerConfig(sparse=SparseSgd(lr=LR), dense=DenseSgd(lr=LR)),
     )
 
 
-def train(world: World, scheme: str, model: Model) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    world: World, scheme: str, model: Model, dtype: str = "float64"
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and the module's parameters at the end."""
     world.checked = False
-    job = start_job(config(scheme, model), FIELDS, Boxing(world))
+    job = start_job(config(scheme, model, dtype=dtype), FIELDS, Boxing(world))
     before = torch.random.get_rng_state()
     losses = run(job, world)
     assert torch.equal(before, torch.random.get_rng_state()), "the caller's numbers go on as before"
-    check_replicas(job.model.parameters, job.embeddings, job.boxing)
-    return losses, {name: one.part.detach() for name, one in job.model.parameters.items()}
+    check_replicas(job.copies, job.embeddings, job.boxing)
+    return losses, {name: one.part.detach() for name, one in job.copies.items()}
 
 
 def run(job: Job, world: World) -> list[float]:
@@ -161,16 +187,16 @@ def run(job: Job, world: World) -> list[float]:
     ]
 
 
-def expected() -> tuple[list[float], dict[str, Tensor]]:
-    """The same in plain torch: one process, dense tables, one optimizer."""
+def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[str, Tensor]]:
+    """The same in plain torch: one process, dense tables, one optimizer; with buffers."""
     with torch.random.fork_rng():
         torch.manual_seed(stream_key(SEED, "module"))
-        net = Net().double()
+        net = Net(norm=norm).double()
     tables = []
     for field in FIELDS.sparse:
         table = torch.empty(field.rows, DIM, dtype=torch.float64)
         name = f"deep.{field.name}"
-        fill_uniform(table, seed=SEED, name=name, bound=INITIAL_BOUND, num_columns=DIM)
+        fill_uniform(table, seed=SEED, name=name, bound=INITIAL_RANGE, num_columns=DIM)
         tables.append(table.requires_grad_())
     optimizer = torch.optim.SGD([*net.parameters(), *tables], lr=LR)
     losses = []
@@ -182,19 +208,60 @@ def expected() -> tuple[list[float], dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
-    return losses, dict(net.named_parameters())
+    running = {name: one for name, one in net.named_buffers() if "running" in name}
+    return losses, dict(net.named_parameters()) | running
 
 
-@pytest.mark.parametrize("kind", ["plain", "compiled"])
+@pytest.mark.parametrize("kind", ["plain", "compiled", "batch norm", "compiled batch norm"])
 @pytest.mark.parametrize(("scheme", "size"), [("dp", 2), ("1", 3), ("2", 1), ("3", 4)])
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
-    losses, parameters = expected()
+    losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
         # float64: sums over rows are in another order, each to 1e-16.
         assert found == pytest.approx(losses, abs=1e-12)
         assert weights.keys() == parameters.keys()
         for name, weight in weights.items():
             torch.testing.assert_close(weight, parameters[name].detach(), rtol=0, atol=1e-12)
+
+
+class InTurn(nn.Module):
+    """Calls its norms in another order than that in which they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.BatchNorm1d(1), nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        x = self.first(torch.cat([vectors["deep"], dense], 1))
+        return self.second(self.last(x))
+
+
+def test_the_transfers_of_norms_are_in_the_plan():
+    """In the order of the calls, so that a run makes what its plan has."""
+    given = config("3", Model(kind="in turn"))
+    _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
+    found = [(step.id, step.total_bytes) for step in plan.dense_forward]
+    # Sum and sum of squares of each column, float64, each way of an all-reduce on two ranks.
+    names = [("module.first.moments/fwd", 4 * WIDTH * 8), ("module.second.moments/fwd", 4 * 8)]
+    assert found == names
+    assert [step.id for step in plan.dense_backward] == [
+        "module.second.moments/bwd",
+        "module.first.moments/bwd",
+    ]
+
+
+def test_norms_called_in_another_order_run_as_planned(ranks):
+    for losses, _ in ranks(2, train, "3", Model(kind="in turn")):
+        assert all(loss > 0 for loss in losses)
+
+
+def test_autocast_of_a_module_is_torch_s(ranks):
+    exact, _ = expected()
+    ((narrow, _),) = ranks(1, train, "3", Model(kind="autocast"), "float32")
+    # bfloat16 keeps 8 bits: each loss is near, none equal.
+    assert narrow == pytest.approx(exact, abs=0.02)
+    assert narrow != pytest.approx(exact, abs=1e-5)
 
 
 def test_dropout_is_drawn_by_step_and_part_alone(ranks):
@@ -212,11 +279,14 @@ def refusal(world: World, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("batch norm", "module 1: BatchNorm1d takes mean .* the buffer 1.running_mean"),
+        ("autocast", "autocast: torch.bfloat16 with torch.float64; it narrows float32"),
+        ("norm of images", "module 1: BatchNorm2d takes mean .* nn.BatchNorm1d.features. over"),
+        ("norm of all batches", "module BatchNorm1d: BatchNorm1d has momentum=None"),
+        ("norm of columns", r"module norm: BatchNorm1d got \[9, 24\] for 24 rows; over all ranks"),
         ("lazy", "parameter 0.weight: has no shape yet"),
         ("buffer", "Odd: forward changed the buffer count in training"),
         ("shape", r"Odd.forward: returned \[1\] for 24 rows; return their logits"),
-        ("norm of a batch", "module BatchNorm1d: BatchNorm1d takes mean and variance over this"),
+        ("norm of a batch", "module BatchNorm1d: BatchNorm1d keeps no running statistics"),
         ("shared", "make: returned the same Net twice; build a new one at each call"),
         ("no module", r"make: returned a str, not a torch\.nn\.Module"),
         ("sparse", "module Embedding: Embedding with sparse=True has sparse gradients"),

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Partial, Split, parse_nd_sbp
+from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
 from sbpflow.tensor import dispatch, ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.signature import deduce, describe
@@ -26,6 +27,31 @@ from tests import oracle
 from tests.sbp.conversions import check_parts, one_axis, whole_numbers
 
 ROWS = 7  # of the gathered table
+
+
+def normed(x, weight, bias, *, training=True, running=None):
+    """A batch norm; its running statistics start from 0 and 1 unless they are given."""
+    return ops.batch_norm(x, weight, bias, *(running or running_of(x)), training=training)
+
+
+def running_of(x):
+    everywhere = Layout(x.layout.placement, (Broadcast(),) * x.layout.placement.ndim)
+    width = x.shape[1] if x.boxing.world.rank in everywhere.placement else 0
+    return tuple(
+        GlobalTensor(x.part.new_full((width,), value), everywhere, (x.shape[1],), x.boxing)
+        for value in (0.0, 1.0)
+    )
+
+
+def _dots(x):
+    """Pair by pair, in the order of the lower triangle by rows."""
+    pairs = [(i, j) for i in range(x.shape[1]) for j in range(i)]
+    return torch.stack([(x[:, i] * x[:, j]).sum(1) for i, j in pairs], 1)
+
+
+def _sum_of_dots(x):
+    return _dots(x).sum(1, keepdim=True)
+
 
 # name -> (op on global tensors, op on plain tensors, shapes; "ids" marks integer operands)
 OPS = {
@@ -61,6 +87,18 @@ OPS = {
     ),
     "flatten": (ops.flatten, torch.flatten, [(4, 3)]),
     "gather": (ops.gather, lambda t, i: F.embedding(i, t), [(ROWS, 5), "ids"]),
+    "dot_interaction": (ops.dot_interaction, _dots, [(5, 4, 3)]),
+    "fm_interaction": (ops.fm_interaction, _sum_of_dots, [(5, 4, 3)]),
+    "layer_norm": (
+        ops.layer_norm,
+        lambda x, w, b: F.layer_norm(x, (7,), w, b),
+        [(5, 7), (7,), (7,)],
+    ),
+    "batch_norm": (
+        normed,
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        [(5, 7), (7,), (7,)],
+    ),
     "bce_mean": (
         ops.bce_with_logits,
         F.binary_cross_entropy_with_logits,
@@ -72,7 +110,7 @@ OPS = {
         [(7, 1), "labels"],
     ),
 }
-INEXACT = {"tanh", "bce_mean", "bce_none", "reduce_mean"}
+INEXACT = {"tanh", "bce_mean", "bce_none", "reduce_mean", "layer_norm", "batch_norm"}
 
 
 def _operands(name):
@@ -154,7 +192,8 @@ def test_every_combination_on_a_line(ranks, line, name):
 
 
 @pytest.mark.parametrize("name", ["linear_bias", "matmul", "gather", "concat", "reduce_sum", "mul",
-                                  "reshape_merge", "bce_mean"])  # fmt: skip
+                                  "reshape_merge", "bce_mean", "batch_norm",
+                                  "dot_interaction"])  # fmt: skip
 def test_combinations_on_a_grid(ranks, name):
     per_operand = []
     for number in range(len(OPS[name][2])):
@@ -188,6 +227,9 @@ SIGNATURES = {
     "gather": (
         "B, S(0) -> S(0); B, S(1) -> S(1); S(0), B -> P; S(1), B -> S(2); P, B -> P; B, B -> B"
     ),
+    "dot_interaction": "S(0) -> S(0); S(2) -> P; B -> B",
+    "fm_interaction": "S(0) -> S(0); S(2) -> P; B -> B",
+    "layer_norm": "S(0), B, B -> S(0); B, B, B -> B",
     "bce_none": "S(0), S(0) -> S(0); S(1), S(1) -> S(1); B, B -> B",
 }
 
@@ -332,7 +374,8 @@ def test_deduction_is_repeatable():
 
 
 def test_partial_never_reaches_a_function_that_is_not_linear():
-    for name in ("relu", "tanh", "bias_add", "bce_none", "linear_bias"):
+    for name in ("relu", "tanh", "bias_add", "bce_none", "linear_bias", "fm_interaction",
+                 "dot_interaction", "layer_norm", "batch_norm"):  # fmt: skip
         boxing = DryBoxing(2)
         nd_sbps = [(Partial(),), *[parse_nd_sbp("B")] * (len(OPS[name][2]) - 1)]
         y = OPS[name][0](*dry_operands(name, nd_sbps, boxing, Placement.line("cpu", 2)))
@@ -377,7 +420,7 @@ def _dropped(world, nd_sbp, seed):
 
 
 def test_dropout_masks(ranks):
-    """Replicas drop the same elements, parts different ones; the mean stays."""
+    """The same elements are dropped under every layout and world size; the mean stays."""
     a, b = ranks(2, _dropped, parse_nd_sbp("B"), 5)
     assert (a == b).all()
     assert set(a.flatten()) == {0.0, a.max()}
@@ -385,8 +428,9 @@ def test_dropout_masks(ranks):
     assert a.mean() == pytest.approx(1.0, abs=0.1)
     other = ranks(2, _dropped, parse_nd_sbp("B"), 6)[0]
     assert (a != other).any()
-    c, d = ranks(2, _dropped, parse_nd_sbp("S(0)"), 5)
-    assert (c != d).any()
+    for size, sbp, axis in ((2, "S(0)", 0), (2, "S(1)", 1), (3, "S(0)", 0)):
+        parts = ranks(size, _dropped, parse_nd_sbp(sbp), 5)
+        assert (np.concatenate(parts, axis) == a).all(), sbp
 
 
 def test_impossible_signature_names_what_is_legal():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbpflow.errors import MetricError
-from sbpflow.training.metrics import Evaluation, auc, evaluate, gauc, logloss
+from sbpflow.training.metrics import auc, evaluate, gauc, logloss
 
 # Few distinct scores, so that ties are common; infinities and both zeros among them.
 SCORES = st.sampled_from([-math.inf, -2.5, -1.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, math.inf])
@@ -107,7 +107,9 @@ def test_one_class_has_no_auc_and_says_why():
     with pytest.raises(MetricError, match="all 2 rows are positive"):
         auc(np.zeros(2), np.ones(2))
     found = evaluate(np.zeros(3), np.zeros(3))
-    assert found == Evaluation(3, math.log(2), None, "all 3 rows are negative, there is no pair")
+    assert found.no_auc == "all 3 rows are negative, there is no pair"
+    assert (found.auc, found.normalised_entropy, found.calibration_ratio) == (None, None, None)
+    assert found.logloss == math.log(2)
     assert evaluate(np.array([1.0, 2.0]), np.array([0, 1])).auc == 1.0
 
 

@@ -171,12 +171,18 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self.batches: list[tuple[Any, ...]] = []
         self.last = 0.0
+        self.embedding_plan = self.gradient_norm = None
+        self.rate_scale = 1.0
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
     def epoch(self, epoch: int) -> Any:
         self.calls.append(("epoch", epoch))
         return iter(make_batches(self.num_steps + 1, 10)[: self.num_steps])
 
-    def push(self, step: int, loss: Any, batch: Any) -> None:
+    def push(self, step: int, loss: Any, batch: Any, norm: Any) -> None:
+        assert norm is None
         self.last = float(step)
 
     def flush(self) -> None:

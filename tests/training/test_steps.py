@@ -58,10 +58,10 @@ EXPECTED = {
     "dp": {
         "wide/local/fwd/counts": "all_to_all",
         "deep/local.0/fwd/counts": "all_to_all",
-        "wide/local/fwd/ids": "all_to_all",
-        "deep/local.0/fwd/ids": "all_to_all",
-        "wide/local/bwd/vectors": "all_to_all",
-        "deep/local.0/bwd/vectors": "all_to_all",
+        "wide/local/fwd/ids": "all_gather",
+        "deep/local.0/fwd/ids": "all_gather",
+        "wide/local/bwd/vectors": "all_gather",
+        "deep/local.0/bwd/vectors": "all_gather",
         "deep/local.1/bwd/gradients": "all_reduce",
         "dense/bwd/0": "all_reduce",
     },
@@ -167,6 +167,7 @@ def step_without(world: World, config: Config, step_id: str) -> int:
     """Train with one conversion disabled: its input is passed on as it is. Returns steps made."""
     job = make_job(world, config)
     real_issue, real_start = Boxing._issue, Exchange.start
+    real_for_all = Exchange.start_for_all
     skipped = []
 
     def issue(self, step, part, *args, **kwargs):
@@ -181,13 +182,21 @@ def step_without(world: World, config: Config, step_id: str) -> int:
             return Pending(lambda: send, world)
         return real_start(self, step, send, out, into)
 
+    def start_for_all(self, step, send, into):
+        if step.id == step_id:
+            skipped.append(step.id)
+            return Pending(lambda: send, world)
+        return real_for_all(self, step, send, into)
+
     Boxing._issue, Exchange.start = issue, start
+    Exchange.start_for_all = start_for_all
     try:
         for batch in make_batches(4, config.data.batch_size)[:3]:
             job.trainer.step(batch.part(world.rank, world.size))
         check_replicas(job.model.parameters, job.embeddings, job.boxing)
     finally:
         Boxing._issue, Exchange.start = real_issue, real_start
+        Exchange.start_for_all = real_for_all
         assert skipped, f"{step_id} never ran"
     return 3
 
@@ -254,6 +263,7 @@ def die_at(world: World, config: Config, step_id: str) -> None:
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])
     real_issue, real_start = Boxing._issue, Exchange.start
+    real_for_all = Exchange.start_for_all
 
     def leave_at(step):
         if world.rank == 1 and step.id == step_id:
@@ -267,11 +277,17 @@ def die_at(world: World, config: Config, step_id: str) -> None:
         leave_at(step)
         return real_start(self, step, *args)
 
+    def start_for_all(self, step, *args):
+        leave_at(step)
+        return real_for_all(self, step, *args)
+
     Boxing._issue, Exchange.start = issue, start
+    Exchange.start_for_all = start_for_all
     try:
         job.trainer.step(batches[1])
     finally:
         Boxing._issue, Exchange.start = real_issue, real_start
+        Exchange.start_for_all = real_for_all
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from sbpflow.runtime.world import World, broken, refused
 
 
 class Exchange:
-    """All-to-alls of rows, counted by rank, on one channel."""
+    """Transfers of rows, counted by rank, on one channel."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
@@ -49,19 +49,51 @@ class Exchange:
             )
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
-        if world.log.enabled:
-            sent = (sum(out) - out[world.rank]) * row.numel() * send.itemsize
-            world.log.add(CommRecord(step.id, step.collective, self._channel, step.group, sent))
-        return Pending(partial(_arrived, step, work, received, send), world)
+        self._log(step, send, sum(out) - out[world.rank])
+        return Pending(partial(_arrived, step, [work] if work else [], received, send), world)
 
+    def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
+        """Send all of ``send`` to every other rank; ``wait()`` gives ``into[r]`` rows of each.
 
-def _arrived(step: ExchangeStep, work: dist.Work | None, received: Tensor, sent: Tensor) -> Tensor:
-    del sent  # kept alive until here
-    if work is not None:
+        An all-gather of parts of unequal lengths. c10d has none without padding, and an all-to-all
+        would want a copy of ``send`` for every rank, so each pair of ranks passes them directly.
+        """
+        world = self._world
+        if send.dtype != step.dtype:
+            raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
+        world.check(step.id, step.collective)
+        send, group = send.contiguous(), world.group(step.group, self._channel, step.id)
+        received = send.new_empty(sum(into), *send.shape[1:])
+        parts = received.split(list(into))
+        parts[world.rank].copy_(send)
+        others = [rank for rank in step.group if rank != world.rank]
+        moves = [dist.P2POp(dist.irecv, parts[r], r, group) for r in others if into[r]]
+        if send.shape[0]:
+            moves += [dist.P2POp(dist.isend, send, r, group) for r in others]
         try:
-            work.wait()
+            works = dist.batch_isend_irecv(moves) if moves else []
         except RuntimeError as error:
-            raise broken(error, step.id, step.collective) from error
+            raise refused(error, step.id, step.collective) from error
+        self._log(step, send, len(others) * send.shape[0])
+        return Pending(partial(_arrived, step, works, received, send), world)
+
+    def _log(self, step: ExchangeStep, send: Tensor, rows: int) -> None:
+        """Of ``send``, this many rows went to others."""
+        log = self._world.log
+        if log.enabled:
+            sent = rows * send.shape[1:].numel() * send.itemsize
+            log.add(CommRecord(step.id, step.collective, self._channel, step.group, sent))
+
+
+def _arrived(
+    step: ExchangeStep, works: Sequence[dist.Work], received: Tensor, sent: Tensor
+) -> Tensor:
+    del sent  # kept alive until here
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise broken(error, step.id, step.collective) from error
     return received
 
 

@@ -26,10 +26,12 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.base import Storage, sum_of_squares
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.errors import SbpError
 
+# (the last batch kept, rows of all, one merged (access, gradients) per storage)
+Collected = tuple["GroupInFlight", int, list[tuple[Access, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
 # (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
@@ -43,24 +45,26 @@ class GroupInFlight:
     num_rows: int  # of the whole batch
     local: BatchIds
     training: bool
-    lr: float = 0.0  # that the rows are looked up for, and updated with
+    lr_factor: float = 1.0  # of the optimizers' rates, which the rows are looked up for
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
     counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
 
-    def look_up(self, storage: Storage, access: Access) -> Tensor:
-        """Rows of a storage, which keeps them at hand for ``update`` if this is training."""
+    def look_up(self, storage: Storage, access: Access, lr: float) -> Tensor:
+        """Rows of a storage, which keeps them at hand for ``update`` if this is training; ``lr`` is
+        the rate of its optimizer.
+        """
         storage.prefetch(access.addresses)
         if self.training:
-            return storage.lookup(access, self.lr)
+            return storage.lookup(access, lr * self.lr_factor)
         rows = storage.lookup(access)
         storage.release(access.addresses)
         return rows
 
-    def update(self, storage: Storage, access: Access, grads: Tensor, step: int) -> None:
+    def update(self, storage: Storage, access: Access, grads: Tensor, lr: float, step: int) -> None:
         """A step on rows that were looked up, by this batch or by ones before it."""
-        storage.update(access, grads, self.lr, step)
+        storage.update(access, grads, lr * self.lr_factor, step)
         storage.release(access.addresses)
 
     def take_pending(self) -> Pending:
@@ -80,6 +84,7 @@ class Group(ABC, Generic[BatchT]):
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
         self._collected: list[tuple[GroupInFlight, list[Access], list[Tensor]]] = []
+        self._merged: Collected | None = None
 
     @abstractmethod
     def storages(self) -> list[tuple[Stack, Storage]]:
@@ -131,8 +136,30 @@ class Group(ABC, Generic[BatchT]):
         """Put aside for ``update`` what a batch gives this rank's storages."""
         self._collected.append((batch, accesses, grads))
 
-    def take_collected(self) -> tuple[GroupInFlight, int, list[tuple[Access, Tensor]]]:
-        """(the last batch kept, rows of all, one merged (access, gradients) per storage)."""
+    def gradient_squares(self) -> Tensor:
+        """Squares of the collected gradients, those of a row summed first: 0-d float64, which adds
+        up over the ranks, for of rows that all of them hold the first rank counts alone.
+        """
+        _, _, merged = self._merged = self._merged or self._merge()
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if self.plan.exchange == "local" and self.world.rank != self.plan.world.ranks[0]:
+            return total
+        for (access, grads), (_, storage) in zip(merged, self.storages(), strict=True):
+            total += sum_of_squares(storage, access, grads)
+        return total
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what was collected by ``factor``, 0-d."""
+        last, num_rows, merged = self._merged or self._merge()
+        scaled = [(access, grads * factor.to(grads.dtype)) for access, grads in merged]
+        self._merged = (last, num_rows, scaled)
+
+    def take_collected(self) -> "Collected":
+        """What is there for ``update``; it can be taken once."""
+        taken, self._merged = self._merged or self._merge(), None
+        return taken
+
+    def _merge(self) -> "Collected":
         kept, self._collected = self._collected, []
         if not kept:
             raise RuntimeError(f"{self.plan.name}: an update without collected gradients")

@@ -104,7 +104,9 @@ class AddressedGroup(Group[BatchT]):
             m.addresses.access(ids, pooled=pooled, absent=m.storage.absent) for m in self.members
         ]
         parts = [
-            batch.look_up(member.storage, access).view(samples, self._width(member))
+            batch.look_up(member.storage, access, member.stack.optimizer.lr).view(
+                samples, self._width(member)
+            )
             for member, access in zip(self.members, batch.accesses, strict=True)
         ]
         if len(parts) == 1:
@@ -128,7 +130,8 @@ class AddressedGroup(Group[BatchT]):
         for index in range(len(self.plan.stacks)):
             if index in mine:
                 access, grad = merged[mine[index]]
-                last.update(self.members[mine[index]].storage, access, grad, step)
+                member = self.members[mine[index]]
+                last.update(member.storage, access, grad, member.stack.optimizer.lr, step)
             elif index in self.plan.shared_state:
                 size = self.plan.squares_sent(index, 0, self._num_rows)
                 self.boxing.run(self._row_state_steps(index, size), None, GRADIENTS)

@@ -1,4 +1,6 @@
-"""What the host must know of a batch before its rows can travel: all groups' counts in one read.
+"""What the host must know of a batch before its rows can travel: everything in one read.
+
+That is how many ids the lists hold for each rank, and the counts of all groups.
 
 On CUDA a stream of its own takes them, so that neither the host nor the batch before waits; on CPU
 they are read where they are needed, for a transfer's wait there is the host's.
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
+from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
 from sbpflow.runtime.late_read import LateRead
 
 
@@ -21,16 +24,17 @@ class CountReader:
         self._groups, self._device = groups, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, parts: Sequence[GroupInFlight]) -> "CountsUnderWay":
-        """After the groups' ``begin``."""
-        under_way = CountsUnderWay(self, parts)
+    def start(self, ids: IdsUnderWay, parts: Sequence[GroupInFlight]) -> "CountsUnderWay":
+        """After the ids' and the groups' ``begin``."""
+        under_way = CountsUnderWay(self, ids, parts)
         if self._stream is not None:
             under_way.copy()
         return under_way
 
-    def counts_of(self, parts: Sequence[GroupInFlight]) -> list[Tensor | None]:
-        """Of each group, as its ranks told them."""
-        return [group.counts(part) for group, part in zip(self._groups, parts, strict=True)]
+    def counts_of(self, ids: IdsUnderWay, parts: Sequence[GroupInFlight]) -> list[Tensor | None]:
+        """Of the lists of ids, then of each group, as its ranks told them."""
+        groups = zip(self._groups, parts, strict=True)
+        return [ids.sizes(), *(group.counts(part) for group, part in groups)]
 
     def beside(self) -> AbstractContextManager[object]:
         """The stream that takes them, after what the current one was told."""
@@ -43,8 +47,10 @@ class CountReader:
 class CountsUnderWay:
     """One batch's counts."""
 
-    def __init__(self, reader: CountReader, parts: Sequence[GroupInFlight]) -> None:
-        self._reader, self._parts = reader, parts
+    def __init__(
+        self, reader: CountReader, ids: IdsUnderWay, parts: Sequence[GroupInFlight]
+    ) -> None:
+        self._reader, self._ids, self._parts = reader, ids, parts
         self._late: LateRead | None = None
         # Kept until they were read: of the side stream's reads the allocator knows nothing.
         self._found: list[Tensor | None] | None = None
@@ -52,17 +58,17 @@ class CountsUnderWay:
     def copy(self) -> None:
         """Send them to the host."""
         with self._reader.beside():
-            self._found = self._reader.counts_of(self._parts)
+            self._found = self._reader.counts_of(self._ids, self._parts)
             told = [counts for counts in self._found if counts is not None]
             self._late = LateRead(torch.cat(told)) if told else None
 
     def finish(self) -> None:
-        """Give every group's part its ``counts``."""
+        """Give the ids and every group's part their ``counts``."""
         if self._found is None:
             self.copy()
         numbers: list[int] = [] if self._late is None else self._late.wait().tolist()
         at = 0
-        for part, counts in zip(self._parts, self._found or [], strict=True):
+        for part, counts in zip((self._ids, *self._parts), self._found or [], strict=True):
             size = 0 if counts is None else counts.numel()
             part.counts, at = numbers[at : at + size], at + size
         self._found = self._late = None

@@ -1,7 +1,8 @@
 """Ids on their way to the ranks that look them up for the whole batch, in three moves.
 
 ``begin`` starts the matrix and the lengths of the lists, ``advance`` what the lists hold, for the
-lengths say how much that is, and ``finish`` waits. Between them the caller computes.
+lengths say how much that is, and ``finish`` waits. Between them the caller computes, and the host
+reads how much it is together with what else it must know of the batch (``counts``).
 """
 
 from functools import lru_cache
@@ -15,7 +16,6 @@ from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, ExchangeStep
 from sbpflow.errors import SbpError
-from sbpflow.sbp.sbp import balanced_sizes
 
 IDS = "ids"
 
@@ -32,6 +32,11 @@ class IdTransfer:
         self.sent_lists = self._index(plan.sent_lists)
         self.whole = plan.sent_columns == tuple(range(plan.ids.num_columns))
         self.places = [self._index(places) for places in plan.needed_lists]
+        num_lists = 1 + max((n for places in plan.needed_lists for n in places), default=-1)
+        self.needs = torch.zeros(num_lists, self.world.size, dtype=torch.int64)
+        for rank, places in enumerate(plan.needed_lists):
+            self.needs[list(places), rank] = 1
+        self.needs = self.needs.to(self.world.device)  # [lists, ranks]: which looks up which
         self.exchange = Exchange(self.world, IDS)
 
     def begin(self, ids: BatchIds, num_rows: int) -> "IdsUnderWay":
@@ -50,6 +55,7 @@ class IdsUnderWay:
         self._matrix = self._lengths = None
         self._values: list[tuple[ExchangeStep, Pending, int]] = []
         self._received: Tensor | None = None
+        self.counts: list[int] = []  # ``sizes``, as the host reads them
         boxing = transfer.boxing
         if transfer.sent_columns.numel():
             send = ids.matrix
@@ -60,21 +66,31 @@ class IdsUnderWay:
             lengths = ids.lists.lengths.index_select(1, transfer.sent_lists)
             self._lengths = boxing.start(transfer.length_steps(num_rows), lengths, IDS)
 
-    def advance(self) -> None:
-        """The lengths are here: start what the lists hold."""
-        if self._lengths is None:
-            return
+    def sizes(self) -> Tensor | None:
+        """Ids in the lists that go to each rank, then in those that each sends here, [2 x ranks]
+        int64; ``None`` if no list travels. Takes the lengths that ``begin`` sent on their way.
+        """
         transfer, lists = self._transfer, self._ids.lists
+        if self._lengths is None:
+            return None
         self._received = self._lengths.wait()
-        steps = transfer.list_steps(self._num_rows)
-        if not steps or lists is None:
+        if lists is None or not transfer.list_steps(self._num_rows):
+            return None
+        lengths = lists.lengths.sum(0, dtype=torch.int64)[: transfer.needs.shape[0]]
+        return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._coming()])
+
+    def advance(self) -> None:
+        """``counts`` is here: start what the lists hold."""
+        transfer, lists = self._transfer, self._ids.lists
+        if not self.counts or lists is None:
             return
-        parts = [lists.take(places) for places in transfer.places]
-        out = [part.values.numel() for part in parts]
-        into = self._counts()
+        size = transfer.world.size
+        out, into = self.counts[:size], self.counts[size:]
+        parts = [lists.take(places, n) for places, n in zip(transfer.places, out, strict=True)]
         payloads = [torch.cat([part.values for part in parts])]
         if transfer.plan.weighted:
             payloads.append(torch.cat([_weights(part) for part in parts]))
+        steps = transfer.list_steps(self._num_rows)
         self._values = [
             (step, transfer.exchange.start(step, payload, out, into), sum(into))
             for step, payload in zip(steps, payloads, strict=True)
@@ -102,16 +118,17 @@ class IdsUnderWay:
         weights = values[1] if len(values) > 1 else None
         return BatchIds(matrix, Lists(self._received, values[0], weights))
 
-    def _counts(self) -> list[int]:
-        """Ids that each rank sends here: the lengths of its samples' lists."""
+    def _coming(self) -> Tensor:
+        """[ranks] int64, ids that each rank sends here: the lengths of its samples' lists."""
         world = self._transfer.world
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
-            return [0] * world.size
+            return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        sums = [
-            part.sum() for part in samples.split(list(balanced_sizes(self._num_rows, world.size)))
-        ]
-        return torch.stack(sums).tolist()
+        each, longer = divmod(self._num_rows, world.size)  # as ``balanced_sizes`` cuts a batch
+        first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
+        return torch.cat(
+            [first.view(longer, each + 1).sum(1), rest.view(world.size - longer, each).sum(1)]
+        )
 
 
 def _weights(lists: Lists) -> Tensor:

@@ -93,7 +93,7 @@ class RowGroup(Group[RowsInFlight]):
 
     def update(self, step: int) -> None:
         last, _, ((access, grad),) = self.take_collected()
-        last.update(self._storage, access, grad, step)
+        last.update(self._storage, access, grad, self._stack.optimizer.lr, step)
 
 
 class UniqueGroup(RowGroup):
@@ -137,7 +137,8 @@ class UniqueGroup(RowGroup):
         asked, into = batch.asked, batch.into
         ids = self._steps(batch.num_rows).ids
         batch.accesses = [Access(received(ids, batch.take_pending(), sum(into)))]
-        rows = batch.look_up(self._storage, batch.accesses[0])
+        lr = self._stack.optimizer.lr
+        rows = batch.look_up(self._storage, batch.accesses[0], lr)
         step = self._vector_step(batch)
         batch.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
@@ -190,8 +191,7 @@ class LocalRowsGroup(RowGroup):
         if not batch.training:
             return
         steps = self._steps(batch.num_rows)
-        rows = self._for_all(batch.wanted.rows())
-        batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
+        batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
 
     def look_up(self, batch: RowsInFlight) -> None:
         if batch.pending is not None:
@@ -206,9 +206,5 @@ class LocalRowsGroup(RowGroup):
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self._steps(batch.num_rows).gradients
-        sums = self._for_all(self.row_gradients(batch, grad))
-        batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
-
-    def _for_all(self, rows: Tensor) -> Tensor:
-        """The same rows, once for every rank."""
-        return rows.repeat(self.world.size, *[1] * (rows.ndim - 1))
+        sums = self.row_gradients(batch, grad)
+        batch.pending = self._gradients.start_for_all(step, sums, batch.into)

@@ -40,20 +40,24 @@ class Lists:
         flat = self.lengths.reshape(-1).to(torch.int64)
         return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
 
-    def take(self, places: Tensor) -> "Lists":
-        """The lists of these places, in this order, of every sample."""
+    def take(self, places: Tensor, total: int | None = None) -> "Lists":
+        """The lists of these places, in this order, of every sample.
+
+        ``total`` is how many ids they hold; without it the host asks the device.
+        """
         lengths = self.lengths.index_select(1, places)
-        source = positions(self.starts().index_select(1, places), lengths)
+        source = positions(self.starts().index_select(1, places), lengths, total)
         weights = None if self.weights is None else self.weights.index_select(0, source)
         return Lists(lengths, self.values.index_select(0, source), weights)
 
 
-def positions(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Positions of all elements of runs that begin at ``starts``, run by run."""
+def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """Positions of all elements of runs that begin at ``starts``, run by run; ``total`` of them."""
     flat = lengths.reshape(-1).to(torch.int64)
     ends = torch.cumsum(flat, 0)
     shift = starts.reshape(-1) - (ends - flat)
-    total = int(ends[-1]) if flat.numel() else 0
+    if total is None:
+        total = int(ends[-1]) if flat.numel() else 0
     within = torch.arange(total, device=flat.device)
     return within + torch.repeat_interleave(shift, flat, output_size=total)
 

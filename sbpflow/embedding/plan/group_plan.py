@@ -11,7 +11,6 @@ import torch
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.sbp.layout import Layout
@@ -75,7 +74,6 @@ class GroupPlan:
     output: OutputConfig
     exchange: Exchange
     stacks: tuple[Stack, ...]
-    optimizer: SparseOptimizer
     shared_state: tuple[int, ...]
     world: Placement
     dtype: torch.dtype
@@ -293,14 +291,17 @@ class GroupPlan:
         lookups = sum(stack.lookups() for stack in self.stacks)
         mine = -(-num_rows // size) * lookups  # of one rank, at most
         rows = num_rows * lookups  # of all ranks together: each lookup moves one row, at most
-        fans = 1
+        fans, collective = 1, "all_to_all"
         if self.exchange == "local":
-            fans = size - 1  # copies of what each rank sends
+            fans, collective = size - 1, "all_gather"  # each rank's go to all others
         ids, item = self.address_dtype(), self.wire.itemsize
         pairs = size * (size - 1)
-        counts = self._row_step("fwd/counts", torch.int64, 8 * (size - 1), 8 * pairs, "row counts")
+        counts = self._row_step(
+            "fwd/counts", "all_to_all", torch.int64, 8 * (size - 1), 8 * pairs, "row counts"
+        )
         asked = self._row_step(
             "fwd/ids",
+            collective,
             ids,
             mine * fans * ids.itemsize,
             rows * fans * ids.itemsize,
@@ -308,6 +309,7 @@ class GroupPlan:
         )
         vectors = self._row_step(
             "fwd/vectors",
+            "all_to_all",
             self.wire,
             (num_rows - num_rows // size) * lookups * dim * item,  # of an owner of all rows
             rows * dim * item,
@@ -315,6 +317,7 @@ class GroupPlan:
         )
         gradients = self._row_step(
             "bwd/vectors",
+            collective,
             self.gradient_wire,
             mine * fans * dim * self.gradient_wire.itemsize,
             rows * fans * dim * self.gradient_wire.itemsize,
@@ -328,11 +331,17 @@ class GroupPlan:
         )
 
     def _row_step(
-        self, suffix: str, dtype: torch.dtype, of_one: int, of_all: int, what: str
+        self,
+        suffix: str,
+        collective: str,
+        dtype: torch.dtype,
+        of_one: int,
+        of_all: int,
+        what: str,
     ) -> ExchangeStep:
         return ExchangeStep(
             id=f"{self.name}/{suffix}",
-            collective="all_to_all",
+            collective=collective,
             group=self.world.ranks,
             dtype=dtype,
             bound_bytes=of_one,

@@ -115,18 +115,16 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
         same = sum(1 for other in members if other.exchange == key.exchange)
         number = f".{sum(1 for g in groups if g.exchange == key.exchange)}" if same > 1 else ""
         stacks = _stacks_of(tables, context)
-        optimizer = key.optimizer
         groups.append(
             GroupPlan(
                 name=f"{output.name}/{key.exchange}{number}",
                 output=output,
                 exchange=key.exchange,
                 stacks=stacks,
-                optimizer=optimizer,
                 shared_state=tuple(
                     i
                     for i, stack in enumerate(stacks)
-                    if optimizer.shares_row_state and stack.is_column_split()
+                    if stack.optimizer.shares_row_state and stack.is_column_split()
                 ),
                 world=context.world,
                 dtype=context.dtype,
@@ -140,52 +138,60 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
 
 @dataclass(frozen=True, slots=True)
 class _GroupKey:
-    """Tables of one output with equal keys travel together; ``alike`` has what else decides."""
+    """Tables of one output with equal keys travel together; ``alike`` has what else decides.
+
+    Optimizers differ between the stacks of a group. Only where rows travel is there one stack to a
+    group, whose rows have one numbering, and so one optimizer.
+    """
 
     exchange: Exchange
     wire: torch.dtype
-    optimizer: SparseOptimizer
     whole_gradients: bool = False
     alike: tuple[object, ...] = ()
 
 
 def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
     given = context.layouts[table.name]
-    wire, rule = given.wire or context.dtype, table.optimizer or context.optimizer
+    wire = given.wire or context.dtype
     if context.world.size == 1:
-        return _GroupKey("local", context.dtype, rule)
+        return _GroupKey("local", context.dtype)
     if given.exchange == "reduce":
         placement = given.layout.placement
         split = _column_split(given.layout) if output.combine == "sum" else None
-        return _GroupKey("reduce", wire, rule, alike=(placement.ranks, placement.shape, split))
+        return _GroupKey("reduce", wire, alike=(placement.ranks, placement.shape, split))
     if given.exchange == "local":
         lookups = context.batch_size * sum(
             feature.hotness for feature in context.features if feature.name in table.features
         )
         if whole_gradients_are_less(table, lookups, context.world.size):
-            return _GroupKey("local", wire, rule, whole_gradients=True)
+            return _GroupKey("local", wire, whole_gradients=True)
     if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
-        return _GroupKey(
-            given.exchange, wire, rule, alike=(table.dim, table.name in context.ragged)
-        )
-    return _GroupKey(given.exchange, wire, rule)
+        alike = (table.dim, table.name in context.ragged, _rule_of(table, context), table.kernel)
+        return _GroupKey(given.exchange, wire, alike=alike)
+    return _GroupKey(given.exchange, wire)
+
+
+def _rule_of(table: TableConfig, context: _Context) -> SparseOptimizer:
+    return table.optimizer or context.optimizer
 
 
 def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...]:
     stacks: dict[tuple[object, ...], list[TableConfig]] = {}
     for table in tables:
         split = _column_split(context.layouts[table.name].layout)
-        key = (table.dim, split, table.name in context.ragged)
+        rule = _rule_of(table, context)
+        key = (table.dim, split, table.name in context.ragged, rule, table.kernel)
         stacks.setdefault(key, []).append(table)
     return tuple(
         Stack(
             tables=tuple(members),
             layouts=tuple(context.layouts[table.name].layout for table in members),
             uses=tuple(use for table in members for use in _uses_of(table, ragged, context)),
+            optimizer=_rule_of(members[0], context),
             ragged=ragged,
         )
-        for (_, _, ragged), members in cast(
-            "dict[tuple[object, object, bool], list[TableConfig]]", stacks
+        for (_, _, ragged, *_), members in cast(
+            "dict[tuple[object, object, bool, object, object], list[TableConfig]]", stacks
         ).items()
     )
 

@@ -113,7 +113,8 @@ def _add_step(ranks: dict[int, _Rank], step: Step) -> int:
 def _add_stack(cost: _Rank, group: GroupPlan, stack: Stack, rank: int, num_rows: int) -> None:
     """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds."""
     size = group.world.size
-    states = len(group.optimizer.state_names) if group.optimizer.name != "rowwise_adagrad" else 1
+    rule = stack.optimizer
+    states = len(rule.state_names) if rule.name != "rowwise_adagrad" else 1
     shards = {shard.table.name: shard for shard in stack.shards(rank)}
     rows_travel = size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients
     for use in stack.uses:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig, shard_on
 from sbpflow.sbp.layout import Layout
 
@@ -30,12 +31,14 @@ class Use:
 class Stack:
     """Tables of equal dim whose parts every rank stores as one block of rows, all equally wide.
 
-    ``ragged``: its ids come as lists, weighted or of any length; else as columns of a matrix.
+    ``optimizer`` updates every one of them. ``ragged``: its ids come as lists, weighted or of any
+    length; else as columns of a matrix.
     """
 
     tables: tuple[TableConfig, ...]
     layouts: tuple[Layout, ...]
     uses: tuple[Use, ...]
+    optimizer: SparseOptimizer
     ragged: bool = False
 
     @property

@@ -4,6 +4,7 @@ Values only. The shard list (EMBark's (table, row shard, column shard) -> rank) 
 layout here and nowhere else.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,8 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
+KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
+INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,8 @@ class TableConfig:
     """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
     ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
-    ``optimizer`` updates it in place of the plan's.
+    ``optimizer`` updates it in place of the plan's, and ``kernel`` is asked for in place of the
+    run's. It starts as U(-initial_range, initial_range).
     """
 
     name: str
@@ -54,6 +58,8 @@ class TableConfig:
     dim: int
     pooling: Pooling = "sum"
     optimizer: SparseOptimizer | None = None
+    initial_range: float = INITIAL_RANGE
+    kernel: KernelRequest | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
@@ -62,6 +68,11 @@ class TableConfig:
             )
         if self.pooling not in ("sum", "mean"):
             raise ConfigError(f"table {self.name}: pooling {self.pooling!r}; use sum or mean")
+        if not 0.0 <= self.initial_range < math.inf:
+            raise ConfigError(
+                f"table {self.name}: initial_range {self.initial_range}; use a finite number of 0 "
+                "or more, for example 0.05"
+            )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
                 f"table {self.name}: features {list(self.features)}; name one or more, each once"

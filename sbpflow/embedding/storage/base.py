@@ -8,6 +8,7 @@ loops that numba compiles for the CPU.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sbpflow.embedding.storage.access import Access
@@ -58,6 +59,14 @@ class Storage(Protocol):
         """
         ...
 
+    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """(unique rows, the bags' ``grads`` summed per row [unique, width]).
+
+        Where addresses may be ``absent`` the two are of the batch's length, and the last row comes
+        again and again.
+        """
+        ...
+
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         """One optimizer step on the rows of ``access`` from the gradients [bags, width].
 
@@ -69,3 +78,16 @@ class Storage(Protocol):
     def release(self, addresses: Tensor) -> None:
         """Rows that are not needed until the next prefetch."""
         ...
+
+
+def sum_of_squares(storage: Storage, access: Access, grads: Tensor) -> Tensor:
+    """Over the rows stored here, of the gradients that an update with these would sum: 0-d float64.
+
+    Each row's columns first, so that duplicates count as the one gradient that they make.
+    """
+    rows, sums = storage.row_gradients(access, grads)
+    squares = sums.to(torch.float64).square().sum(1)
+    if storage.absent is None or rows.numel() == 0:
+        return squares.sum()
+    first_time = torch.arange(rows.numel(), device=rows.device) <= access.runs().number[-1]
+    return torch.where(first_time & (rows != storage.absent), squares, 0.0).sum()

@@ -70,6 +70,9 @@ class FbgemmStorage:
         access.graph = self._run(access, lr)
         return access.graph.detach()
 
+    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
+        return access.row_gradients(grads)
+
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         del step  # none of its rules counts
         graph, access.graph = access.graph, None

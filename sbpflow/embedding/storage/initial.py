@@ -13,9 +13,10 @@ LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
 
 
-def fill_shard(stored: StoredShard, *, seed: int, bound: float) -> None:
-    """U(-bound, bound) by (seed, table, row, column), as ``streams.fill_uniform``."""
+def fill_shard(stored: StoredShard, *, seed: int) -> None:
+    """U(-initial_range, initial_range) by (seed, table, row, column), as ``fill_uniform``."""
     out, shard = stored.weights, stored.shard
+    bound = shard.table.initial_range
     compiled_here = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
     if out.device.type != "cpu" or not compiled_here or find_spec("numba") is None:
         fill_uniform(

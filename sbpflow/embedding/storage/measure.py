@@ -82,7 +82,7 @@ class StackShape:
             per_bag=max(use.hotness for use in stack.uses),
             lists=lists,
             home_ids=-(-num_rows // size) * stack.lookups() if lists else 0,
-            optimizer=group.optimizer,
+            optimizer=stack.optimizer,
             dtype=group.dtype,
             row_dtype=row_dtype,
         )

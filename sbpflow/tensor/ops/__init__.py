@@ -6,20 +6,28 @@ through them gives gradients in the dual layouts without further code.
 
 from sbpflow.tensor.ops.elementwise import add, cast, dropout, mul, nonlinear, relu, scale
 from sbpflow.tensor.ops.indexing import gather
-from sbpflow.tensor.ops.loss import bce_with_logits
+from sbpflow.tensor.ops.interactions import dot_interaction, fm_interaction
+from sbpflow.tensor.ops.loss import bce_with_logits, class_weights, focal_weights, smooth_labels
 from sbpflow.tensor.ops.matmul import bias_add, linear, linear_of_parts, matmul
+from sbpflow.tensor.ops.norms import batch_norm, layer_norm
 from sbpflow.tensor.ops.reductions import reduce_max, reduce_mean, reduce_sum
 from sbpflow.tensor.ops.shapes import concat, flatten, reshape
 
 __all__ = [
     "add",
+    "batch_norm",
     "bce_with_logits",
     "bias_add",
     "cast",
+    "class_weights",
     "concat",
+    "dot_interaction",
     "dropout",
     "flatten",
+    "fm_interaction",
+    "focal_weights",
     "gather",
+    "layer_norm",
     "linear",
     "linear_of_parts",
     "matmul",
@@ -31,4 +39,5 @@ __all__ = [
     "relu",
     "reshape",
     "scale",
+    "smooth_labels",
 ]

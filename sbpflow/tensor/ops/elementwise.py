@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sbpflow.errors import SbpError
 from sbpflow.runtime.streams import stream_key
-from sbpflow.sbp.layout import Layout
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
@@ -21,6 +20,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.signature import Choice, Rule
 
 Kernel = Callable[..., Tensor]
+# Of a dropout mask, see _kept: more blocks mean more small draws, fewer of them more rows in vain.
+_BLOCKS, _LEAST_ROWS = 16, 32
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
@@ -79,23 +80,22 @@ def dropout(
 
     ``S(i) -> S(i), B -> B``
 
-    The mask is a function of ``seed``, ``id`` and the position of the part, so ranks that hold the
-    same data draw the same mask. Pass another seed at every step, and another ``id`` at every call
-    of a step.
+    The mask of an element is a function of ``seed``, ``id`` and its place in the whole tensor,
+    whatever the layout and the number of ranks. Pass another seed at every step, and another ``id``
+    at every call of a step.
     """
     if not 0.0 <= p < 1.0:
         raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
     check_floating("dropout", x)
+    name = id or "dropout"
     if not training or p == 0.0:
         return x
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         if parts[0].is_meta:  # a dry run has no values to drop
             return parts[0] * 1.0
-        start = ",".join(map(str, _starts(choice.output, x.shape, x.boxing.world.rank)))
-        generator = torch.Generator(parts[0].device)
-        generator.manual_seed(stream_key(seed, f"{id or 'dropout'}/{start}"))
-        keep = torch.empty_like(parts[0]).bernoulli_(1.0 - p, generator=generator)
+        held = choice.output.part_slices(x.shape, x.boxing.world.rank) or ()
+        keep = _kept(parts[0], x.shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
         return parts[0] * keep.div_(1.0 - p)
 
     return apply(_elementwise("dropout", x.ndim), [x], x.shape, kernel, id=id)
@@ -177,5 +177,27 @@ def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTen
     )
 
 
-def _starts(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return tuple(extent.start for extent in layout.part_slices(shape, rank) or ())
+def _kept(
+    part: Tensor,
+    shape: tuple[int, ...],
+    held: tuple[slice, ...],
+    share: float,
+    key: Callable[[int], int],
+) -> Tensor:
+    """1 with probability ``share`` and 0 else, for the part ``held`` of a tensor of ``shape``.
+
+    The whole tensor has blocks of rows, some 16 of them, whose numbers are drawn one block after
+    the other, block n from ``key(n)``. Those that the part touches are drawn whole, and cut: a part
+    does not know how many numbers come before it in one stream over all.
+    """
+    if not held or not part.numel():
+        return torch.empty_like(part)
+    rows = max(_LEAST_ROWS, -(-shape[0] // _BLOCKS))
+    first, last = held[0].start // rows, -(-held[0].stop // rows)
+    drawn = part.new_empty((last - first) * rows, *shape[1:])
+    generator = torch.Generator(part.device)
+    for number, block in enumerate(drawn.split(rows), first):
+        generator.manual_seed(key(number))
+        block.bernoulli_(share, generator=generator)
+    offset = first * rows
+    return drawn[(slice(held[0].start - offset, held[0].stop - offset), *held[1:])].contiguous()

@@ -12,6 +12,7 @@ from sbpflow.tensor.dispatch import (
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.ops.elementwise import nonlinear
 from sbpflow.tensor.ops.reductions import reduce_mean, reduce_sum
 from sbpflow.tensor.signature import Choice
 
@@ -48,3 +49,47 @@ def bce_with_logits(
         return loss
     reduce = reduce_sum if reduction == "sum" else reduce_mean
     return reduce(loss, id=f"{id}.{reduction}")
+
+
+def smooth_labels(labels: GlobalTensor, smoothing: float) -> GlobalTensor:
+    """Labels 0 and 1 as smoothing / 2 and 1 - smoothing / 2.
+
+    ``S(i) -> S(i), B -> B``
+    """
+    return nonlinear(
+        "smooth_labels", lambda y: y * (1.0 - smoothing) + smoothing / 2.0, labels, id="smooth"
+    )
+
+
+def class_weights(labels: GlobalTensor, positive: float) -> GlobalTensor:
+    """``positive`` for labels 1, and 1 for labels 0.
+
+    ``S(i) -> S(i), B -> B``
+    """
+    return nonlinear(
+        "class_weights", lambda y: 1.0 + y * (positive - 1.0), labels, id="class_weights"
+    )
+
+
+def focal_weights(
+    logits: GlobalTensor, labels: GlobalTensor, gamma: float, *, id: str = "focal"
+) -> GlobalTensor:
+    """(1 - p) ** gamma, with p the chance that sigmoid(logits) gives to the label, 0 or 1.
+
+    ``S(i) x S(i) -> S(i), B x B -> B``
+
+    The factor of the focal loss: T.-Y. Lin et al., Focal loss for dense object detection, 2017,
+    equation 4. Its gradient is taken, too.
+    """
+    check_tensors("focal_weights", logits, labels)
+    check_floating("focal_weights", logits)
+    letters = letters_for(logits.ndim)
+    op_rule = cached_rule(
+        "focal_weights", (letters, letters), letters, "".join(f"{a},{a}->{a};" for a in letters)
+    )
+
+    def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
+        margins = parts[0] * (2.0 * parts[1].to(parts[0].dtype) - 1.0)
+        return (gamma * F.logsigmoid(-margins)).exp()
+
+    return apply(op_rule, [logits, labels], logits.shape, kernel, id=id)

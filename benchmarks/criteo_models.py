@@ -1,0 +1,162 @@
+"""Genuine Criteo rows: each model against plain PyTorch, and bf16 against float32, by test AUC.
+
+    python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
+
+Without --input it takes the file that SBPFLOW_CRITEO_ROWS names, or says that it skips; --data
+takes a set that is prepared (time split 80/10/10). One epoch per seed of configs/MODEL.yaml by
+train.py, with and without model.autocast: bf16, and of the same shape in benchmarks/plain_models.py
+(Wide & Deep: plain_wdl.py), which shares no model or engine code. Both take the same rows in the
+same order from the same starting values, for seeds of so few rows are 0.01 apart; masks of dropout
+are each one's own. --worker is the plain side.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.cpu_criteo import run
+from benchmarks.plain_models import (
+    PlainDcn,
+    PlainDeepFm,
+    PlainDlrm,
+    PlainModel,
+    named_layers,
+    start_as_sbpflow,
+)
+from benchmarks.plain_wdl import PlainWideDeep, Rows, auc
+from benchmarks.record import Results
+from data import fields_of, load_manifest
+from data.read.loaders import open_loaders
+from sbpflow.config.schema import DataConfig
+
+MODELS = ("wdl", "dlrm", "deepfm", "dcnv2")
+KINDS = {"float32": (), "bf16": ("model.autocast=bf16",)}
+BATCH = 1024
+
+
+def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict[str, float]:
+    """One run of train.py; its last event."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    config = ("--config", f"configs/{model}.yaml", f"run.dir={folder}", f"data.path={data}")
+    run(*launch, "train.py", *config, "data.shuffle=rows", "train.progress=false", *words)
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
+    """The shape of configs/MODEL.yaml, with the starting values of a run of this seed."""
+    sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
+    if model == "wdl":
+        net = PlainWideDeep(rows, 16, [400, 400], 0.2)
+        found = named_layers("mlp", net.mlp)
+        tables = zip(names, [*net.deep, *net.wide], strict=True)
+        for name, table in tables:
+            found[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
+        start_as_sbpflow(found, seed)
+        return net
+    kinds = {
+        "dlrm": lambda: PlainDlrm(sizes, numbers, 16, (256, 64), (400, 400), sparse=True),
+        "deepfm": lambda: PlainDeepFm(sizes, numbers, 16, (400, 400), dropout=0.2, sparse=True),
+        "dcnv2": lambda: PlainDcn(sizes, numbers, 16, (400, 400), dropout=0.2, sparse=True),
+    }
+    made: PlainModel = kinds[model]()
+    start_as_sbpflow(made.named(names), seed)
+    return made
+
+
+def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
+    """One epoch in one process over the batches of the run; test scores."""
+    torch.manual_seed(seed)
+    manifest = load_manifest(data)
+    names = [one.name for one in fields_of(manifest).ids]
+    net = make_plain(model, Rows(data, "test"), names, seed)
+    dense = net.others() if isinstance(net, PlainModel) else net.mlp.parameters()
+    optimizers = [
+        torch.optim.SparseAdam(net.tables(), lr=1e-3),
+        torch.optim.Adam(list(dense), lr=1e-3),
+    ]
+    config = DataConfig(path=data, batch_size=BATCH, shuffle="rows", loader="memmap")
+    loaders = open_loaders(manifest, config, 0, 1, seed=seed, device=torch.device("cpu"))
+    start = time.perf_counter()
+    for batch in loaders["train"].epoch(0):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        logits = net(batch.dense, batch.ids.long())
+        F.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    seconds = time.perf_counter() - start
+    for loader in loaders.values():
+        loader.close()
+    net.eval()
+    held = Rows(data, "test")
+    with torch.no_grad():
+        parts = zip(held.dense.split(8192), held.ids.split(8192), strict=True)
+        scores = torch.cat([net(dense, ids) for dense, ids in parts])
+    loss = F.binary_cross_entropy_with_logits(scores.double(), held.labels.double())
+    return {
+        "seed": seed,
+        "auc": auc(scores, held.labels),
+        "logloss": float(loss),
+        "samples_per_s": round(manifest.splits["train"] / seconds),
+    }
+
+
+def compare(model: str, data: Path, folder: Path, ranks: int, seeds: list[int]) -> None:
+    """Lines of one model, in place of those it had."""
+    results = Results("criteo_models", f"criteo_{model}")
+    found: dict[str, list[float]] = {}
+    for kind, words in KINDS.items():
+        for seed in seeds:
+            final = train(model, ranks, data, folder, f"run.seed={seed}", *words)
+            line = {key: final[key] for key in ("auc", "logloss", "samples_per_s")}
+            results.add(model=f"sbpflow {kind}", seed=seed, world_size=ranks, **line)
+            found.setdefault(f"sbpflow {kind}", []).append(final["auc"])
+    words = ("--worker", "--models", model, "--data", str(data), "--seeds", *map(str, seeds))
+    for text in run("-m", "benchmarks.criteo_models", *words).splitlines():
+        line = json.loads(text)
+        results.add(model="plain torch", world_size=1, **line)
+        found.setdefault("plain torch", []).append(line["auc"])
+    means = {name: round(statistics.mean(values), 5) for name, values in found.items()}
+    results.add(
+        means=means,
+        from_plain_torch=round(means["sbpflow float32"] - means["plain torch"], 5),
+        of_bf16=round(means["sbpflow bf16"] - means["sbpflow float32"], 5),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"))
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    args = parser.parse_args()
+    if args.worker:
+        for seed in args.seeds:
+            print(json.dumps(train_plain(args.models[0], args.data, seed)))
+            sys.stdout.flush()
+        return
+    if not args.input and args.data is None:
+        print("skipped: no genuine rows; give --input or set SBPFLOW_CRITEO_ROWS")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        data = args.data or Path(scratch) / "criteo"
+        if args.data is None:
+            run("-m", "data", "prepare", "--input", args.input, "--output", str(data))
+        for model in args.models:
+            compare(model, data, Path(scratch) / "run", args.ranks, args.seeds)
+
+
+if __name__ == "__main__":
+    main()

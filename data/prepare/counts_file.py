@@ -1,0 +1,54 @@
+"""What one machine counted of a vocabulary, as files that others add up with their own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from data.format.npy import file_crc32
+from data.prepare.distinct import FieldCounts
+from data.prepare.workspace import DamagedWork, read_record, write_record
+
+COUNTS_KEYS = ("files", "crc32", "values", "missing")
+
+
+@dataclass(frozen=True)
+class PartCounts:
+    """The values that one machine counted: ``rows`` as ``count_fields`` takes them."""
+
+    rows: pl.LazyFrame
+    values: int
+    missing: int
+
+
+def counts_record(folder: Path, name: str, part: int) -> Path:
+    """Where it says that ``part`` has counted vocabulary ``name``."""
+    return folder / f"{name}.counted-{part}.json"
+
+
+def write_counts(folder: Path, name: str, part: int, counted: FieldCounts) -> None:
+    """Write the values, a block a file, and then the record."""
+    files: list[str] = []
+    for number, frame in enumerate(counted.frames()):
+        files.append(f"{name}.counted-{part}-{number}.arrow")
+        frame.write_ipc(folder / files[-1], compression="uncompressed")
+    content = {
+        "files": files,
+        "crc32": [file_crc32(folder / file) for file in files],
+        "values": len(counted.keys),
+        "missing": counted.missing,
+    }
+    write_record(counts_record(folder, name, part), content)
+
+
+def read_counts(folder: Path, name: str, part: int) -> PartCounts:
+    """What ``write_counts`` wrote; DamagedWork if it is not that."""
+    path = counts_record(folder, name, part)
+    record = read_record(path, COUNTS_KEYS)
+    if record is None:
+        raise DamagedWork(f"{path}: is not what was written there")
+    for file, crc32 in zip(record["files"], record["crc32"], strict=True):
+        if not (folder / file).is_file() or file_crc32(folder / file) != crc32:
+            raise DamagedWork(f"{folder / file}: is not what was written there")
+    rows = pl.concat([pl.scan_ipc(folder / file) for file in record["files"]])
+    return PartCounts(rows, record["values"], record["missing"])

@@ -1,0 +1,159 @@
+"""DCN-V2: explicit crosses of all vectors, x <- x0 * (W x + b) + x, and an MLP.
+
+Wang et al., DCN V2, WWW 2021, in the two forms that are measured in public: beside the MLP, with
+one linear over both (FuxiCTR's DCNv2 at 0245987; ``structure: parallel``), and below it (MLPerf:
+TorchRec's DLRM_DCN; ``structure: stacked``). W is full, or V, then W, of rank r with nothing
+between them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
+from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
+from sbpflow.config.parse import Example
+from sbpflow.errors import ConfigError
+from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DcnV2Config(ModelOptions):
+    """Shape of the model; ``cross_rank`` makes W a product of two of that rank.
+
+    ``numeric`` says how dense fields enter: each as a vector of its own times its value, through an
+    MLP of ``bottom`` and one more layer of ``embedding_dim`` as one vector, or as their values.
+    """
+
+    name: Literal["dcnv2"] = "dcnv2"
+    embedding_dim: Count = 16
+    cross_layers: Count = 3
+    cross_rank: Annotated[Count | None, Example(512)] = None
+    structure: Literal["parallel", "stacked"] = "parallel"
+    hidden: Widths = (500, 500, 500)
+    numeric: Literal["vectors", "bottom", "values"] = "vectors"
+    bottom: Widths = ()
+
+    def __post_init__(self) -> None:
+        self.check_options()
+        if not self.hidden:
+            raise ConfigError("model.hidden: [] has no layer; for example hidden: [500, 500]")
+        if self.bottom and self.numeric != "bottom":
+            raise ConfigError(
+                f"model.bottom: {list(self.bottom)} is for numeric: bottom, and numeric is "
+                f"{self.numeric}; remove bottom, or use numeric: bottom"
+            )
+
+    def spec(self, fields: Fields) -> "DcnV2Spec":
+        """The shapes over these columns; ConfigError without sparse fields."""
+        if not fields.sparse:
+            raise ConfigError(
+                "model.name: dcnv2 crosses embeddings, and the data has no sparse field; use "
+                "model.name: wdl"
+            )
+        numbers, dim = len(fields.dense), self.embedding_dim
+        bottom = MlpShape(
+            name="bottom",
+            inputs=numbers,
+            hidden=self.bottom,
+            outputs=dim,
+            last_relu=True,
+            norm=self.norm,
+        )
+        entering = {"vectors": numbers * dim, "bottom": dim if numbers else 0, "values": numbers}
+        deep = embedding_output("deep", fields.sparse, dim=dim, rules=self)
+        width = deep.width + entering[self.numeric]
+        stacked = self.structure == "stacked"
+        mlp = MlpShape(
+            name="mlp",
+            inputs=width,
+            hidden=self.hidden,
+            outputs=1 if stacked else 0,
+            norm=self.norm,
+            dropout=self.dropout,
+        )
+        return DcnV2Spec(
+            outputs=(deep,),
+            options=self,
+            bottom=bottom if self.numeric == "bottom" and numbers else None,
+            vectors=vector_specs(numbers, dim) if self.numeric == "vectors" else {},
+            numbers=numbers,
+            cross_layers=self.cross_layers,
+            cross_rank=self.cross_rank,
+            mlp=mlp,
+            stacked=stacked,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DcnV2Spec(LayeredSpec):
+    """Shapes of a DCN-V2 over given data; a ``ModelSpec``.
+
+    ``bottom`` and ``vectors`` are there where dense fields enter through them.
+    """
+
+    bottom: MlpShape | None
+    vectors: Mapping[str, ParameterSpec]
+    numbers: int
+    cross_layers: int
+    cross_rank: int | None
+    mlp: MlpShape
+    stacked: bool
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``cross.N.weight`` [n, n] or ``cross.N.v.weight`` [r, n] and ``cross.N.w.weight``."""
+        width = self.mlp.inputs
+        specs = {**self.vectors}
+        if self.bottom is not None:
+            specs |= self.bottom.parameters()
+        for index in range(self.cross_layers):
+            if self.cross_rank is None:
+                specs |= linear_specs(f"cross.{index}", width, width)
+            else:
+                specs |= linear_specs(f"cross.{index}.v", width, self.cross_rank, bias=False)
+                specs |= linear_specs(f"cross.{index}.w", self.cross_rank, width)
+        specs |= self.mlp.parameters()
+        if not self.stacked:
+            specs |= linear_specs("output", width + self.mlp.width, 1)
+        return specs
+
+    @cached_property
+    def buffers(self) -> Mapping[str, ParameterSpec]:
+        """The running statistics of batch norms."""
+        return {**(self.bottom.buffers() if self.bottom else {}), **self.mlp.buffers()}
+
+    def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
+        """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        start = self._inputs(layers, vectors["deep"], dense)
+        crossed = start
+        for index in range(self.cross_layers):
+            crossed = self._cross(layers, f"cross.{index}", start, crossed)
+        if self.stacked:
+            return layers.mlp(self.mlp, [crossed])
+        return layers.linear("output", [crossed, layers.mlp(self.mlp, [start])], whole=True)
+
+    def _inputs(self, layers: Layers[T], deep: T, dense: T) -> T:
+        """All that is crossed, side by side, in the dtype of the weights: [b, n].
+
+        The bottom's vector comes first, as in MLPerf; vectors or values of dense fields last.
+        """
+        concat = layers.functions.concat
+        if not self.numbers:
+            return deep
+        if self.bottom is not None:
+            first = layers.widen(layers.mlp(self.bottom, [dense]), "bottom")
+            return concat([first, deep], 1, id="inputs")
+        last = layers.numeric_vectors(dense) if self.vectors else dense
+        return concat([deep, last], 1, id="inputs")
+
+    def _cross(self, layers: Layers[T], name: str, start: T, x: T) -> T:
+        """``start * (W x + b) + x``; the product with W may be narrow, the sum is not."""
+        f = layers.functions
+        if self.cross_rank is None:
+            product = layers.linear(name, [x])
+        else:
+            product = layers.linear(f"{name}.w", [layers.linear(f"{name}.v", [x])])
+        product = layers.widen(product, name)
+        return f.add(f.mul(start, product, id=f"{name}.mul"), x, id=f"{name}.add")

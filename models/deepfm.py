@@ -1,0 +1,109 @@
+"""DeepFM: first order, pairs of vectors, and an MLP over the same vectors.
+
+logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as Guo et al.,
+DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987 have it: dense fields are vectors times their
+value and take part everywhere. No bias but the MLP's. Not TorchRec's FactorizationMachine, which
+sums over all columns of all vectors at once and so pairs different dimensions, too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
+from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
+from sbpflow.errors import ConfigError
+from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepFmConfig(ModelOptions):
+    """Shape of the model; ``hidden: []`` is a factorization machine without the MLP."""
+
+    name: Literal["deepfm"] = "deepfm"
+    embedding_dim: Count = 16
+    hidden: Widths = (400, 400, 400)
+
+    def __post_init__(self) -> None:
+        self.check_options()
+
+    def spec(self, fields: Fields) -> "DeepFmSpec":
+        """The shapes over these columns; ConfigError where there is nothing to pair."""
+        numbers, dim = len(fields.dense), self.embedding_dim
+        count = len(fields.sparse) + numbers
+        if not fields.sparse or count < 2:
+            raise ConfigError(
+                f"model.name: deepfm pairs fields, and the data has {len(fields.sparse)} sparse "
+                f"and {numbers} dense ones; it takes a sparse one and another, or use model.name: "
+                "wdl"
+            )
+        mlp = MlpShape(
+            name="mlp",
+            inputs=count * dim,
+            hidden=self.hidden,
+            outputs=1,
+            norm=self.norm,
+            dropout=self.dropout,
+        )
+        return DeepFmSpec(
+            outputs=(
+                embedding_output(
+                    "wide",
+                    fields.sparse,
+                    dim=1,
+                    combine="sum",
+                    rules=self,
+                    fixed_dim="a wide table has one weight per value",
+                ),
+                embedding_output(
+                    "deep",
+                    fields.sparse,
+                    dim=dim,
+                    rules=self,
+                    fixed_dim="pairs of vectors are of one length",
+                ),
+            ),
+            options=self,
+            mlp=mlp if self.hidden else None,
+            num_sparse=len(fields.sparse),
+            numbers=numbers,
+            dim=dim,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepFmSpec(LayeredSpec):
+    """Shapes of a DeepFM over given data; a ``ModelSpec``."""
+
+    mlp: MlpShape | None
+    num_sparse: int
+    numbers: int
+    dim: int
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Vectors and weights of dense fields, and the MLP."""
+        specs = vector_specs(self.numbers, self.dim)
+        if self.numbers:
+            specs |= linear_specs("wide_numeric", self.numbers, 1, bias=False)
+        return specs | (self.mlp.parameters() if self.mlp is not None else {})
+
+    @cached_property
+    def buffers(self) -> Mapping[str, ParameterSpec]:
+        """The running statistics of batch norms."""
+        return {} if self.mlp is None else self.mlp.buffers()
+
+    def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
+        """{"wide": [b, 1], "deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        f = layers.functions
+        parts, terms = [vectors["deep"]], [vectors["wide"]]
+        if self.numbers:
+            parts.append(layers.numeric_vectors(dense))
+            terms.append(layers.linear("wide_numeric", [dense], whole=True))
+        flat = parts[0] if len(parts) == 1 else f.concat(parts, 1, id="vectors")
+        shape = (flat.shape[0], self.num_sparse + self.numbers, self.dim)
+        terms.append(f.fm_interaction(f.reshape(flat, shape, id="fm.vectors"), id="fm"))
+        if self.mlp is not None:
+            terms.append(layers.mlp(self.mlp, [flat]))
+        return layers.total(terms)

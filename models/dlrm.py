@@ -1,0 +1,95 @@
+"""DLRM: dense fields through an MLP, dot products of all pairs of vectors, an MLP over them.
+
+logit = top([bottom(dense), <v_i, v_j> for i > j]) with v_0 = bottom(dense) and v_1 .. v_F the
+embeddings, as Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
+facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e have it: no diagonal, pairs by rows of the lower
+triangle, a ReLU on the last layer of the bottom, too, and none on that of the top.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
+from models.layers import Layers, MlpShape, T
+from sbpflow.errors import ConfigError
+from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DlrmConfig(ModelOptions):
+    """Shape of the model; the layers of ``bottom`` lead to one more of ``embedding_dim``.
+
+    ``norm`` is of the hidden layers of both, ``dropout`` of those of ``top``.
+    """
+
+    name: Literal["dlrm"] = "dlrm"
+    embedding_dim: Count = 16
+    bottom: Widths = (512, 256)
+    top: Widths = (512, 256)
+
+    def __post_init__(self) -> None:
+        self.check_options()
+
+    def spec(self, fields: Fields) -> "DlrmSpec":
+        """The shapes over these columns; ConfigError where a part of the model has no input."""
+        if not fields.sparse or not fields.dense:
+            raise ConfigError(
+                f"model.name: dlrm takes dense and sparse fields, and the data has "
+                f"{len(fields.dense)} and {len(fields.sparse)}; use model.name: wdl"
+            )
+        bottom = MlpShape(
+            name="bottom",
+            inputs=len(fields.dense),
+            hidden=self.bottom,
+            outputs=self.embedding_dim,
+            last_relu=True,
+            norm=self.norm,
+        )
+        count = len(fields.sparse) + 1
+        top = MlpShape(
+            name="top",
+            inputs=self.embedding_dim + count * (count - 1) // 2,
+            hidden=self.top,
+            outputs=1,
+            norm=self.norm,
+            dropout=self.dropout,
+        )
+        output = embedding_output(
+            "deep",
+            fields.sparse,
+            dim=self.embedding_dim,
+            rules=self,
+            fixed_dim="pairs of vectors are of one length",
+        )
+        return DlrmSpec(outputs=(output,), options=self, bottom=bottom, top=top, num_vectors=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DlrmSpec(LayeredSpec):
+    """Shapes of a DLRM over given data; a ``ModelSpec``. ``num_vectors`` counts the bottom's."""
+
+    bottom: MlpShape
+    top: MlpShape
+    num_vectors: int
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Those of the two MLPs."""
+        return {**self.bottom.parameters(), **self.top.parameters()}
+
+    @cached_property
+    def buffers(self) -> Mapping[str, ParameterSpec]:
+        """The running statistics of batch norms."""
+        return {**self.bottom.buffers(), **self.top.buffers()}
+
+    def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
+        """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        f = layers.functions
+        first = layers.mlp(self.bottom, [dense])
+        rest = layers.narrow(vectors["deep"], "deep")
+        flat = f.concat([first, rest], 1, id="vectors")
+        shape = (flat.shape[0], self.num_vectors, self.bottom.width)
+        pairs = f.dot_interaction(f.reshape(flat, shape, id="dots.vectors"), id="dots")
+        return layers.mlp(self.top, [first, pairs])

@@ -1,0 +1,200 @@
+"""What the models here share: options of the dense part, and a spec and a part made of layers.
+
+A model adds its embedding outputs, its parameters, and ``logits`` on ``Layers``.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from torch import nn
+
+from models.layers import Layers, Norm, T
+from models.plain import PlainModel
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import FieldRule, TableShape
+from sbpflow.config.parse import Example, Range
+from sbpflow.config.table_rules import Scheme, TableRule
+from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.errors import ConfigError
+from sbpflow.run.model import (
+    HashedColumn,
+    ParameterSpec,
+    make_buffers,
+    make_parameters,
+    schemes_of,
+)
+from sbpflow.run.torch_model import ShapesOnly, TorchPart, bce_rows
+from sbpflow.runtime.compiler import compiler_problem, half_time
+from sbpflow.sbp.layout import Layout
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.dense_part import DensePart
+
+Count = Annotated[int, Range(low=1)]
+Widths = Annotated[tuple[Count, ...], Example((400, 400))]
+Fraction = Annotated[float, Range(low=0, below=1)]
+HALF = {"bf16": torch.bfloat16}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """Of every model: ``dropout`` and ``norm`` of hidden layers, arithmetic, compilation, tables.
+
+    ``autocast: bf16`` computes linears and dot products in bfloat16, of weights that stay as they
+    are; the last linear, norms, the FM term, sums of parts of the logit and the loss do not take
+    part. ``compile: true`` runs the dense part through torch.compile, whole on every rank.
+    ``fields`` and ``tables`` say by pattern which fields share a table, and what a table's columns,
+    pooling and initial values are (``config.model_tables``).
+    """
+
+    dropout: Fraction = 0.0
+    norm: Norm = "none"
+    autocast: Annotated[Literal["bf16"] | None, Example("bf16")] = None
+    compile: bool = False
+    fields: Annotated[Mapping[str, FieldRule], Example({"*_shop": FieldRule(table="shop")})] = (
+        field(default_factory=dict[str, FieldRule])
+    )
+    tables: Annotated[Mapping[str, TableShape], Example({"deep.C1": TableShape(dim=8)})] = field(
+        default_factory=dict[str, TableShape]
+    )
+
+    def check_options(self) -> None:
+        """Raise ConfigError for options that exclude each other; for ``__post_init__``."""
+        if self.compile and self.norm == "batch":
+            raise ConfigError(
+                "model.compile: true with norm: batch, whose rows meet in a transfer that a "
+                "compiled graph cannot hold; use norm: layer, or compile: false"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredSpec(ABC):
+    """A ``ModelSpec`` made of layers."""
+
+    outputs: tuple[OutputConfig, ...]
+    options: ModelOptions
+    hashed_columns: tuple[HashedColumn, ...] = ()
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Every dense parameter by name."""
+        ...
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Mapping[str, ParameterSpec]:
+        """What training changes beside them: running statistics of batch norms."""
+        ...
+
+    @abstractmethod
+    def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
+        """The embeddings' outputs by name [b, width] and the dense fields [b, n] -> [b, 1]."""
+        ...
+
+    @property
+    def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
+        """dp, 1, 2 and 3 for the outputs."""
+        return schemes_of(self.outputs)
+
+    @property
+    def splits_parameters(self) -> bool:
+        """A compiled part is whole on every rank."""
+        return not self.options.compile
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """What linears compute in, if not in the dtype of the weights."""
+        return None if self.options.autocast is None else HALF[self.options.autocast]
+
+    def plain(self, *, seed: int = 0) -> nn.Module:
+        """The model as a module of one process, see ``PlainModel``."""
+        return PlainModel(self, seed=seed)
+
+    def build(
+        self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
+    ) -> DensePart:
+        """This rank's part, its parameters filled."""
+        if self.half is not None:
+            if dtype != torch.float32:
+                raise ConfigError(
+                    f"model.autocast: {self.options.autocast} with parallel.dtype: "
+                    f"{str(dtype).removeprefix('torch.')}; it narrows float32: use parallel.dtype: "
+                    "float32, or leave autocast out"
+                )
+            _say_what_half_costs(self.half, boxing)
+        if self.options.compile:
+            return self._compiled(layouts, boxing, seed=seed, dtype=dtype)
+        parameters = make_parameters(self.parameters, layouts, boxing, seed=seed, dtype=dtype)
+        buffers: dict[str, GlobalTensor] = {}
+        if self.buffers:
+            placement = next(iter(layouts.values())).placement
+            buffers = make_buffers(self.buffers, placement, boxing, dtype=dtype)
+        return LayeredPart(self, parameters, buffers)
+
+    def _compiled(
+        self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
+    ) -> DensePart:
+        device = boxing.world.device
+        if device.type == "meta":
+            return ShapesOnly(self.parameters, layouts, boxing, dtype)
+        if problem := compiler_problem(device.type):
+            raise ConfigError(f"model.compile: true, but {problem}; or use model.compile: false")
+        module = PlainModel(self, seed=seed, dtype=dtype).to(device)
+        module.compile()
+        return TorchPart(module, layouts, boxing, bce_rows)
+
+
+class LayeredPart:
+    """The dense part of a model on one rank."""
+
+    def __init__(
+        self,
+        spec: LayeredSpec,
+        parameters: Mapping[str, GlobalTensor],
+        buffers: Mapping[str, GlobalTensor],
+    ) -> None:
+        self._spec = spec
+        self.parameters = parameters
+        self.buffers = buffers
+
+    def forward(
+        self,
+        vectors: Mapping[str, GlobalTensor],
+        dense: GlobalTensor,
+        *,
+        training: bool,
+        seed: int,
+    ) -> GlobalTensor:
+        """[batch, 1]; ``seed`` decides the dropout masks, pass another one at every step."""
+        layers = Layers(
+            functions=ops,
+            parameters=self.parameters,
+            buffers=self.buffers,
+            half=self._spec.half,
+            training=training,
+            seed=seed,
+        )
+        return self._spec.logits(layers, vectors, dense)
+
+    def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
+        """Binary cross entropy of each row, [batch, 1]."""
+        return ops.bce_with_logits(logits, labels, reduction="none")
+
+
+def _say_what_half_costs(half: torch.dtype, boxing: Boxing) -> None:
+    device = boxing.world.device
+    if device.type == "cpu" and boxing.world.rank == 0:
+        share = half_time(half)
+        logger.info(
+            "model.autocast: linears in %s take %.2f of their time in float32 on this CPU%s",
+            str(half).removeprefix("torch."),
+            share,
+            "" if share < 1 else ", so it makes the run slower; leave it out for speed",
+        )

@@ -1,0 +1,198 @@
+"""The layers that models are made of, written once for global tensors and for plain ones.
+
+``Layers`` runs them on ``Functions``: the ops of ``sbpflow.tensor``, or ``models.plain`` for one
+process. The shapes (``MlpShape``) say which parameters and buffers they need, by the same names.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from sbpflow.embedding.plan.tables import INITIAL_RANGE
+from sbpflow.run.model import ParameterSpec
+from sbpflow.tensor.global_tensor import GlobalTensor
+
+T = TypeVar("T", GlobalTensor, torch.Tensor)
+Norm = Literal["none", "batch", "layer"]
+
+
+class Functions(Protocol[T]):
+    """What layers call; ``sbpflow.tensor.ops`` has these for global tensors."""
+
+    def add(self, a: T, b: T, *, id: str | None = None) -> T: ...
+    def mul(self, a: T, b: T, *, id: str | None = None) -> T: ...
+    def relu(self, x: T, *, id: str | None = None) -> T: ...
+    def cast(self, x: T, dtype: torch.dtype, *, id: str | None = None) -> T: ...
+    def reshape(self, x: T, shape: Sequence[int], *, id: str | None = None) -> T: ...
+    def concat(self, tensors: Sequence[T], dim: int, *, id: str | None = None) -> T: ...
+    def linear_of_parts(
+        self, xs: Sequence[T], weight: T, bias: T | None = None, *, id: str = "linear"
+    ) -> T: ...
+    def dropout(
+        self, x: T, p: float, seed: int, *, training: bool = True, id: str | None = None
+    ) -> T: ...
+    def layer_norm(self, x: T, weight: T, bias: T, *, id: str | None = None) -> T: ...
+    def batch_norm(
+        self,
+        x: T,
+        weight: T,
+        bias: T,
+        running_mean: T,
+        running_var: T,
+        *,
+        training: bool,
+        id: str = "batch_norm",
+    ) -> T: ...
+    def dot_interaction(self, x: T, *, id: str | None = None) -> T: ...
+    def fm_interaction(self, x: T, *, id: str | None = None) -> T: ...
+
+
+def linear_specs(
+    name: str, inputs: int, outputs: int, *, bias: bool = True
+) -> dict[str, ParameterSpec]:
+    """Weight [outputs, inputs], glorot-uniform, and bias [outputs], zero."""
+    bound = math.sqrt(6.0 / (inputs + outputs))
+    specs = {f"{name}.weight": ParameterSpec(shape=(outputs, inputs), bound=bound)}
+    if bias:
+        specs[f"{name}.bias"] = ParameterSpec(shape=(outputs,))
+    return specs
+
+
+def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
+    """A vector per dense field, ``Layers.numeric_vectors``; none without such fields."""
+    shape = (num_fields, dim)
+    if not num_fields:
+        return {}
+    return {"numeric.weight": ParameterSpec(shape=shape, bound=INITIAL_RANGE)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpShape:
+    """Hidden layers of linear, norm, ReLU and dropout, then a linear to ``outputs`` if not 0.
+
+    ``last_relu`` puts a ReLU behind that linear, which has neither norm nor dropout.
+    """
+
+    name: str
+    inputs: int
+    hidden: tuple[int, ...]
+    outputs: int = 0
+    last_relu: bool = False
+    norm: Norm = "none"
+    dropout: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Of what comes out."""
+        return self.outputs or (self.hidden[-1] if self.hidden else self.inputs)
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """By name: NAME.0.weight, NAME.0.bias, NAME.0.norm.weight and so on."""
+        specs: dict[str, ParameterSpec] = {}
+        widths = (self.inputs, *self.hidden, *((self.outputs,) if self.outputs else ()))
+        for index, (inputs, outputs) in enumerate(pairwise(widths)):
+            specs |= linear_specs(f"{self.name}.{index}", inputs, outputs)
+            if index < len(self.hidden) and self.norm != "none":
+                specs[f"{self.name}.{index}.norm.weight"] = ParameterSpec(shape=(outputs,), value=1)
+                specs[f"{self.name}.{index}.norm.bias"] = ParameterSpec(shape=(outputs,))
+        return specs
+
+    def buffers(self) -> dict[str, ParameterSpec]:
+        """The running statistics of batch norms."""
+        specs: dict[str, ParameterSpec] = {}
+        for index, width in enumerate(self.hidden if self.norm == "batch" else ()):
+            norm = f"{self.name}.{index}.norm"
+            specs[f"{norm}.running_mean"] = ParameterSpec(shape=(width,))
+            specs[f"{norm}.running_var"] = ParameterSpec(shape=(width,), value=1)
+        return specs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layers(Generic[T]):
+    """Layers at work on one batch: tensors by name, and what this pass over them is.
+
+    ``half`` is what linears compute in, of weights that stay as they are, if not in the dtype of
+    the weights; what is asked for ``whole`` does not take part. ``seed`` decides the dropout masks.
+    """
+
+    functions: Functions[T]
+    parameters: Mapping[str, T]
+    buffers: Mapping[str, T]
+    half: torch.dtype | None
+    training: bool
+    seed: int
+
+    def linear(self, name: str, inputs: Sequence[T], *, whole: bool = False) -> T:
+        """Of the ``inputs`` side by side, [b, widths] -> [b, outputs]; a bias where there is one.
+
+        ``whole`` computes in the dtype of the weights.
+        """
+        weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
+        dtype = weight.dtype if whole or self.half is None else self.half
+        return self.functions.linear_of_parts(
+            [self._cast(x, dtype, f"{name}.input.{n}") for n, x in enumerate(inputs)],
+            self._cast(weight, dtype, f"{name}.weight"),
+            None if bias is None else self._cast(bias, dtype, f"{name}.bias"),
+            id=name,
+        )
+
+    def mlp(self, shape: MlpShape, inputs: Sequence[T]) -> T:
+        """[b, widths] -> [b, shape.width]; the linear to ``outputs`` is whole."""
+        f = self.functions
+        for index in range(len(shape.hidden)):
+            name = f"{shape.name}.{index}"
+            x = f.relu(self._norm(shape.norm, f"{name}.norm", self.linear(name, inputs)))
+            inputs = [
+                f.dropout(x, shape.dropout, self.seed, training=self.training, id=f"{name}.dropout")
+            ]
+        if shape.outputs:
+            name = f"{shape.name}.{len(shape.hidden)}"
+            last = self.linear(name, inputs, whole=not shape.last_relu)
+            return f.relu(last) if shape.last_relu else last
+        return inputs[0]
+
+    def numeric_vectors(self, dense: T) -> T:
+        """Each dense field by its vector: [b, fields] -> [b, fields x dim]."""
+        weight = self.parameters["numeric.weight"]
+        (rows, count), dim = dense.shape, weight.shape[1]
+        f = self.functions
+        column = f.reshape(dense, (rows, count, 1), id="numeric.columns")
+        return f.reshape(f.mul(column, weight, id="numeric"), (rows, count * dim), id="numeric.row")
+
+    def total(self, terms: Sequence[T]) -> T:
+        """The sum of parts of the logit, [b, 1] each, in the dtype of the weights."""
+        total = terms[0]
+        for n, term in enumerate(terms[1:]):
+            total = self.functions.add(total, term, id=f"logit.{n}")
+        return total
+
+    def narrow(self, x: T, id: str) -> T:
+        """``x`` in the dtype that linears compute in, for what several of them read."""
+        return x if self.half is None else self._cast(x, self.half, id)
+
+    def widen(self, x: T, id: str) -> T:
+        """``x`` in the dtype of the weights."""
+        return self._cast(x, self._whole, id)
+
+    @property
+    def _whole(self) -> torch.dtype:
+        return next(iter(self.parameters.values())).dtype
+
+    def _norm(self, kind: Norm, name: str, x: T) -> T:
+        if kind == "none":
+            return x
+        weight, bias = self.parameters[f"{name}.weight"], self.parameters[f"{name}.bias"]
+        x = self._cast(x, weight.dtype, f"{name}.input")
+        if kind == "layer":
+            return self.functions.layer_norm(x, weight, bias, id=name)
+        mean, var = (self.buffers[f"{name}.running_{what}"] for what in ("mean", "var"))
+        return self.functions.batch_norm(
+            x, weight, bias, mean, var, training=self.training, id=name
+        )
+
+    def _cast(self, x: T, dtype: torch.dtype, id: str) -> T:
+        return x if x.dtype == dtype else self.functions.cast(x, dtype, id=f"{id}.cast")

@@ -1,0 +1,133 @@
+"""A model as an ordinary ``nn.Module``: the same layers on the tensors of one process.
+
+For export, for ``torch.compile``, and for looking at a model without ranks. Parameters and buffers
+have the names and shapes that they have in a run, so that a run's values fill it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers import Functions, Layers
+from sbpflow.run.model import ParameterSpec, initial_values
+from sbpflow.tensor.ops.interactions import pair_sum
+
+
+class PlainFunctions:
+    """``Functions`` of plain tensors; names of conversions mean nothing here."""
+
+    def add(self, a: Tensor, b: Tensor, *, id: str | None = None) -> Tensor:
+        return a + b
+
+    def mul(self, a: Tensor, b: Tensor, *, id: str | None = None) -> Tensor:
+        return a * b
+
+    def relu(self, x: Tensor, *, id: str | None = None) -> Tensor:
+        return torch.relu(x)
+
+    def cast(self, x: Tensor, dtype: torch.dtype, *, id: str | None = None) -> Tensor:
+        return x.to(dtype)
+
+    def reshape(self, x: Tensor, shape: Sequence[int], *, id: str | None = None) -> Tensor:
+        return x.reshape(tuple(shape))
+
+    def concat(self, tensors: Sequence[Tensor], dim: int, *, id: str | None = None) -> Tensor:
+        return torch.cat(list(tensors), dim)
+
+    def linear_of_parts(
+        self,
+        xs: Sequence[Tensor],
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        id: str = "linear",
+    ) -> Tensor:
+        return F.linear(xs[0] if len(xs) == 1 else torch.cat(list(xs), 1), weight, bias)
+
+    def dropout(
+        self, x: Tensor, p: float, seed: int, *, training: bool = True, id: str | None = None
+    ) -> Tensor:
+        return F.dropout(x, p, training)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, *, id: str | None = None
+    ) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias)
+
+    def batch_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        running_mean: Tensor,
+        running_var: Tensor,
+        *,
+        training: bool,
+        id: str = "batch_norm",
+    ) -> Tensor:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training)
+
+    def dot_interaction(self, x: Tensor, *, id: str | None = None) -> Tensor:
+        fields = x.shape[1]
+        row, column = torch.tril_indices(fields, fields, -1, device=x.device)
+        return torch.bmm(x, x.transpose(1, 2)).flatten(1)[:, row * fields + column]
+
+    def fm_interaction(self, x: Tensor, *, id: str | None = None) -> Tensor:
+        return pair_sum(x.float() if x.dtype.itemsize < 4 else x)
+
+
+class Model(Protocol):
+    """What is asked of a spec here."""
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]: ...
+    @property
+    def buffers(self) -> Mapping[str, ParameterSpec]: ...
+    @property
+    def half(self) -> torch.dtype | None: ...
+    def logits(
+        self, layers: Layers[Tensor], vectors: Mapping[str, Tensor], dense: Tensor
+    ) -> Tensor: ...
+
+
+class PlainModel(nn.Module):
+    """``forward(vectors, dense)``: outputs by name [b, width], dense fields [b, n] -> [b, 1].
+
+    These are logits. It starts with the values that a run of the same ``seed`` starts with.
+    """
+
+    def __init__(self, spec: Model, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self._spec = spec
+        self._functions: Functions[Tensor] = PlainFunctions()
+        for name, one in spec.parameters.items():
+            value = nn.Parameter(initial_values(name, one, seed=seed, dtype=dtype))
+            owner, leaf = self._owner(name)
+            owner.register_parameter(leaf, value)
+        for name, one in spec.buffers.items():
+            owner, leaf = self._owner(name)
+            owner.register_buffer(leaf, initial_values(name, one, seed=seed, dtype=dtype))
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The nested module that has the last part of a dotted name."""
+        *path, leaf = name.split(".")
+        owner: nn.Module = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner, leaf
+
+    def forward(self, vectors: Mapping[str, Tensor], dense: Tensor) -> Tensor:
+        layers = Layers(
+            functions=self._functions,
+            parameters=dict(self.named_parameters()),
+            buffers=dict(self.named_buffers()),
+            half=self._spec.half,
+            training=self.training,
+            seed=0,
+        )
+        return self._spec.logits(layers, vectors, dense)

@@ -1,0 +1,145 @@
+"""Saving on all ranks: who writes what is settled once, then each writes its share of the state."""
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.attempt import Attempt, Described
+from sbpflow.checkpoint.format import Place, cover_fault, whole_of
+from sbpflow.checkpoint.share import share_out
+from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.embedding.state import LogicalTensor, Rectangle
+from sbpflow.errors import CheckpointError
+from sbpflow.training.health import gather_facts, gather_text
+
+State = Mapping[str, LogicalTensor]
+
+
+class Saver:
+    """Saves a job's ``state`` into ``folder``, which is there; every rank makes one.
+
+    ``run`` names the run in every checkpoint. ``deadline_s`` is for all ranks to have written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        boxing: Boxing,
+        state: Callable[[], State],
+        *,
+        run: str,
+        deadline_s: float,
+    ) -> None:
+        self.folder = folder
+        self._boxing = boxing
+        self._state = state
+        self._run = run
+        self._deadline_s = deadline_s
+        self._nonce = gather_text(boxing, uuid.uuid4().hex[:8])[0]
+        self._store = boxing.world.store(f"checkpoint/{self._nonce}")
+        self._count = 0
+        self._names: list[str] = []
+        self._tensors: dict[str, Described] = {}
+        self._share: dict[str, list[Place]] = {}
+
+    def save(self, step: int, documents: Mapping[str, Any]) -> Path:
+        """Write the state after ``step`` steps; complete, on every rank, when this returns.
+
+        Every rank calls it; ``documents`` are those of rank 0. CheckpointError on every rank if one
+        could not write: what was there before is as it was.
+        """
+        attempt, parts = self._begin(step, documents)
+        try:
+            attempt.report(write_parts(attempt.file(), parts))
+        except CheckpointError as error:
+            attempt.give_up(str(error))
+        return attempt.finish()
+
+    def _begin(self, step: int, documents: Mapping[str, Any]) -> tuple[Attempt, list[Part]]:
+        state = self._state()
+        if self._names != list(state):
+            self._agree(state)
+        self._count += 1
+        attempt = Attempt(
+            folder=self.folder,
+            nonce=f"{self._nonce}{self._count:x}",
+            step=step,
+            run=self._run,
+            rank=self._boxing.world.rank,
+            size=self._boxing.world.size,
+            store=self._store,
+            deadline_s=self._deadline_s,
+            tensors=self._tensors,
+            documents=documents,
+        )
+        return attempt, parts_of(state, self._share)
+
+    def _agree(self, state: State) -> None:
+        """Which tensors there are, and what this rank writes of them; every rank calls it.
+
+        The first step of an optimizer adds to what there is, so a first save is too early.
+        """
+        world = self._boxing.world
+        mine = {name: [_sides(one) for one in tensor.rectangles] for name, tensor in state.items()}
+        dtypes = {
+            name: str(tensor.rectangles[0].values.dtype).removeprefix("torch.")
+            for name, tensor in state.items()
+            if tensor.rectangles
+        }
+        facts = {"places": json.dumps(mine), "dtypes": json.dumps(dtypes)}
+        everyone = gather_facts(self._boxing, facts) if world.size > 1 else [facts]
+        known: dict[str, str] = {}
+        held: list[dict[str, list[Place]]] = []
+        for one in everyone:
+            known |= json.loads(one["dtypes"])
+            places: dict[str, list[list[int]]] = json.loads(one["places"])
+            held.append(
+                {name: [_place(*sides) for sides in found] for name, found in places.items()}
+            )
+        shares = share_out(held)
+        for name, tensor in state.items():
+            given = [place for share in shares for place in share.get(name, ())]
+            if fault := cover_fault(whole_of(tensor.shape), given):
+                raise RuntimeError(f"{name}: what the ranks hold is not the whole of it: {fault}")
+        self._names, self._share = list(state), shares[world.rank]
+        self._tensors = {
+            name: Described(
+                shape=tensor.shape,
+                dtype=getattr(torch, known[name]),
+                column_starts=tensor.column_starts,
+            )
+            for name, tensor in state.items()
+        }
+
+
+def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
+    """What ``share`` names, as views into the state."""
+    return [
+        Part(name=name, place=place, values=_view(state[name], place))
+        for name, places in share.items()
+        for place in places
+    ]
+
+
+def _view(tensor: LogicalTensor, place: Place) -> Tensor:
+    """The rows of ``place``, which has all columns of one of the tensor's rectangles."""
+    for one in tensor.rectangles:
+        if _place(*_sides(one)).common(place) == place:
+            if one.values.ndim == 0:
+                return one.values
+            return one.values[place.row_start - one.row_start : place.row_stop - one.row_start]
+    raise RuntimeError(f"{tensor.name}: {place} is not on this rank")
+
+
+def _sides(one: Rectangle) -> list[int]:
+    return [one.row_start, one.row_stop, one.col_start, one.col_stop]
+
+
+def _place(row_start: int, row_stop: int, col_start: int, col_stop: int) -> Place:
+    return Place(row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop)

@@ -1,0 +1,146 @@
+"""What training may be told beside its length: when to stop, the loss, clipping, the rates' fall.
+
+Values with their own checks; ``schema`` has the groups that they belong to.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from sbpflow.config.parse import Example, Range
+from sbpflow.errors import ConfigError
+
+Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
+Count = Annotated[int, Range(low=1)]
+Rate = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(low=0)]
+
+
+def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bool:
+    """Whether ``value`` is more than ``min_delta`` better than ``best``."""
+    if metric in ("auc", "gauc"):
+        return value > best + min_delta
+    return value < best - min_delta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopConfig:
+    """Stop after ``patience`` evaluations of val in a row that are not better by ``min_delta``."""
+
+    metric: Metric = "auc"
+    patience: Count = 2
+    min_delta: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlateauConfig:
+    """Learning rates times ``factor`` after ``patience`` evaluations of val without a better one.
+
+    It multiplies what the schedule says; never below ``min_factor`` of that.
+    """
+
+    metric: Metric = "auc"
+    patience: Count = 1
+    min_delta: NonNegative = 0.0
+    factor: Annotated[float, Range(above=0, below=1)] = 0.1
+    min_factor: Annotated[float, Range(above=0, high=1)] = 0.001
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """What the mean of the rows' losses is made of; evaluations show the plain logloss.
+
+    Rows of label 1 count ``positive_weight`` times. ``label_smoothing`` s trains on s / 2 and
+    1 - s / 2 in place of 0 and 1. ``focal_gamma`` g multiplies a row's loss by (1 - p) ** g, with p
+    the chance given to its label (T.-Y. Lin et al., Focal loss for dense object detection, 2017).
+    """
+
+    positive_weight: Rate = 1.0
+    label_smoothing: Annotated[float, Range(low=0, below=1)] = 0.0
+    focal_gamma: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        if self.focal_gamma and self.label_smoothing:
+            raise ConfigError(
+                f"train.loss.focal_gamma: {self.focal_gamma} beside label_smoothing "
+                f"{self.label_smoothing}: the focal loss is of labels 0 and 1; remove one of them, "
+                "for example label_smoothing: 0.0"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is changed."""
+        return self.positive_weight == 1.0 and not (self.label_smoothing or self.focal_gamma)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipConfig:
+    """Gradients scaled so that their common norm is at most ``norm``.
+
+    The norm is over all dense parameters and, with ``rows``, over the embedding rows of the batch,
+    each with its summed gradient. What is left out of the norm is not scaled.
+    """
+
+    norm: Rate = 10.0
+    rows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rates over a run, as a factor of ``lr``; steps are the optimizer's.
+
+    Linear rise over ``warmup_steps``; from ``decay_start`` to ``decay_start + decay_steps`` a fall
+    to ``end_factor``, as (1 - progress) ** ``power`` or, of shape cosine, as half a cosine wave.
+    Without ``decay_steps`` there is no fall.
+    """
+
+    key: ClassVar[str] = "optimizer.schedule"
+
+    warmup_steps: Annotated[int, Range(low=0)] = 0
+    decay_start: Annotated[int, Range(low=0)] = 0
+    decay_steps: Annotated[Count | None, Example(10000)] = None
+    shape: Literal["polynomial", "cosine"] = "polynomial"
+    power: Rate = 1.0
+    end_factor: Annotated[float, Range(low=0, high=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.end_factor <= 1.0:
+            raise ConfigError(
+                f"{self.key}.end_factor: {self.end_factor} is no end of a fall from 1; use "
+                "0 to 1, for example end_factor: 0.1"
+            )
+        fall = {"decay_start": 0, "power": 1.0, "end_factor": 0.0, "shape": "polynomial"}
+        for key, default in fall.items():
+            if self.decay_steps is None and getattr(self, key) != default:
+                raise ConfigError(
+                    f"{self.key}.{key}: {getattr(self, key)} without decay_steps changes "
+                    "nothing; for example decay_steps: 10000"
+                )
+        if self.shape == "cosine" and self.power != 1.0:
+            raise ConfigError(
+                f"{self.key}.power: {self.power} is of shape polynomial; remove it, or "
+                "shape: cosine"
+            )
+        if self.decay_steps is not None and self.decay_start < self.warmup_steps:
+            raise ConfigError(
+                f"{self.key}.decay_start: {self.decay_start} is before the end of the "
+                f"warm-up; use {self.warmup_steps} or more"
+            )
+
+    @property
+    def changes(self) -> bool:
+        """Whether any step has another rate than the configured one."""
+        return bool(self.warmup_steps) or self.decay_steps is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseScheduleConfig(ScheduleConfig):
+    """Of the dense part alone, in place of the common one."""
+
+    key: ClassVar[str] = "optimizer.dense_schedule"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseScheduleConfig(ScheduleConfig):
+    """Of the tables alone, in place of the common one."""
+
+    key: ClassVar[str] = "optimizer.sparse_schedule"

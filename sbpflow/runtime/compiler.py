@@ -1,0 +1,41 @@
+"""What of compiling and of narrow arithmetic this machine offers: found, or measured."""
+
+import os
+import shutil
+import time
+from importlib.util import find_spec
+
+import torch
+
+CPP_COMPILERS = ("g++", "clang++", "c++")
+C_COMPILERS = ("gcc", "clang", "cc")
+
+
+def compiler_problem(device_type: str) -> str:
+    """Why torch.compile has no compiler for the device, with what to install; "" if it has."""
+    if device_type == "cuda":
+        if find_spec("triton") is None:
+            return "triton is not installed, which compiles for CUDA: pip install triton"
+        names, given, kind = C_COMPILERS, os.environ.get("CC"), "C"
+    else:
+        names, given, kind = CPP_COMPILERS, os.environ.get("CXX"), "C++"
+    wanted = (given,) if given else names
+    if any(shutil.which(name) for name in wanted):
+        return ""
+    return f"there is no {kind} compiler (looked for {', '.join(wanted)}): install {names[0]}"
+
+
+def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
+    """Time of a product on this CPU in ``half``, with the casts that it needs, by that in float32.
+
+    The best of ``repeats`` of each; a few milliseconds.
+    """
+    x, weight = torch.ones(rows, width), torch.ones(width, width)
+    products = (lambda: x.to(half) @ weight.to(half), lambda: x @ weight)
+    best = [float("inf")] * 2
+    for _ in range(1 + repeats):
+        for number, product in enumerate(products):
+            start = time.perf_counter()
+            product()
+            best[number] = min(best[number], time.perf_counter() - start)
+    return best[0] / best[1]

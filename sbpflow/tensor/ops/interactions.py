@@ -1,0 +1,94 @@
+"""Second-order interactions of the vectors of a row: dot products of pairs, and their sum."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.tensor.dispatch import Out, apply, cached_rule, check_floating, check_ndim
+from sbpflow.tensor.global_tensor import GlobalTensor
+
+
+def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
+    """The dot products of all pairs of different vectors: x [b, f, d] -> [b, f (f - 1) / 2].
+
+    ``S(0) -> S(0), S(2) -> P, B -> B``
+
+    In the order of the lower triangle by rows: (1, 0), (2, 0), (2, 1), (3, 0) and so on, as DLRM
+    has it (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
+    """
+    _check("dot_interaction", x)
+    rule = cached_rule("dot_interaction", (("b", "f", "d"),), ("b", "p"), "b->b; d->P")
+    fields = x.shape[1]
+    shape = (x.shape[0], fields * (fields - 1) // 2)
+    return apply(rule, [x], shape, lambda _, p: pair_products(p[0]), out=out, id=id)
+
+
+def fm_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
+    """The sum of the dot products of all pairs of different vectors: x [b, f, d] -> [b, 1].
+
+    ``S(0) -> S(0), S(2) -> P, B -> B``
+
+    Half of (the square of the sum - the sum of the squares), added up over d (Rendle, Factorization
+    Machines, ICDM 2010, lemma 3.1). The difference cancels, so half types are widened to float32,
+    and the result stays float32.
+    """
+    _check("fm_interaction", x)
+    rule = cached_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
+    dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    shape = (x.shape[0], 1)
+    return apply(
+        rule, [x], shape, lambda _, p: pair_sum(p[0].to(dtype)), out=out, id=id, dtype=dtype
+    )
+
+
+def _check(op: str, x: GlobalTensor) -> None:
+    check_ndim(op, "x [batch, vectors, width]", x, 3)
+    check_floating(op, x)
+
+
+def pair_sum(x: Tensor) -> Tensor:
+    """[b, f, d] -> [b, 1], in the dtype of ``x``."""
+    return 0.5 * (x.sum(1).square() - x.square().sum(1)).sum(1, keepdim=True)
+
+
+def pair_products(x: Tensor) -> Tensor:
+    """[b, f, d] -> [b, f (f - 1) / 2], the lower triangle of x x' by rows."""
+    return _PairProducts.apply(x)  # pyright: ignore[reportReturnType]
+
+
+class _PairProducts(torch.autograd.Function):
+    """Autograd's own backward multiplies twice and scatters; x x' being symmetric, once will do."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        x: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        below, _ = _triangle(x.shape[1], x.device)
+        return torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, below)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        gradient: Tensor,
+    ) -> Tensor:
+        (x,) = ctx.saved_tensors
+        rows, fields = x.shape[0], x.shape[1]
+        _, places = _triangle(fields, x.device)
+        padded = torch.cat([gradient, gradient.new_zeros(rows, 1)], 1)
+        return torch.bmm(padded.index_select(1, places).view(rows, fields, fields), x)
+
+
+@lru_cache(maxsize=64)
+def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the pairs lie in a flat [f, f], and for each cell of it its pair; the diagonal has the
+    number behind the last."""
+    row, column = torch.tril_indices(fields, fields, -1, device=device)
+    below = row * fields + column
+    pairs = torch.arange(fields * (fields - 1) // 2, device=device)
+    places = torch.full((fields, fields), len(pairs), device=device)
+    places[row, column] = places[column, row] = pairs
+    return below, places.flatten()

@@ -1,0 +1,161 @@
+"""Normalisation that means the same on any number of ranks: over the global batch, or a row."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sbpflow.errors import SbpError
+from sbpflow.sbp.sbp import Broadcast, Partial
+from sbpflow.tensor.dispatch import (
+    apply,
+    cached_rule,
+    check_floating,
+    check_ndim,
+    check_same_dtype,
+    choose,
+    letters_for,
+)
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.signature import Choice
+
+
+def layer_norm(
+    x: GlobalTensor,
+    weight: GlobalTensor,
+    bias: GlobalTensor,
+    *,
+    eps: float = 1e-5,
+    id: str | None = None,
+) -> GlobalTensor:
+    """Each row of x [.., n] with mean 0 and variance 1, times weight [n], plus bias [n].
+
+    ``S(i) x B x B -> S(i) for i other than the last, B x B x B -> B``
+    """
+    check_ndim("layer_norm", "x", x, 1, at_least=True)
+    _check_operands("layer_norm", x, weight, bias)
+    lead = letters_for(x.ndim - 1, "n")
+    rule = cached_rule(
+        "layer_norm",
+        ((*lead, "n"), ("n",), ("n",)),
+        (*lead, "n"),
+        "".join(f"{a},B,B->{a};" for a in lead),
+    )
+
+    def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
+        rows, scale, offset = parts
+        return F.layer_norm(rows, (x.shape[-1],), scale, offset, eps)
+
+    return apply(rule, [x, weight, bias], x.shape, kernel, id=id)
+
+
+def batch_norm(
+    x: GlobalTensor,
+    weight: GlobalTensor,
+    bias: GlobalTensor,
+    running_mean: GlobalTensor,
+    running_var: GlobalTensor,
+    *,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    id: str = "batch_norm",
+) -> GlobalTensor:
+    """Each column of x [b, n] with mean 0 and variance 1, times weight [n], plus bias [n].
+
+    ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
+
+    In training over all b rows of the global batch: under S(0) the ranks' sums and squares meet in
+    one all-reduce of 2 n numbers, and their gradients in another. ``running_mean`` and
+    ``running_var`` [n], both B, then move by ``momentum`` towards what was found (the variance by
+    b - 1), in place; otherwise x is normalised by them and nothing is sent. As torch's BatchNorm1d
+    on one process. A batch of one row has no variance: SbpError.
+    """
+    check_ndim("batch_norm", "x", x, 2)
+    _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
+    for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
+        if any(sbp != Broadcast() for sbp in buffer.layout.nd_sbp):
+            raise SbpError(f"batch_norm: {name} is {buffer!r}; every rank keeps all of it: B")
+    if not training:
+        return _by_running(x, weight, bias, running_mean, running_var, eps, id)
+    if x.shape[0] == 1:
+        raise SbpError(
+            "batch_norm: a batch of one row has no variance; train on batches of two rows or more, "
+            "such as with data.tail: drop, which leaves a short last batch out"
+        )
+    # The sums are taken about the running mean, so that the difference of squares cancels little.
+    center = GlobalTensor(
+        running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
+    )
+    by_rows = cached_rule("batch_norm.sums", (("b", "n"), ("n",)), ("two", "n"), "b,B->P; n,n->n")
+    x = x.to(choose(by_rows, [x, center]).inputs[0], id=f"{id}.0")
+    sums = apply(by_rows, [x, center], (2, x.shape[1]), _sums, id=f"{id}.sums")
+    summed = tuple(Broadcast() if isinstance(sbp, Partial) else sbp for sbp in sums.layout.nd_sbp)
+    sums = sums.to(summed, id=f"{id}.moments")
+    normalised = cached_rule(
+        "batch_norm",
+        (("b", "n"), ("two", "n"), ("n",), ("n",), ("n",)),
+        ("b", "n"),
+        "b,B,B,B,B->b; n,n,n,n,n->n",
+    )
+    rows = x.shape[0]
+
+    def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
+        part, both, about, scale, offset = parts
+        mean, variance = _moments(both, about, rows)
+        return _scaled(part, mean, variance, scale, offset, eps)
+
+    y = apply(normalised, [x, sums, center, weight, bias], x.shape, kernel, id=id)
+    everywhere = sums.detach().to((Broadcast(),) * x.layout.placement.ndim, id=f"{id}.running")
+    if x.boxing.world.rank in x.layout.placement:
+        mean, variance = _moments(everywhere.part, center.part, rows)
+        running_mean.part.lerp_(mean, momentum)
+        running_var.part.lerp_(variance * (rows / (rows - 1)), momentum)
+    return y
+
+
+def _check_operands(op: str, x: GlobalTensor, *vectors: GlobalTensor) -> None:
+    check_same_dtype(op, [x, *vectors])
+    check_floating(op, x)
+
+
+def _sums(_: Choice, parts: list[Tensor]) -> Tensor:
+    """[b, n], [n] -> [2, n]: of x - center, and of its square."""
+    apart = parts[0] - parts[1]
+    return torch.stack([apart.sum(0), apart.square().sum(0)])
+
+
+def _moments(sums: Tensor, center: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance [n] from the sums about ``center``."""
+    apart = sums[0] / rows
+    return center + apart, (sums[1] / rows - apart.square()).clamp_min(0.0)
+
+
+def _scaled(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    scale = weight * (variance + eps).rsqrt()
+    return torch.addcmul(bias - mean * scale, x, scale)
+
+
+def _by_running(
+    x: GlobalTensor,
+    weight: GlobalTensor,
+    bias: GlobalTensor,
+    running_mean: GlobalTensor,
+    running_var: GlobalTensor,
+    eps: float,
+    id: str,
+) -> GlobalTensor:
+    """S(0) x B .. -> S(0), S(1) x S(0) .. -> S(1), B .. -> B"""
+    rule = cached_rule(
+        "batch_norm.running",
+        (("b", "n"), *((("n",),) * 4)),
+        ("b", "n"),
+        "b,B,B,B,B->b; n,n,n,n,n->n",
+    )
+
+    def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
+        part, mean, variance, scale, offset = parts
+        return _scaled(part, mean, variance, scale, offset, eps)
+
+    return apply(rule, [x, running_mean, running_var, weight, bias], x.shape, kernel, id=id)

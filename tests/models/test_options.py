@@ -1,0 +1,265 @@
+"""Arithmetic and form of the dense part: bfloat16, compiled, as a plain module, on CUDA."""
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from models import layered
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.runtime import compiler
+from sbpflow.tensor import ops
+from tests.models.twins import MODELS, STEPS, config_of, twin_run
+from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device, train
+
+SHORT = 7
+
+
+def config_with(name, scheme, *, dtype="float32", **options):
+    """The model with other options; norm layer, so that it may be compiled."""
+    config = config_of(name, scheme, dtype=dtype, kernel="torch")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
+    """Losses near those of float32 and not equal; 1 and 3 ranks round the same products."""
+    narrow = config_with(name, "3", autocast="bf16")
+    ((exact), (alone), *_) = (
+        ranks(1, train, config_with(name, "1"), SHORT)[0],
+        ranks(1, train, narrow, SHORT)[0],
+    )
+    for result in ranks(3, train, narrow, SHORT):
+        # A weight's gradient is a sum of terms of each rank, rounded to 8 bits on every one, and
+        # a batch norm of 30 rows makes much of little.
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0.02)
+    np.testing.assert_allclose(alone["losses"], exact["losses"], rtol=0.1)
+    assert not np.allclose(alone["losses"], exact["losses"], rtol=1e-6)
+
+
+def dtypes_of_one_step(world, name):
+    """What each linear, interaction and loss computed in, and the dtypes of weights and logits."""
+    seen = {}
+    real = {op: getattr(ops, op) for op in ("linear_of_parts", "fm_interaction", "dot_interaction")}
+
+    def spy(op):
+        def call(first, *args, **kwargs):
+            y = real[op](first, *args, **kwargs)
+            one = first[0] if isinstance(first, list) else first
+            seen[kwargs["id"]] = str(one.dtype), str(y.dtype)
+            return y
+
+        return call
+
+    job = make_job(world, config_with(name, "1", autocast="bf16"))
+    batch = make_batches(2, 30)[0].part(world.rank, world.size)
+    try:
+        for op in real:
+            setattr(ops, op, spy(op))
+        job.trainer.step(batch)
+    finally:
+        for op, function in real.items():
+            setattr(ops, op, function)
+    weights = {str(one.dtype) for one in job.model.parameters.values()}
+    return seen, weights | {str(job.trainer.predict(batch).dtype)}
+
+
+HALF, WHOLE = ("torch.bfloat16",) * 2, ("torch.float32",) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "half"),
+    [
+        ("wdl", {"mlp.2", "wide_numeric"}, {"mlp.0", "mlp.1"}),
+        ("deepfm", {"mlp.2", "wide_numeric", "fm"}, {"mlp.0", "mlp.1"}),
+        ("dlrm", {"top.2"}, {"bottom.0", "bottom.1", "dots", "top.0", "top.1"}),
+        ("dcnv2", {"output"}, {"cross.0", "cross.1", "mlp.0", "mlp.1"}),
+        ("dcnv2 low rank", {"mlp.2"}, {"bottom.0", "cross.0.v", "cross.0.w", "mlp.0", "mlp.1"}),
+    ],
+)
+def test_what_is_narrow_and_what_is_not(ranks, name, whole, half):
+    ((seen, others),) = ranks(1, dtypes_of_one_step, name)
+    assert {key for key, dtypes in seen.items() if dtypes == WHOLE} == whole
+    assert half <= {key for key, dtypes in seen.items() if dtypes == HALF}
+    assert len(seen) == sum(dtypes in (HALF, WHOLE) for dtypes in seen.values())
+    assert others == {"torch.float32"}
+
+
+def test_bfloat16_of_float64_is_refused():
+    with pytest.raises(ConfigError, match=r"autocast: bf16 with parallel\.dtype: float64; it"):
+        plan_run(config_with("dlrm", "1", dtype="float64", autocast="bf16"), FIELDS,
+                 world_size=1, device_type="cpu")  # fmt: skip
+
+
+def cost_of_half(world, share):
+    lines = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("models.layered")
+    real, layered.half_time = layered.half_time, lambda half: share
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        make_job(world, config_with("wdl", "1", autocast="bf16"))
+    finally:
+        logger.removeHandler(handler)
+        layered.half_time = real
+    return lines
+
+
+def test_where_bfloat16_is_slower_the_run_says_so(ranks):
+    slow, other = ranks(2, cost_of_half, 1.7)
+    (line,) = slow
+    assert line.startswith("model.autocast: linears in bfloat16 take 1.70 of their time in float32")
+    assert line.endswith("on this CPU, so it makes the run slower; leave it out for speed")
+    assert other == []
+    assert ranks(2, cost_of_half, 0.5)[0][0].endswith("0.50 of their time in float32 on this CPU")
+    assert 0.01 < compiler.half_time(torch.bfloat16, rows=64, width=64) < 100
+
+
+def compiled(world, name, scheme):
+    """With a backend that traces as the default one and needs no compiler."""
+    config = config_with(name, scheme, dtype="float64", compile=True, norm="none")
+    real = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: real(module, backend="aot_eager")
+    try:
+        return train(world, config, SHORT)
+    finally:
+        torch.nn.Module.compile = real
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_part_trains_like_the_other(ranks, name):
+    plain = config_with(name, "1", dtype="float64", norm="none")
+    (expected,) = ranks(1, train, plain, SHORT)
+    for result in ranks(2, compiled, name, "3"):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-10)
+        assert result["dense"].keys() == expected["dense"].keys()
+        for key, value in expected["dense"].items():
+            np.testing.assert_allclose(result["dense"][key], value, rtol=0, atol=1e-10)
+
+
+def refused_without_compiler(world):
+    real, compiler.shutil.which = compiler.shutil.which, lambda name: None
+    try:
+        with pytest.raises(ConfigError) as caught:
+            make_job(world, config_with("dcnv2", "1", compile=True))
+    finally:
+        compiler.shutil.which = real
+    return str(caught.value)
+
+
+def test_compile_without_a_compiler_is_refused_by_name(ranks, monkeypatch):
+    (message,) = ranks(1, refused_without_compiler)
+    wanted = r"model.compile: true, but there is no C++ compiler (looked for "
+    assert message.startswith(wanted), message
+    assert message.endswith("; or use model.compile: false")
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    assert compiler.compiler_problem("cuda").startswith("triton is not installed")
+
+
+def test_a_compiled_part_is_not_split():
+    config = config_with("dcnv2", "1", compile=True)
+    config = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, dense={"mlp.*": "S(0)"})
+    )
+    with pytest.raises(ConfigError, match=r"parallel.dense.mlp.\*: .* whole on every rank"):
+        plan_run(config, FIELDS, world_size=2, device_type="cpu")
+
+
+def plain_form(name):
+    """The module, with the values of the twin after training."""
+    from tests.models.twins import named
+
+    config = config_of(name, "1")
+    spec = config.model.spec(FIELDS)
+    module = spec.plain(seed=config.run.seed).double()
+    _, twin, logits = twin_run(name)
+    values = {key: value for key, (value, _) in named(twin).items()}
+    own = dict(module.named_parameters())
+    assert own.keys() == spec.parameters.keys() == values.keys() - {t for t in values if "C" in t}
+    norms = [one for one in twin.modules() if isinstance(one, torch.nn.BatchNorm1d)]
+    running = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
+    with torch.no_grad():
+        for key, value in own.items():
+            value.copy_(values[key])
+        for buffer, value in zip(module.buffers(), running, strict=True):
+            buffer.copy_(value)
+    batch = make_batches(STEPS, 30)[0]
+    vectors = {
+        output.name: [values[table.name][batch.ids[:, n].long()]
+                      for n, table in enumerate(output.tables)]
+        for output in spec.outputs
+    }  # fmt: skip
+    inputs = {
+        output.name: sum(vectors[output.name])
+        if output.combine == "sum"
+        else torch.cat(vectors[output.name], 1)
+        for output in spec.outputs
+    }
+    return module.eval(), inputs, batch.dense.double(), logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plain_form_gives_the_logits_of_the_run(name):
+    module, vectors, dense, logits = plain_form(name)
+    with torch.no_grad():
+        found = module(vectors, dense)
+    assert found.shape == (len(logits), 1)
+    torch.testing.assert_close(found.squeeze(1), logits, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["deepfm", "dlrm"])
+def test_the_plain_form_can_be_exported(name):
+    module, vectors, dense, logits = plain_form(name)
+    rows = torch.export.Dim("rows", min=2)
+    shapes = {"vectors": {key: {0: rows} for key in vectors}, "dense": {0: rows}}
+    program = torch.export.export(module, (vectors, dense), dynamic_shapes=shapes)
+    found = program.module()({key: one[:7] for key, one in vectors.items()}, dense[:7])
+    torch.testing.assert_close(found.squeeze(1).detach(), logits[:7], rtol=1e-10, atol=1e-12)
+
+
+def on_a_device(world, name):
+    """Losses, and how often the host waited within the steps, by line."""
+    from tests.rehearsal.journal import journal
+
+    config = config_with(name, "1", autocast="bf16")
+    config = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, device="cuda", tf32=True)
+    )
+    spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cuda")
+    job = build_job(config, spec, plan, Boxing(world))
+    losses, waits = [], []
+    for batch in make_batches(4, 30):
+        rows = to_device(batch.part(world.rank, world.size), world.device)
+        with journal() as made:
+            losses.append(job.trainer.step(rows))
+        waits += [entry.where for entry in made.syncs]
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return [float(loss) for loss in losses], waits, allowed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_rehearsed_device_no_step_waits(rehearsed_ranks, ranks, name):
+    ((losses, waits, allowed),) = rehearsed_ranks(1, on_a_device, name)
+    assert waits == []
+    assert allowed
+    (same,) = ranks(1, train, config_with(name, "1", autocast="bf16"), 4)
+    # Inputs side by side are one product there and two sums here, each rounded to 8 bits.
+    np.testing.assert_allclose(losses[:3], same["losses"][:3], rtol=5e-3)
+
+
+def test_tf32_is_for_cuda():
+    config = make_config("1", "sgd")
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tf32=True))
+    with pytest.raises(ConfigError, match=r"parallel.tf32: true on cpu, which has no TF32; remove"):
+        plan_run(config, FIELDS, world_size=1, device_type="cpu")

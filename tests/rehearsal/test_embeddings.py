@@ -1,0 +1,56 @@
+"""The embedding engine on rehearsed devices: the cases that prove it on CPU, each exchange's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tests.embedding.test_equality as schemes
+import tests.embedding.test_mixes as mixes
+
+RULES = {rule.name: rule for rule in mixes.RULES}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"])
+@pytest.mark.parametrize("scheme", schemes.SCHEMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
+    case = schemes.make_case(*schemes.SCHEMES[scheme], optimizer)
+    schemes.check(rehearsed_ranks, world_size, case)
+
+
+def test_uneven_shards_on_some_ranks_equal_the_reference(rehearsed_ranks):
+    schemes.test_uneven_row_shards_and_rank_subsets_equal_the_reference(
+        rehearsed_ranks, "rowwise_adagrad"
+    )
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("exchange", mixes.EXCHANGES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_lists_and_weights_equal_the_reference(rehearsed_ranks, world_size, exchange, rule):
+    mix = mixes.mix_of(exchange, 6, rule, batch_sizes=(13, 8, 0, 5))
+    mixes.check(rehearsed_ranks, replace(mix, world_size=world_size), 1e-10)
+
+
+@pytest.mark.parametrize("exchange", mixes.EXCHANGES)
+def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, exchange):
+    mix = mixes.mix_of(
+        exchange, 6, RULES["lazy_adam"], batch_sizes=(9, 4, 7, 3), accumulate=2, overlap=False
+    )
+    mixes.check(rehearsed_ranks, replace(mix, world_size=3), 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exchange", mixes.EXCHANGES)
+def test_rows_and_vectors_in_half_precision(rehearsed_ranks, exchange, dtype):
+    # Four steps of at most 0.1 x 4; 8 bits of vectors, gradients and rows.
+    mix = mixes.mix_of(
+        exchange,
+        8,
+        mixes.SparseOptimizer(name="sgd", lr=0.1),
+        wire=dtype,
+        row_dtype=dtype,
+        batch_sizes=(13, 8, 5, 9),
+    )
+    mixes.check(rehearsed_ranks, mix, 2e-2)

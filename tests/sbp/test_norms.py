@@ -1,0 +1,142 @@
+"""Norms and interactions beyond their values: running statistics, traffic, dtypes, refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import SbpError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from tests.meter import Meter
+from tests.sbp.test_ops import normed, running_of
+
+ROWS, WIDTH, STEPS = 11, 6, 4
+
+
+def batches(offset=0.0):
+    generator = torch.Generator().manual_seed(4)
+    return [
+        torch.randn(ROWS - step, WIDTH, generator=generator, dtype=torch.float64) * 3 + offset
+        for step in range(STEPS)
+    ]
+
+
+def plain():
+    """Outputs of torch's own norm on one process, in training and then by what it kept."""
+    norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+    outputs = [norm(x) for x in batches()]
+    return outputs, norm.eval()(batches()[0]), norm.running_mean, norm.running_var
+
+
+def norm_in_steps(world, nd_sbp):
+    boxing, line = Boxing(world), Placement.line("cpu", world.size)
+    everywhere = Layout(line, parse_nd_sbp("B"))
+    weight, bias = (
+        GlobalTensor.from_full(torch.full((WIDTH,), v, dtype=torch.float64), everywhere, boxing)
+        for v in (1.0, 0.0)
+    )
+    running = None
+    outputs = []
+    for full in batches():
+        x = GlobalTensor.from_full(full, Layout(line, parse_nd_sbp(nd_sbp)), boxing)
+        running = running or running_of(x)
+        outputs.append(normed(x, weight, bias, running=running).full())
+    x = GlobalTensor.from_full(batches()[0], Layout(line, parse_nd_sbp(nd_sbp)), boxing)
+    with Meter() as meter:
+        last = normed(x, weight, bias, running=running, training=False)
+    assert meter.names == []
+    return outputs, last.full(), *(one.part for one in running)
+
+
+@pytest.mark.parametrize("nd_sbp", ["S(0)", "S(1)", "B"])
+def test_running_statistics_are_those_of_one_process(ranks, nd_sbp):
+    wanted = plain()
+    for found in ranks(3, norm_in_steps, nd_sbp):
+        for mine, theirs in zip(found[0], wanted[0], strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-12)
+        for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-12)
+
+
+def norm_without_rows(world):
+    boxing, line = Boxing(world), Placement.line("cpu", world.size)
+    everywhere = Layout(line, parse_nd_sbp("B"))
+    full = batches()[0][:2]
+    x = GlobalTensor.from_full(full, Layout(line, (Split(0, (1, 0, 1)),)), boxing)
+    leaves = [
+        GlobalTensor.from_full(torch.full((WIDTH,), v).double(), everywhere, boxing)
+        for v in (2.0, 1.0)
+    ]
+    x.requires_grad_()
+    y = normed(x, *leaves)
+    with Meter() as meter:
+        ops.reduce_sum(ops.mul(y, y)).backward()
+    gradient = GlobalTensor(x.part.grad, x.layout, x.shape, boxing).full()
+    return y.full(), gradient, meter.names
+
+
+def test_a_rank_without_rows_and_one_all_reduce_each_way(ranks):
+    x = batches()[0][:2].requires_grad_()
+    y = F.batch_norm(x, None, None, torch.full((WIDTH,), 2.0).double(), torch.ones(WIDTH).double(),
+                     training=True)  # fmt: skip
+    y.square().sum().backward()
+    for found, gradient, names in ranks(3, norm_without_rows):
+        torch.testing.assert_close(found, y.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, x.grad, rtol=0, atol=1e-10)
+        assert names == ["all_reduce"]
+
+
+def test_sums_about_the_running_mean_keep_their_digits():
+    """float32 far from 0: squares about 0 would leave no digit of the variance."""
+    boxing, line = DryBoxing(1), Placement.line("cpu", 1)
+    boxing.world.device = torch.device("cpu")
+    layout = Layout(line, parse_nd_sbp("B"))
+    full = batches(offset=1e5)[0]
+    x = GlobalTensor(full.float(), layout, tuple(full.shape), boxing)
+    ones, zeros = (
+        GlobalTensor(torch.full((WIDTH,), v), layout, (WIDTH,), boxing) for v in (1.0, 0.0)
+    )
+    mean = GlobalTensor(torch.full((WIDTH,), 1e5), layout, (WIDTH,), boxing)
+    var = GlobalTensor(torch.ones(WIDTH), layout, (WIDTH,), boxing)
+    found = ops.batch_norm(x, ones, zeros, mean, var, training=True)
+    wanted = F.batch_norm(full.float().double(), None, None, training=True)
+    torch.testing.assert_close(found.part.double(), wanted, rtol=0, atol=5e-3)
+
+
+def dry(nd_sbp, shape, dtype=torch.float32):
+    boxing, layout = DryBoxing(2), Layout(Placement.line("cpu", 2), parse_nd_sbp(nd_sbp))
+    part = torch.empty(layout.part_shape(shape, 0), dtype=dtype, device="meta")
+    return GlobalTensor(part, layout, shape, boxing)
+
+
+def test_the_sum_of_interactions_of_a_half_type_is_float32():
+    x = dry("S(0)", (4, 3, 8), torch.bfloat16)
+    assert ops.fm_interaction(x).dtype == torch.float32
+    assert ops.dot_interaction(x).dtype == torch.bfloat16
+    values = torch.full((1, 2, 4), 300.0, dtype=torch.float16)
+    alone = Layout(Placement.line("cpu", 1), parse_nd_sbp("B"))
+    boxing = DryBoxing(1)
+    found = ops.fm_interaction(GlobalTensor(values, alone, (1, 2, 4), boxing))
+    assert found.part.item() == 4 * 300.0**2  # more than float16 holds
+
+
+def test_what_a_norm_refuses():
+    x = dry("S(0)", (4, 3))
+    weight = bias = dry("B", (3,))
+    mean, var = running_of(x)
+    with pytest.raises(SbpError, match=r"a batch of one row has no variance; .* data\.tail: drop"):
+        ops.batch_norm(dry("B", (1, 3)), weight, bias, mean, var, training=True)
+    split = GlobalTensor(torch.empty(2, device="meta"), Layout(mean.layout.placement, (Split(0),)),
+                         (3,), mean.boxing)  # fmt: skip
+    with pytest.raises(SbpError, match=r"running_mean is .*every rank keeps all of it: B"):
+        ops.batch_norm(x, weight, bias, split, var, training=True)
+    with pytest.raises(SbpError, match="operands are bfloat16, float32"):
+        ops.layer_norm(dry("S(0)", (4, 3), torch.bfloat16), weight, bias)
+    with pytest.raises(SbpError, match=r"x \[batch, vectors, width\] has 2 dims"):
+        ops.dot_interaction(x)

@@ -1,0 +1,220 @@
+"""Normalised entropy, calibration, AUC by histogram and by slices, against brute force in float64.
+
+The oracles are loops over rows and pairs that share nothing with the code.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.errors import ConfigError, MetricError
+from sbpflow.runtime.world import World
+from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
+from sbpflow.training.histogram_auc import ScoreHistogram, auc_of_counts
+from sbpflow.training.metrics import Evaluation, calibration_groups, evaluate, slice_by
+from sbpflow.training.report import describe_evaluation, figures_of
+from tests.training.test_health import Split
+from tests.training.wdl_case import make_batches, make_config, make_job
+
+CPU = torch.device("cpu")
+
+
+def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits with ties, labels that follow them, and a column of ids."""
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.normal(-1.0, 2.0, rows), 1).astype(np.float32)
+    labels = (rng.random(rows) < 1.0 / (1.0 + np.exp(-logits + 0.4))).astype(np.float32)
+    return logits, labels, rng.integers(0, 6, rows) ** 2
+
+
+def pairs_in_order(scores: Any, labels: Any) -> float | None:
+    """AUC by every pair; ``None`` for one class."""
+    wins = [
+        1.0 if p > n else 0.5 if p == n else 0.0
+        for p, y in zip(scores, labels, strict=True)
+        if y == 1
+        for n, z in zip(scores, labels, strict=True)
+        if z == 0
+    ]
+    return sum(wins) / len(wins) if wins else None
+
+
+def slow_logloss(logits: Any, labels: Any) -> float:
+    chances = [1.0 / (1.0 + math.exp(-float(logit))) for logit in logits]
+    terms = [-math.log(p if y == 1 else 1.0 - p) for p, y in zip(chances, labels, strict=True)]
+    return sum(terms) / len(terms)
+
+
+def test_normalised_entropy_and_calibration_by_hand():
+    logits, labels, _ = made_up(500)
+    found = evaluate(logits, labels)
+    positives = int(sum(labels))
+    share = positives / 500
+    entropy = -(share * math.log(share) + (1 - share) * math.log(1 - share))
+    assert found.normalised_entropy == pytest.approx(slow_logloss(logits, labels) / entropy, 1e-12)
+    total = sum(1.0 / (1.0 + math.exp(-float(logit))) for logit in logits)
+    assert (found.predicted, found.positives) == (pytest.approx(total, rel=1e-12), positives)
+    assert found.calibration_ratio == pytest.approx(total / positives, rel=1e-12)
+    constant = evaluate(np.full(500, math.log(share / (1 - share))), labels)
+    assert constant.normalised_entropy == pytest.approx(1.0, rel=1e-12)
+    assert constant.calibration_ratio == pytest.approx(1.0, rel=1e-12)
+
+
+def test_calibration_bins_are_rows_in_order_of_their_chance():
+    logits, labels, _ = made_up(503)
+    bins = evaluate(logits, labels).calibration
+    assert [one.num_rows for one in bins] == [26] * 3 + [25] * 17
+    order = np.argsort(logits, kind="stable")
+    chance = 1.0 / (1.0 + np.exp(-logits[order[:26]].astype(np.float64)))
+    assert bins[0].predicted == pytest.approx(chance.mean(), rel=1e-12)
+    assert bins[0].observed == pytest.approx(labels[order[:26]].mean(), rel=1e-12)
+    assert sum(one.num_rows * one.observed for one in bins) == pytest.approx(labels.sum())
+
+
+def test_a_histogram_holds_its_bound_and_the_sums():
+    logits, labels, _ = made_up(700)
+    want = evaluate(logits, labels)
+    for bins in (10, 200, 10_000):
+        histogram = ScoreHistogram(CPU, bins)
+        for part in range(0, 700, 300):
+            rows = slice(part, part + 300)
+            histogram.add(torch.from_numpy(logits[rows]), torch.from_numpy(labels[rows]))
+        found = histogram.evaluation()
+        exact = pairs_in_order(logits, labels)
+        assert abs(found.auc - exact) <= found.auc_error
+        assert found.logloss == pytest.approx(want.logloss, rel=1e-12)
+        assert found.predicted == pytest.approx(want.predicted, rel=1e-12)
+        assert (found.positives, found.num_rows) == (want.positives, 700)
+        assert found.normalised_entropy == pytest.approx(want.normalised_entropy, rel=1e-12)
+        assert sum(one.num_rows for one in found.calibration) == 700
+        assert len(found.calibration) <= 20
+    assert found.auc_error < 0.01  # ties alone
+
+
+def test_the_bound_is_reached_where_every_pair_of_a_bin_is_wrong():
+    # one bin of 3 positives and 2 negatives, all in the same order
+    assert auc_of_counts([3], [2]) == (0.5, 0.5)
+    assert auc_of_counts([0, 4], [5, 0]) == (1.0, 0.0)
+    area, bound = auc_of_counts([1, 2], [3, 1])
+    assert area == (3 * 2 + 0.5 * 1 * 3 + 0.5 * 2 * 1) / 12
+    assert bound == (3 + 2) / 24
+
+
+def test_what_a_histogram_refuses():
+    histogram = ScoreHistogram(CPU)
+    with pytest.raises(MetricError, match="no predictions"):
+        histogram.evaluation()
+    histogram.add(torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1.0]))
+    with pytest.raises(MetricError, match="1 predictions are NaN"):
+        histogram.evaluation()
+    other = ScoreHistogram(CPU)
+    other.add(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0]))
+    with pytest.raises(MetricError, match="1 labels are not 0 or 1"):
+        other.evaluation()
+    alone = ScoreHistogram(CPU)
+    alone.add(torch.tensor([0.0, math.inf, -math.inf]), torch.tensor([1.0, 1.0, 1.0]))
+    assert alone.evaluation().no_auc == "all 3 rows are positive, there is no pair"
+
+
+def test_groups_of_bins_take_all_rows():
+    rows, chances, positives = [5, 0, 1, 94], [1.0, 0.0, 0.5, 60.0], [1, 0, 1, 50]
+    groups = calibration_groups(rows, chances, positives)
+    assert [(one.num_rows, one.observed) for one in groups] == [(5, 0.2), (95, 51 / 95)]
+
+
+def test_slices_are_evaluations_of_their_rows():
+    logits, labels, values = made_up(400)
+    labels[values == 25] = 0  # one class alone
+    whole, *slices = slice_by(logits, labels, values, "C1", most=4)
+    counts = {int(v): int((values == v).sum()) for v in set(values)}
+    frequent = sorted(counts, key=lambda v: (-counts[v], v))[:4]
+    assert [one.value for one in slices] == frequent
+    for one in slices:
+        rows = values == one.value
+        assert one.num_rows == rows.sum()
+        want = pairs_in_order(logits[rows], labels[rows])
+        assert one.auc == (None if want is None else pytest.approx(want, rel=1e-12))
+        assert one.logloss == pytest.approx(slow_logloss(logits[rows], labels[rows]), rel=1e-6)
+    both = {v: n for v, n in counts.items() if v != 25}
+    areas = {v: pairs_in_order(logits[values == v], labels[values == v]) for v in both}
+    mean = sum(n * areas[v] for v, n in both.items()) / sum(both.values())
+    assert (whole.column, whole.value, whole.num_rows) == ("C1", None, sum(both.values()))
+    assert whole.auc == pytest.approx(mean, rel=1e-12)
+
+
+def scores(world: World, options: list[ScoreOptions]) -> list[Evaluation | None]:
+    job = make_job(world, make_config("2", "sgd"))
+    loader = Split(world, make_batches(6, 31, seed=8))
+    return [score_split(job.trainer, loader, job.boxing, one) for one in options]
+
+
+def test_options_of_a_score_mean_the_same_on_any_number_of_ranks(ranks):
+    rows = sum(batch.num_rows for batch in make_batches(6, 31, seed=8))
+    options = [
+        ScoreOptions(slices={"C1": 0, "C2": 1}),
+        ScoreOptions(exact_rows=40),  # gathers one batch first
+        ScoreOptions(exact_rows=0),
+        ScoreOptions(max_rows=40),
+    ]
+    ((exact, some, none, first),) = ranks(1, scores, options)
+    assert (exact.num_rows, some.num_rows, first.num_rows) == (rows, rows, 62)
+    assert exact.auc_error is None
+    assert abs(some.auc - exact.auc) <= some.auc_error < 1e-3
+    assert some.logloss == pytest.approx(exact.logloss, rel=1e-12)
+    assert replace(some, logloss=0, predicted=0) == replace(none, logloss=0, predicted=0)
+    assert [one.column for one in exact.slices if one.value is None] == ["C1", "C2"]
+    ids = torch.cat([batch.ids[:, 1] for batch in make_batches(6, 31, seed=8)])
+    values, counts = ids.unique(return_counts=True)
+    found = {one.value: one.num_rows for one in exact.slices if one.column == "C2"}
+    want = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    assert all(want[value] == n for value, n in found.items() if value is not None)
+    for several in ranks(3, scores, options)[:1]:
+        for one, other in zip(several, (exact, some, none, first), strict=True):
+            assert one.num_rows == other.num_rows
+            assert one.auc == pytest.approx(other.auc, abs=1e-9)
+            assert one.auc_error == pytest.approx(other.auc_error, abs=1e-9)
+            assert one.logloss == pytest.approx(other.logloss, abs=1e-12)
+            assert [s.num_rows for s in one.slices] == [s.num_rows for s in other.slices]
+
+
+def test_a_slice_that_is_no_field_is_refused_with_those_there_are(ranks):
+    plan = ranks(1, plan_of)[0]
+    assert slice_columns(["C3", "C1"], plan) == {"C3": 2, "C1": 0}
+    with pytest.raises(
+        ConfigError, match=r"^train\.slices: C9 is no field .* C1, C2, C3, C4, C1xC2"
+    ):
+        slice_columns(["C1", "C9"], plan)
+    with pytest.raises(ConfigError, match=r"^train\.slices: C1 is there twice"):
+        slice_columns(["C1", "C1"], plan)
+
+
+def plan_of(world: World) -> Any:
+    return make_job(world, make_config("dp", "sgd")).trainer.embedding_plan
+
+
+def test_an_evaluation_shows_both_sums_and_names_its_variants():
+    found = Evaluation(
+        1200,
+        0.4,
+        0.75,
+        gauc=0.7,
+        normalised_entropy=0.9,
+        predicted=310.25,
+        positives=300,
+        auc_error=5.5e-5,
+    )
+    line = describe_evaluation(found)
+    for part in (
+        "AUC 0.75 (by histogram, off by 5.5e-05 at most)",
+        "GAUC by rows 0.7",
+        "normalised entropy 0.9",
+        "calibration 1.03417 (predicted 310.2 of 300 positives)",
+        "1200 rows",
+    ):
+        assert part in line
+    assert figures_of(found)["calibration"] == 310.25 / 300
+    assert figures_of(Evaluation(3, 0.5, 0.5)) == {"auc": 0.5, "logloss": 0.5}

@@ -1,0 +1,217 @@
+"""Early stopping and plateaus: what they decide, on every rank alike, and what the loop does."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import Config, Ftrl, OptimizerConfig, TrainConfig
+from sbpflow.config.train_options import PlateauConfig, StopConfig, is_better
+from sbpflow.errors import ConfigError, TrainingError
+from sbpflow.runtime.world import World
+from sbpflow.training.health import LossWatch
+from sbpflow.training.loop import fit
+from sbpflow.training.metrics import Evaluation
+from sbpflow.training.stopping import Plateau, Stopper, Watchers
+from tests.training.test_health import Split
+from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
+
+
+def test_better_is_more_auc_or_less_loss_by_more_than_the_delta():
+    assert is_better("auc", 0.75, 0.5, 0.125)
+    assert not is_better("auc", 0.625, 0.5, 0.125)
+    assert is_better("logloss", 0.25, 0.5, 0.125)
+    assert not is_better("normalised_entropy", 0.375, 0.5, 0.125)
+    assert not is_better("auc", math.nan, 0.5, 0.0)
+
+
+def test_patience_counts_evaluations_in_a_row():
+    stopper = Stopper(StopConfig(patience=2, min_delta=0.01))
+    seen = []
+    for step, value in enumerate([0.6, 0.7, 0.705, 0.72, 0.71, 0.72], 1):
+        stopper.push(step, value)
+        seen.append((stopper.improved, stopper.stops))
+    assert seen == [
+        (True, False),
+        (True, False),
+        (False, False),  # not by 0.01
+        (True, False),
+        (False, False),
+        (False, True),
+    ]
+    assert (stopper.best.value, stopper.best.step) == (0.72, 4)
+    assert stopper.why(6) == (
+        "at step 6, after 2 evaluations of val in a row without a better auc than 0.72 at step 4"
+    )
+
+
+def test_a_plateau_lowers_the_rates_down_to_a_least():
+    plateau = Plateau(PlateauConfig(metric="logloss", patience=2, factor=0.1, min_factor=0.05))
+    factors = []
+    for step, value in enumerate([0.5, 0.5, 0.6, 0.4, 0.4, 0.4, 0.4, 0.4], 1):
+        plateau.push(step, value)
+        factors.append(plateau.factor)
+    assert factors == [1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05]
+
+
+def test_state_goes_through_json_and_on():
+    values = [0.6, 0.7, 0.69, 0.68, 0.71, 0.7, 0.69]
+    config = TrainConfig(stop=StopConfig(patience=3), plateau=PlateauConfig(patience=2))
+    for cut in range(len(values)):
+        whole, first = Watchers.of(config), Watchers.of(config)
+        feed(whole, values, 0)
+        feed(first, values[:cut], 0)
+        second = Watchers.of(config)
+        second.load(json.loads(json.dumps(first.state())))
+        feed(second, values[cut:], cut)
+        assert second.state() == whole.state()
+        assert (second.stops, second.rate_scale) == (whole.stops, whole.rate_scale)
+    assert whole.rate_scale == pytest.approx(0.01)
+
+
+def feed(watchers: Watchers, values: list[float], start: int) -> None:
+    for step, value in enumerate(values, start + 1):
+        for watcher in (watchers.stop, watchers.plateau):
+            assert watcher is not None
+            watcher.push(step, value)
+
+
+def push_on_rank_0(world: World, metric: str) -> Any:
+    """What every rank knows after rank 0 alone has an evaluation."""
+    watchers = Watchers.of(TrainConfig(stop=StopConfig(metric=metric)))
+    evaluation = Evaluation(9, 0.5, None, "all rows are negative") if world.rank == 0 else None
+    try:
+        watchers.push(7, evaluation, Boxing(world))
+    except TrainingError as error:
+        return str(error)
+    return watchers.state()
+
+
+def test_every_rank_decides_by_what_rank_0_knows(ranks):
+    for state in ranks(3, push_on_rank_0, "logloss"):
+        assert state == {"stop": {"value": 0.5, "step": 7, "waited": 0}}
+    for message in ranks(2, push_on_rank_0, "auc"):
+        assert message.startswith("train.stop.metric: auc of val at step 7 does not exist: val has")
+    for message in ranks(2, push_on_rank_0, "gauc"):
+        assert "give the set a column of role group, or use train.stop.metric=logloss" in message
+
+
+class Quiet:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.scored: list[int] = []
+
+    def step(self, step: int, loss: float, samples_per_s: float, extra: Any) -> None:
+        self.rates.append(extra.get("lr_scale", 1.0))
+
+    def advance(self, step: int, loss: float) -> None:
+        pass
+
+    def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        self.scored.append(step)
+
+
+def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
+    """Train on batches whose labels say nothing, so that val gets worse soon."""
+    job = make_job(world, config)
+    batches = make_batches(40, 30)
+    reporter = Quiet()
+    result = fit(
+        job.trainer,
+        {"train": Split(world, batches), "val": Split(world, make_batches(4, 30, seed=9))},
+        train,
+        boxing=job.boxing,
+        watch=LossWatch(job.boxing, FIELDS.dense),
+        reporter=reporter,
+    )
+    lr = job.trainer.optimizer.param_groups[0]["lr"]
+    return {"result": result, "rates": reporter.rates, "scored": reporter.scored, "lr": lr}
+
+
+def test_a_run_stops_early_on_all_ranks(ranks):
+    """Nothing can be better by 1, so the second evaluation after the first ends the run."""
+    stop = StopConfig(metric="logloss", patience=2, min_delta=1.0)
+    train = TrainConfig(epochs=3, eval_every=5, log_every=5, stop=stop)
+    for scheme in ("1", "3"):
+        first, second = ranks(2, run, make_config(scheme, "sgd"), train)
+        assert first["result"].steps == second["result"].steps == 15
+        assert first["scored"] == [5, 10, 15]  # the last once, though the end scores val
+        assert first["result"].stopped.startswith("at step 15, after 2 evaluations of val in a row")
+        assert first["result"].best.endswith("at 5")
+        assert first["result"].loss == second["result"].loss
+
+
+def test_a_plateau_reaches_the_optimizers(ranks):
+    plateau = PlateauConfig(metric="logloss", patience=1, min_delta=1.0, factor=0.5)
+    train = TrainConfig(max_steps=20, eval_every=5, log_every=5, plateau=plateau)
+    for told in ranks(2, run, make_config("1", "sgd"), train):
+        assert told["lr"] == pytest.approx(0.1 * 0.25)
+        assert told["rates"][-3:] == [1.0, 0.5, 0.25]
+
+
+def test_what_cannot_be_watched_is_refused(ranks):
+    with pytest.raises(ConfigError, match=r"^train\.stop: watches val, which eval_every: 0"):
+        TrainConfig(eval_every=0, stop=StopConfig())
+    with pytest.raises(ConfigError, match=r"^train\.plateau: ftrl keeps sums"):
+        Config(
+            model=make_config("dp", "sgd").model,
+            optimizer=OptimizerConfig(tables={"wide.*": Ftrl()}),
+            train=TrainConfig(plateau=PlateauConfig()),
+        )
+    (message,) = ranks(1, run_without_val)
+    assert message.startswith("train.stop: watches the split val, which the data does not have")
+
+
+def run_without_val(world: World) -> str:
+    job = make_job(world, make_config("dp", "sgd"))
+    loaders = {"train": Split(world, make_batches(2, 30))}
+    with pytest.raises(ConfigError) as caught:
+        fit(
+            job.trainer,
+            loaders,
+            TrainConfig(stop=StopConfig()),
+            boxing=job.boxing,
+            watch=LossWatch(job.boxing, FIELDS.dense),
+            reporter=Quiet(),
+        )
+    return str(caught.value)
+
+
+def test_dense_and_tables_may_follow_schedules_of_their_own(ranks):
+    from sbpflow.config.train_options import DenseScheduleConfig
+
+    config = make_config("1", "sgd", wide=Ftrl())
+    optimizer = OptimizerConfig(
+        sparse=config.optimizer.sparse,
+        tables=config.optimizer.tables,
+        dense=config.optimizer.dense,
+        dense_schedule=DenseScheduleConfig(warmup_steps=3),
+    )
+    assert optimizer.of_tables.changes is False
+    warm = Config(
+        data=config.data, model=config.model, parallel=config.parallel, optimizer=optimizer
+    )
+    (told,) = ranks(1, first_rates, warm)
+    np.testing.assert_allclose(told["dense"], [0.025, 0.05, 0.075, 0.1], rtol=1e-12)
+    assert told["tables"] == [1.0] * 4
+
+
+def first_rates(world: World, config: Config) -> dict[str, list[float]]:
+    job = make_job(world, config)
+    told: dict[str, list[float]] = {"dense": [], "tables": []}
+    scale = job.embeddings.scale_lr
+
+    def noted(factor: float) -> None:
+        told["tables"].append(factor)
+        scale(factor)
+
+    job.embeddings.scale_lr = noted
+    for batch in make_batches(6, 30)[:4]:
+        job.trainer.step(batch.part(world.rank, world.size))
+        told["dense"].append(job.trainer.optimizer.param_groups[0]["lr"])
+    return told
