@@ -257,15 +257,16 @@ def descend(cost: TaskCost, count: int) -> list[Plan]:
     """Local optima from several starts, the cheapest first: each moves one table at a time."""
     task = cost.task
     random = np.random.default_rng(task.batch_size)
+    movable = [table for table in task.tables if table.name not in task.pinned]
     found: list[tuple[float, Plan]] = []
     for start in range(2 * count):
         shapes = {table.name: shapes_for(table, task.world_size) for table in task.tables}
         plan = {
             name: place(own[min(start, len(own) - 1)], task, random) for name, own in shapes.items()
-        }
+        } | dict(task.pinned)
         best = float(cost.cost([plan])[0])
         for _ in range(2):
-            for table in task.tables:
+            for table in movable:
                 others = [
                     {**plan, table.name: place(shape, task, random)} for shape in shapes[table.name]
                 ]
