@@ -2,9 +2,9 @@
 
 Each task is small enough for two ranks of a small machine. The plans of a task run one after
 another in every round, a round's order turned by one; the difference of a plan with ours is taken
-round by round. Rounds go on until every 95 % interval is below 3 %, or the time is over:
-then plans are "not told apart" where the interval holds 0. The rank correlation of what the model predicts with
-what the clock says is over the plans of a task.
+round by round. Rounds go on until every 95 % interval is below 3 %, or the time is over: then
+plans are "not told apart" where the interval holds 0. The rank correlation of what the model
+predicts with what the clock says is over the plans of a task.
 """
 
 import json

@@ -3,13 +3,14 @@
 Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). A table's
 21 features pass an MLP that state, actions and cost head share; an LSTM of two layers reads the
 tables in order; every device is scored from the state, the sum of its tables, its predicted cost
-and its bytes. The reward, at the end of an episode, is the least over the greatest compute
-time of the devices: balance, not time, and no exchange. Memory is no limit but a penalty: a plan over it gets
-how much it is over, and may be returned. The cost head learns from the measured devices by MSE.
-Differences: episodes of a batch are of one task and run whole, side by side, in place of unrolls of
-100 steps by processes; the acting copy is one update behind; 20,000 steps in place of 100,000, and
-the rates decay over them; costs are divided by the mean of the first batch; features are scaled as
-for the other learned planners.
+and its bytes. The reward, at the end of an episode, is the least over the greatest compute time of
+the devices: balance, not time, and no exchange. Memory is no limit but a penalty: a plan over it
+gets how much it is over, and may be returned. The cost head learns from the measured devices by
+MSE.
+Differences: episodes of a batch are of one task and run whole, side by side, in place of unrolls
+of 100 steps by processes; the acting copy is one update behind; 20,000 steps in place of 100,000,
+and the rates decay over them; costs are divided by the mean of the first batch; features are
+scaled as for the other learned planners.
 """
 
 import copy
