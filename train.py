@@ -22,7 +22,9 @@ def train(path: str, overrides: Sequence[str]) -> int:
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
+    from data.stats import load_stats
     from models.registry import MODELS
+    from planner.for_run import TABLE_PLAN_FILE, plan_tables
     from sbpflow.boxing.executor import Boxing
     from sbpflow.config.checks import data_path, run_dir
     from sbpflow.config.load import load_config
@@ -41,11 +43,24 @@ def train(path: str, overrides: Sequence[str]) -> int:
 
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
+    world_size = world_size_of_environment()
+    device_type = device_type_of(config.parallel.device)
+    planned = None
+    if config.parallel.plan == "auto":
+        planned = plan_tables(
+            config,
+            fields_of(manifest),
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=world_size,
+            device_type=device_type,
+        )
     spec, plan = plan_run(
         config,
         fields_of(manifest),
-        world_size=world_size_of_environment(),
-        device_type=device_type_of(config.parallel.device),
+        world_size=world_size,
+        device_type=device_type,
+        planned=planned.rules if planned else None,
     )
     world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
@@ -71,6 +86,8 @@ def train(path: str, overrides: Sequence[str]) -> int:
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
     ) as report:
         report.keep(PLAN_FILE, plan_to_json(plan))
+        if planned is not None:
+            report.keep(TABLE_PLAN_FILE, planned.yaml())
         result = fit(
             job.trainer,
             loaders,
@@ -83,12 +100,16 @@ def train(path: str, overrides: Sequence[str]) -> int:
         peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
         health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
+        notes = {"ids out of range": outside}
+        if planned is not None:
+            rows = config.data.batch_size * config.train.accumulate
+            notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
         report.final(
             steps=result.steps,
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
-            notes={**result.notes, "ids out of range": outside},
+            notes={**result.notes, **notes},
             peak_memory_bytes=[int(peak) for peak in peaks],
         )
     for loader in loaders.values():

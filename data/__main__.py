@@ -16,7 +16,7 @@ from data.format.schema import CRITEO
 from data.format.verify import verify_set
 from data.prepare.remote import input_path
 from data.prepare.schema_file import parse_crosses, read_schema
-from data.prepare.split import SplitRule, parse_split
+from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 
 _ROOM = {".gz": 4.5, ".parquet": 4.5}
@@ -79,21 +79,18 @@ def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOption
 def _encode(args: argparse.Namespace) -> Manifest | None:
     from data.malloc import keep_freed_memory
     from data.prepare.machines import parse_part
-    from data.prepare.options import PrepareOptions
-    from data.prepare.prepare import prepare
+    from data.prepare.new_rows import encode
 
     keep_freed_memory()
-    options = PrepareOptions(
-        inputs=tuple(args.input),
-        output=args.output,
-        split=SplitRule("test"),
+    return encode(
+        args.input,
+        args.output,
+        like=args.like,
         workers=args.workers,
         max_bad_fraction=args.max_bad_fraction,
         overwrite=args.overwrite,
         part=parse_part(args.part, args.wait),
-        is_encode=True,
     )
-    return prepare(_like(args, options))
 
 
 def _synth(args: argparse.Namespace) -> Manifest | None:
@@ -108,6 +105,7 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
             vocab_scale=args.vocab_scale,
             ctr=args.ctr,
             auc=args.auc,
+            products=args.products,
             skew=parse_skew(args.skew) if args.skew else (),
             drift=args.drift,
             hot=parse_hot(args.hot) if args.hot else (),
@@ -194,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-scale", type=float, default=1.0, help="of Criteo's vocabularies, up to 1")
     add("--ctr", type=float, default=0.2562, help="share of clicks (default %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
+    add("--products", type=float, default=0.0, help="share of the logit in pairs of vectors")
     add("--skew", help="power of the masses: 1.2 for all columns, or C3=1.2,C1=0.5")
     add("--drift", type=float, default=0.0, help="share of each tail replaced per million rows")
     add("--hot", help="ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")

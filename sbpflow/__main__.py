@@ -1,10 +1,48 @@
-"""``python -m sbpflow explain | doctor``. A composition root: it may import every package."""
+"""``python -m sbpflow explain | doctor | predict | export | checkpoint``.
 
+A composition root: it may import every package.
+"""
+
+import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
+
+if TYPE_CHECKING:
+    from sbpflow.run.plain_model import PlainModel
+    from sbpflow.run.row_formats import RowFormat
+    from sbpflow.runtime.doctor import Finding
+
+_FORMS = "pt2,safetensors"
+
+
+def _checkout(command: str) -> SimpleNamespace:
+    """What of the packages beside sbpflow the commands need."""
+    try:
+        from data import fields_of, load_manifest, open_loader
+        from data.predictions import Scoring, check_ids
+        from data.read.loaders import choose_backend
+        from models.registry import MODELS
+    except ImportError as error:
+        from sbpflow.errors import ConfigError
+
+        raise ConfigError(
+            f"{command} needs data and models of the checkout ({error}); run it in its folder"
+        ) from error
+    return SimpleNamespace(
+        fields_of=fields_of,
+        load_manifest=load_manifest,
+        open_loader=open_loader,
+        choose_backend=choose_backend,
+        scoring=Scoring,
+        check_ids=check_ids,
+        models=MODELS,
+    )
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -27,22 +65,32 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.kernels import with_known_kernels
     from sbpflow.runtime.world import device_type_of
 
-    try:
-        from data import fields_of, load_manifest
-        from data.growth import growth_of, growth_text
-        from models.registry import MODELS
-    except ImportError as error:
-        raise ConfigError(
-            f"explain needs data and models of the checkout ({error}); run it in its folder"
-        ) from error
+    own = _checkout("explain")
+    from data.growth import growth_of, growth_text
+
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
-    config = load_config(args.config, args.overrides, models=MODELS)
-    manifest = load_manifest(data_path(config))
-    fields = fields_of(manifest)
+    config = load_config(args.config, args.overrides, models=own.models)
+    manifest = own.load_manifest(data_path(config))
+    fields = own.fields_of(manifest)
     device = config.parallel.device  # a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
-    _, plan = plan_run(config, fields, world_size=args.world_size, device_type=device_type)
+    planned = None
+    if config.parallel.plan == "auto":
+        from data.stats import load_stats
+        from planner.for_run import plan_tables
+
+        planned = plan_tables(
+            config,
+            fields,
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=args.world_size,
+            device_type=device_type,
+        ).rules
+    _, plan = plan_run(
+        config, fields, world_size=args.world_size, device_type=device_type, planned=planned
+    )
     plan = with_known_kernels(plan, config.parallel.kernel)
     facts = describe(plan)
     growth = growth_of(manifest, facts["tables"])
@@ -54,12 +102,217 @@ def explain(argv: Sequence[str]) -> int:
     return 0
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    saved = "a checkpoint, or the folder of a run: its newest good one"
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help=saved)
+    own = "the class of a model of your own, which is imported if it is named here"
+    add("--model", metavar="package.module:Class", help=own)
+    instead = "in place of the run's, such as data.batch_size=4096"
+    add("overrides", nargs="*", metavar="key=value", help=instead)
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Score rows with a trained model; on several ranks under torchrun."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow predict",
+        description="Score raw rows or a prepared set into a Parquet file.",
+    )
+    _add_model(parser)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
+    add("--output", type=Path, required=True, metavar="FILE", help="such as scores.parquet")
+    add("--split", default="test", choices=("train", "val", "test"), help="of a prepared set")
+    add("--max-bad-fraction", type=float, default=0.0, help="raw rows that may be left out")
+    add("--overwrite", action="store_true", help="replace the file that is there")
+    args = parser.parse_intermixed_args(argv)
+
+    own = _checkout("predict")
+    from sbpflow.boxing.executor import Boxing
+    from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.job import build_job
+    from sbpflow.run.kernels import with_measured_kernels
+    from sbpflow.run.predict import on_rank_0, predictions
+    from sbpflow.run.saved_model import (
+        find_checkpoint,
+        load_values,
+        saved_config,
+        saved_plan,
+        set_folder,
+    )
+    from sbpflow.run.start import start_world
+    from sbpflow.runtime.world import device_type_of, world_size_of_environment
+    from sbpflow.training.health import on_all_or_none
+    from sbpflow.training.report import setup_logging
+
+    checkpoint = find_checkpoint(args.checkpoint)
+    config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
+    like = own.load_manifest(set_folder(checkpoint))
+    scoring = own.scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+    spec, plan = plan_run(
+        config,
+        own.fields_of(like),
+        world_size=world_size_of_environment(),
+        device_type=device_type_of(config.parallel.device),
+    )
+    world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
+    setup_logging(world.rank)
+    boxing = Boxing(world)
+    on_all_or_none(boxing, lambda: scoring.open(world.rank))
+    plan = saved_plan(checkpoint, plan) or with_measured_kernels(
+        plan, config.parallel.kernel, boxing
+    )
+    job = build_job(config, spec, plan, boxing)
+    load_values(job, checkpoint)
+    on_rank_0(boxing, lambda: scoring.encode(args.max_bad_fraction))
+    manifest = scoring.manifest()
+    loader = own.open_loader(
+        manifest,
+        split=scoring.split,
+        batch_size=config.data.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        backend=own.choose_backend(config.data.loader),
+        shuffle="none",
+        device=world.device,
+        crosses=spec.hashed_columns,
+    )
+    for probabilities, labels in predictions(job.trainer, loader, boxing):
+        scoring.write(probabilities, labels)
+    loader.close()
+    on_all_or_none(boxing, scoring.close)
+    world.close()
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a trained model in forms that need no sbpflow."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow export",
+        description="Write a trained model for torch alone, and for programs without torch.",
+    )
+    _add_model(parser)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    add("--forms", default=_FORMS, help=f"some of {_FORMS} (default both)")
+    add("--rows", default="as_trained", help="of tables: as_trained, float16 or int8")
+    add("--score", type=Path, metavar="SET", help="a labelled set; also with rows as they were "
+        "trained, for what fewer bits cost (default: that of the run, if it is there)")  # fmt: skip
+    add("--split", default="test", choices=("train", "val", "test"), help="of --score")
+    args = parser.parse_intermixed_args(argv)
+
+    own = _checkout("export")
+    from sbpflow.errors import ConfigError
+    from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
+    from sbpflow.run.plain_model import plain_model
+    from sbpflow.run.saved_model import find_checkpoint, saved_config, set_folder
+
+    forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
+    checkpoint = find_checkpoint(args.checkpoint)
+    config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
+    like = own.load_manifest(set_folder(checkpoint))
+    fields = own.fields_of(like)
+    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu")
+
+    def make(rows: "RowFormat") -> "PlainModel":
+        return plain_model(
+            spec,
+            plan.embeddings,
+            checkpoint.tensor,
+            num_dense=len(fields.dense),
+            seed=config.run.seed,
+            row_format=rows,
+        )
+
+    def score(rows: "RowFormat", model: "PlainModel") -> dict[str, float | None]:
+        loader = own.open_loader(
+            scored,
+            split=args.split,
+            batch_size=config.data.batch_size,
+            backend="memmap",
+            shuffle="none",
+            crosses=spec.hashed_columns,
+        )
+        found = score_plain(model, loader.epoch(0))
+        loader.close()
+        rate = f"AUC {found.auc}, logloss {found.logloss:.6f}"
+        print(f"rows {rows}: {rate} ({found.num_rows} rows, {args.split} of {path})")
+        return {"auc": found.auc, "logloss": found.logloss}
+
+    path = args.score or config.data.path
+    scored = own.load_manifest(path) if path is not None and path.is_dir() else None
+    if scored is None and row_format != "as_trained":
+        raise ConfigError(
+            f"--score: rows of {row_format} cost some AUC, and {path} is no set to measure it on; "
+            "name one with labels"
+        )
+    model = make(row_format)
+    facts = facts_of(checkpoint, like.vocabulary_digest)
+    if scored is not None:
+        own.check_ids(scored, like)
+        facts["scores"] = {row_format: score(row_format, model)}
+        if row_format != "as_trained":
+            facts["scores"]["as_trained"] = score("as_trained", make("as_trained"))
+    for file in write_model(args.output, model, facts, forms):
+        print(f"{file}: {file.stat().st_size:,} bytes")
+    return 0
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """List, check, compare and remove checkpoints."""
+    parser = ArgumentParser(prog="python -m sbpflow checkpoint", description=checkpoint.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("ls", "one line each"), ("verify", "read and check every byte")):
+        one = commands.add_parser(name, help=text)
+        one.add_argument("path", type=Path, help="a checkpoint, a folder of some, or of a run")
+    diff = commands.add_parser("diff", help="what two checkpoints do not have in common")
+    diff.add_argument("left", type=Path)
+    diff.add_argument("right", type=Path)
+    prune = commands.add_parser("prune", help="remove all but the newest good ones")
+    prune.add_argument("path", type=Path)
+    prune.add_argument("--keep", type=int, required=True, help="how many stay")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    args = parser.parse_args(argv)
+
+    from sbpflow.checkpoint import commands as run
+
+    good = True
+    if args.command == "ls":
+        text = run.list_text(args.path)
+    elif args.command == "verify":
+        text, good = run.verify_text(args.path)
+    elif args.command == "diff":
+        text, good = run.diff_text(args.left, args.right)
+    else:
+        text = "\n".join(run.prune(args.path, args.keep, dry_run=args.dry_run))
+    print(text)
+    return 0 if good else 1
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """What of this environment works, on the ranks that it runs on."""
+    from sbpflow.runtime import doctor
+
+    def moving(folder: Path) -> "Sequence[Finding]":
+        from sbpflow.run.machine_checks import checks  # torch, which may be broken
+
+        return checks(folder)
+
+    return doctor.main(argv, moving)
+
+
 def main() -> int:
     """Dispatch on the first word."""
     from sbpflow.errors import ConfigError
-    from sbpflow.runtime import doctor
 
-    commands = {"explain": explain, "doctor": doctor.main}
+    commands = {
+        "explain": explain,
+        "doctor": doctor,
+        "predict": predict,
+        "export": export,
+        "checkpoint": checkpoint,
+    }
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(f"usage: python -m sbpflow {{{','.join(commands)}}} [-h] ...")

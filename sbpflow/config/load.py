@@ -3,6 +3,7 @@
 Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 """
 
+import copy
 import dataclasses
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -30,10 +31,41 @@ def load_config(
     first is the default. ``model.name: package.module:Class`` imports that class: the file and the
     overrides are the user's own command.
     """
-    tree = _read_yaml(Path(path))
+    tree = read_yaml(Path(path))
     for override in overrides:
         _apply(tree, override)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
+
+
+def config_from_tree(
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    models: Mapping[str, type[Any]],
+    own_model: str | None = None,
+) -> Config:
+    """The config whose ``plain`` form was kept as ``tree``, with ``key=value`` overrides.
+
+    Data from outside imports nothing: a model ``package.module:Class`` is imported only if the
+    user's command names it, as ``own_model``. ConfigError otherwise.
+    """
+    kept: dict[str, Any] = copy.deepcopy(dict(tree))
+    for override in overrides:
+        _apply(kept, override)
+    found, group = dict(models), kept.get("model")
+    name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
+    if isinstance(name, str) and name not in found:
+        if own_model != name:
+            raise ConfigError(
+                f"--model: these values are of the model {name!r}, which only your own command may "
+                f"import; if you trust that module, add --model {name}"
+            )
+        found[name] = import_model(name)
+    elif own_model is not None:
+        raise ConfigError(
+            f"--model: {own_model} was given, these values are of the model {name!r}; leave it out"
+        )
+    return build(Config, kept, {"model": found})
 
 
 def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
@@ -127,13 +159,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
+    """The mapping of a YAML file; ConfigError, naming ``key`` where there is no such file."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         folder = path if path.is_dir() else path.parent
         known = sorted(str(file) for file in folder.glob("*.yaml"))
         near = difflib.get_close_matches(str(path), known, 3, cutoff=0.5) or known[:5]
-        raise ConfigError(f"--config: {path} {what}{_use(near)}")
+        raise ConfigError(f"{key}: {path} {what}{_use(near)}")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except ConfigError as error:

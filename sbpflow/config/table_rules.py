@@ -131,6 +131,8 @@ class ParallelConfig:
     every rank is about to do: for finding ranks that take different steps, at the cost of a round
     trip each.
 
+    ``plan``, in place of a scheme, is a file of rules that a planner or a person wrote, or
+    ``auto``: a planner chooses when the run starts, by what was measured on its machine.
     ``scheme: auto`` takes the cheapest of several complete plans; ``link_gb_per_s`` is what a rank
     can send in a second, for it alone, and by default what ranks of one machine can (1 Gbit/s is
     0.125).
@@ -138,6 +140,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
+    plan: Annotated[str | None, Example("auto")] = None
     link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
@@ -160,6 +163,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():
             rule.check(f"parallel.tables.{pattern}")
+        if self.plan is not None and self.scheme is not None:
+            raise ConfigError(
+                f"parallel.plan: {self.plan} beside parallel.scheme: {self.scheme}; each says "
+                "where all tables live: leave one out, for example parallel.scheme=null"
+            )
         named = {"table_dtype": self.table_dtype, "exchange_dtype": self.exchange_dtype}
         named |= {f"tables.{p}.exchange_dtype": r.exchange_dtype for p, r in self.tables.items()}
         for key, value in named.items():
@@ -223,16 +231,19 @@ def resolve_table_layouts(
     schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
+    planned: Mapping[str, TableRule] | None = None,
 ) -> dict[str, TableLayout]:
     """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
+    ``planned`` are the rules of ``parallel.plan``, which stand where a scheme's would.
     ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
     table is matched by nothing.
     """
     check_matches("parallel.tables", parallel.tables, tables, "table")
+    check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
     return {
         name: _fit(
-            *_rule_of(parallel, schemes, name),
+            *_rule_of(parallel, schemes, planned, name),
             name,
             shape,
             device_type,
@@ -243,9 +254,17 @@ def resolve_table_layouts(
     }
 
 
-def _rule_of(parallel: ParallelConfig, schemes: Schemes, name: str) -> tuple[str, TableRule]:
-    """The key and the rule that decide: the last match, the scheme's patterns coming first."""
+def _rule_of(
+    parallel: ParallelConfig,
+    schemes: Schemes,
+    planned: Mapping[str, TableRule] | None,
+    name: str,
+) -> tuple[str, TableRule]:
+    """The key and the rule that decide: the last match, those of plan or scheme coming first."""
     found: tuple[str, TableRule] | None = None
+    for pattern, rule in (planned or {}).items():
+        if fnmatchcase(name, pattern):
+            found = (f"parallel.plan {parallel.plan}", rule)
     if parallel.scheme is not None:
         for pattern, rule in schemes[parallel.scheme].items():
             if fnmatchcase(name, pattern):

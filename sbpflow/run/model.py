@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
@@ -154,6 +154,19 @@ class ModelSpec(Protocol):
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> DensePart:
         """The dense part on this rank, its parameters in ``layouts``."""
+        ...
+
+
+class ExportableSpec(ModelSpec, Protocol):
+    """A ``ModelSpec`` whose dense part also has the form of an ordinary module, for export."""
+
+    def plain(self, *, seed: int) -> nn.Module:
+        """A new module with the parameters of ``parameters`` under the same names, to be filled.
+
+        ``forward(vectors, dense)``: {output: [rows, width]}, [rows, fields] -> logits [rows] or
+        [rows, 1], equal to those of the part that ``build`` makes. It uses torch alone and can be
+        traced by ``torch.export``. What is not in ``parameters`` depends on ``seed`` at most.
+        """
         ...
 
 

@@ -123,6 +123,12 @@ class TorchModel:
         check_initial(part.parameters, boxing)
         return part
 
+    def plain(self, *, seed: int) -> nn.Module:
+        """A new module as ``make`` gives it; what is not trained is what a run of ``seed`` has."""
+        module = self._make(stream_key(seed, "module"), torch.device("cpu"))
+        original: object = getattr(module, "_orig_mod", module)  # without torch.compile around it
+        return original if isinstance(original, nn.Module) else module
+
 
 class TorchPart:
     """The module on one rank, as the trainer sees it."""

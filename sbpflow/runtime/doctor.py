@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, PeerLostError
+from sbpflow.runtime.environment import rank_and_world_size
 from sbpflow.runtime.versions import FBGEMM_OF_TORCH, Installed, dist_version, import_fbgemm, minor
 
 State = Literal["ok", "absent", "broken"]
@@ -26,17 +28,40 @@ class Finding:
     text: str
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Write the report to stdout; 0 if nothing is broken, else 1."""
+Moving = Callable[[Path], Sequence[Finding]]
+
+
+def main(argv: Sequence[str] = (), moving: Moving | None = None) -> int:
+    """Write the report to stdout, on rank 0; 0 if nothing is broken, else 1.
+
+    ``moving`` are further checks, which every rank takes part in; they get ``--dir``.
+    """
     parser = argparse.ArgumentParser(prog="python -m sbpflow doctor", description=__doc__)
-    parser.parse_args(argv)
-    findings = [_run(check) for check in CHECKS]
+    where = "where runs are kept: its free space, and a checkpoint written and read there"
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help=f"{where} (default runs)")
+    args = parser.parse_args(argv)
+    rank, _ = rank_and_world_size()
+    findings = [_run(check) for check in CHECKS] if rank == 0 else []
+    if moving is not None:
+        findings += _run_moving(moving, args.dir)
+    if rank != 0:
+        return 0
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         sys.stdout.write(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.text}\n")
     broken = [finding.name for finding in findings if finding.state == "broken"]
     sys.stdout.write(f"\nbroken: {', '.join(broken)}\n" if broken else "\nnothing is broken\n")
     return 1 if broken else 0
+
+
+def _run_moving(moving: Moving, folder: Path) -> Sequence[Finding]:
+    try:
+        return moving(folder)
+    except PeerLostError:  # told by all ranks together
+        raise
+    except Exception as error:  # noqa: BLE001  (what works has been found, and is reported)
+        text = str(error).strip().split("\n", 1)[0]
+        return [Finding("ranks", "broken", f"{type(error).__name__}: {text}")]
 
 
 def _run(check: Callable[[], Finding]) -> Finding:

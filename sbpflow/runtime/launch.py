@@ -8,6 +8,7 @@ not close them, and should not in a ``finally``, where a dead peer costs all of 
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -30,6 +31,16 @@ EXIT_MISTAKE = 2
 EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_MAKE_ROOM = (
+    "make room where this run writes (run.dir, checkpoint.dir, --output); the checkpoints before "
+    "are as they were"
+)
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+_NEED_LESS = (
+    "`python -m sbpflow explain` prints what each rank needs: use more ranks, layouts that split "
+    "tables, half-precision rows (parallel.table_dtype: bfloat16), or a smaller data.batch_size"
+)
 _STUCK_S = 2.0  # a signalled main thread that is inside a collective gets this long to come back
 _TOLD_S = 5.0  # and one whose peers have left
 
@@ -86,11 +97,26 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"
         return Reason("mistake", reason), EXIT_MISTAKE
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return Reason("mistake", f"{(error.strerror or '').lower()}: {_MAKE_ROOM}"), EXIT_MISTAKE
+    if said := _out_of_memory(error):
+        return Reason("mistake", f"out of memory: {said}; {_NEED_LESS}"), EXIT_MISTAKE
     if isinstance(error, AbsentError):
         return Reason("absent", str(error)), EXIT_LOST_PEER
     if isinstance(error, (PeerLostError, *_torch_peer_errors())):
         return Reason("lost_peer", first_line(error)), EXIT_LOST_PEER
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
+
+
+def _out_of_memory(error: BaseException) -> str:
+    """What could not be had; "" for other errors. torch's CPU allocator has no type of its own."""
+    kinds = (MemoryError, vars(sys.modules.get("torch", argparse)).get("OutOfMemoryError"))
+    text = str(error).strip().split("\n", 1)[0]
+    if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
+        return text or "the system has no more"
+    if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text:
+        return text.partition(_CPU_ALLOCATOR)[2].strip(" :.")
+    return ""
 
 
 def _torch_peer_errors() -> tuple[type[BaseException], ...]:

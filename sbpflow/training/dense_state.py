@@ -41,7 +41,9 @@ def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Give each parameter the state that its optimizer makes at a first step, in zeros, and its
     count of ``step`` steps: to be filled with what was saved.
     """
-    for group in optimizer.param_groups if optimizer is not None else ():
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
         for part in group["params"]:
             kept = cast("dict[Tensor, dict[str, Any]]", optimizer.state)[part]
             for key, value in _of_first_step(optimizer, group, part).items():

@@ -26,7 +26,7 @@ from sbpflow.errors import (
 from sbpflow.runtime import devices
 from sbpflow.runtime import store as run_store
 from sbpflow.runtime.exit_messages import Meeting, Reason, compose
-from sbpflow.runtime.launch import ArgumentParser, classify
+from sbpflow.runtime.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
 from sbpflow.runtime.store import first_line, no_store
 from sbpflow.runtime.world import World, broken, device_type_of, refused
 
@@ -386,6 +386,14 @@ def test_without_the_store_the_ranks_of_this_machine_are_not_blamed():
         (PeerLostError("loss, all_reduce: closed"), "lost_peer", "loss, all_reduce: closed", 3),
         (AbsentError("rank 1 did not join"), "absent", "rank 1 did not join", 3),
         (DistNetworkError("connection reset"), "lost_peer", "connection reset", 3),
+        (
+            OSError(28, "No space left on device"),
+            "mistake",
+            f"no space left on device: {_MAKE_ROOM}",
+            2,
+        ),
+        (MemoryError(), "mistake", f"out of memory: the system has no more; {_NEED_LESS}", 2),
+        (torch.OutOfMemoryError("3 GiB\n!"), "mistake", f"out of memory: 3 GiB; {_NEED_LESS}", 2),
     ],
 )
 def test_what_an_error_means(error, kind, text, code):

@@ -51,7 +51,7 @@ def test_the_last_pattern_that_gives_a_key_decides_it():
     ]
     assert {t.pooling for t in deep.tables} == {"mean"}
     assert [(t.name, t.dim, t.initial_range) for t in wide.tables] == [("wide.shop", 1, 0.5)]
-    assert MODEL.spec(FIELDS).layers[0] == (4 + 4 + 5 + 5 + 3, 7)
+    assert MODEL.spec(FIELDS).mlp.inputs == 4 + 4 + 5 + 5 + 3
 
 
 def _train(world: World, scheme: str):

@@ -1,0 +1,186 @@
+"""Scoring rows into a Parquet file: which rows, encoded where, and the file, in the rows' order.
+
+Columns: the row's key if the rows have one, else its number among the good rows (``row``);
+``score``, the probability of a click; ``label`` where the rows have labels.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.format.lists import SplitPart
+from data.format.manifest import MANIFEST, Manifest, Part, load_manifest
+from data.format.npy import open_array
+from data.prepare.remote import input_path
+from sbpflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SCORE, LABEL, ROW = "score", "label", "row"
+_LOG = logging.getLogger(__name__)
+
+
+class Scoring:
+    """Rows to score, and the file their scores go into; made alike on every rank.
+
+    ``inputs`` are raw rows, or the folder of one prepared set, whose ``split`` is scored. ``like``
+    has the vocabularies of the run. Raises ConfigError for a set whose ids may mean something else.
+    """
+
+    def __init__(
+        self, inputs: Sequence[str], output: Path, split: str, like: Manifest, *, overwrite: bool
+    ) -> None:
+        self._inputs, self._output, self._like = tuple(inputs), output, like
+        self._overwrite = overwrite
+        folder = Path(self._inputs[0])
+        self._is_set = len(self._inputs) == 1 and (folder / MANIFEST).is_file()
+        self._folder = folder if self._is_set else output.with_name(output.name + ".rows")
+        self.split = split if self._is_set else "test"
+        if self._is_set:
+            check_ids(load_manifest(folder), like)
+        self._partial = output.with_name(output.name + ".partial")
+        self._rank = 0
+        self._scores: list[NDArray[np.float32]] = []
+        self._labels: list[NDArray[np.float32]] = []
+
+    def __str__(self) -> str:
+        return f"{' '.join(self._inputs)} ({self.split})"
+
+    def open(self, rank: int) -> None:
+        """See that the file can be written, before rows are scored; rank 0 does."""
+        self._rank = rank
+        if rank != 0:
+            return
+        path = self._output
+        if path.exists() and not self._overwrite:
+            raise ConfigError(f"--output {path}: is there already; --overwrite replaces it")
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            reason = (error.strerror or "cannot be written").lower()
+            raise ConfigError(
+                f"--output {path}: {path.parent}: {reason}; for example --output scores.parquet"
+            ) from error
+
+    def encode(self, max_bad_fraction: float) -> None:
+        """Give raw rows the ids of the run, in a folder beside the output; one rank does it."""
+        if self._is_set:
+            return
+        from data.prepare.new_rows import encode
+
+        encode(
+            [input_path(one) for one in self._inputs],
+            self._folder,
+            like=self._like.path,
+            workers=os.cpu_count() or 1,
+            max_bad_fraction=max_bad_fraction,
+            overwrite=True,
+        )
+
+    def manifest(self) -> Manifest:
+        """The set whose ``split`` is scored."""
+        manifest = load_manifest(self._folder)
+        if not manifest.splits[self.split]:
+            have = ", ".join(name for name, rows in manifest.splits.items() if rows)
+            raise ConfigError(
+                f"--split: {self.split} of {self._folder} has no rows; it has {have}, for example "
+                f"--split {have.split(', ')[0]}"
+            )
+        return manifest
+
+    def write(self, scores: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
+        """The next rows of the split; 8 bytes each are held until ``close``."""
+        self._scores.append(scores)
+        self._labels.append(labels)
+
+    def close(self) -> None:
+        """Write the file, which appears when it is whole, and remove encoded rows; rank 0 does."""
+        if self._rank != 0:
+            return
+        import polars as pl
+
+        manifest = self.manifest()
+        scores = np.concatenate(self._scores)
+        if len(scores) != manifest.splits[self.split]:
+            raise RuntimeError(f"{len(scores)} scores, {manifest.splits[self.split]} rows")
+        columns = row_keys(manifest, self.split)
+        columns[SCORE] = pl.Series(scores)
+        if manifest.labelled:
+            columns[LABEL] = pl.Series(np.concatenate(self._labels))
+        try:
+            pl.DataFrame(columns).write_parquet(self._partial)
+            self._partial.replace(self._output)
+        except OSError as error:
+            self._partial.unlink(missing_ok=True)
+            raise ConfigError(f"--output {self._output}: cannot be written ({error})") from error
+        bad = sum(manifest.content.get("bad_lines", {}).values()) if not self._is_set else 0
+        if bad:
+            _LOG.warning("%d bad lines have no score; rows are numbered without them", bad)
+        if not self._is_set:
+            shutil.rmtree(self._folder)
+        _LOG.info("%s: %d scores, %.6f on average", self._output, len(scores), scores.mean())
+
+
+def check_ids(manifest: Manifest, like: Manifest) -> None:
+    """ConfigError unless every id of ``manifest`` means in ``like`` what it means there.
+
+    That is so for equal vocabularies and for those that ``like`` grew from.
+    """
+    wanted = {field.name: field.rows for field in like.fields}
+    found = {field.name: field.rows for field in manifest.fields}
+    digest = manifest.vocabulary_digest
+    if digest is None and like.vocabulary_digest is None:
+        if found == wanted and manifest.dense == like.dense:
+            return
+    elif digest in (like.vocabulary_digest, *(one.digest for one in like.ancestors)):
+        return
+    raise ConfigError(
+        f"--input {manifest.path}: its ids are of another vocabulary than those that the model was "
+        "trained on; give the raw rows, which get the run's ids, or encode them with "
+        f"`python -m data encode --like {like.path}`"
+    )
+
+
+def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
+    """{name of the key: keys} of the rows of ``split``; their numbers where the set has no key."""
+    import polars as pl
+
+    key = manifest.side_column("row_key")
+    num_rows = manifest.splits[split]
+    if key is None:
+        return {ROW: pl.Series(np.arange(num_rows))}
+    name = key.name if key.name not in (SCORE, LABEL) else "row_key"
+    if key.type == "string":
+        return {name: pl.Series(_texts(manifest, split), dtype=pl.String)}
+    out = np.empty(num_rows, dtype=np.int64)
+    part = SplitPart(manifest, split, "row_key")
+    part.read(0, num_rows, out)
+    part.close()
+    return {name: pl.Series(out)}
+
+
+def _texts(manifest: Manifest, split: str) -> list[str]:
+    """Keys of text, which lie end to end in the files of each shard."""
+    found: list[str] = []
+    for shard in manifest.shards(split):
+        ends, raw = (_part(manifest, shard.rows, shard.parts, part) for part in ("ends", "bytes"))
+        text, start = raw.tobytes(), 0
+        for end in ends.tolist():
+            found.append(text[start:end].decode())
+            start = end
+    return found
+
+
+def _part(manifest: Manifest, rows: int, parts: Mapping[str, Part], part: str) -> NDArray[Any]:
+    kind = manifest.part_types[f"row_key_{part}"]
+    file = parts[f"row_key_{part}"]
+    return open_array(manifest.path / file.file, kind.dtype, kind.shape(rows, file.count))

@@ -1,0 +1,42 @@
+"""New rows with the ids of a set: all of them its test part, with or without labels."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.format.manifest import Manifest, load_manifest
+from data.prepare.content import options_like
+from data.prepare.machines import Part
+from data.prepare.options import PrepareOptions
+from data.prepare.prepare import prepare
+from data.prepare.remote import InputPath
+from data.prepare.split import SplitRule
+
+WHOLE = Part()
+
+
+def encode(
+    inputs: Sequence[InputPath],
+    output: Path,
+    *,
+    like: Path,
+    workers: int,
+    max_bad_fraction: float,
+    overwrite: bool = False,
+    part: Part = WHOLE,
+) -> Manifest | None:
+    """A set in ``output`` of the rows of ``inputs``, with ids and constants of the set ``like``.
+
+    Of that one the manifest and the vocabularies are read, no rows. ``None`` where this machine has
+    prepared a ``part`` that another one joins. Raises what ``prepare`` raises.
+    """
+    options = PrepareOptions(
+        inputs=tuple(inputs),
+        output=output,
+        split=SplitRule("test"),
+        workers=workers,
+        max_bad_fraction=max_bad_fraction,
+        overwrite=overwrite,
+        part=part,
+        is_encode=True,
+    )
+    return prepare(options_like(load_manifest(like), options))

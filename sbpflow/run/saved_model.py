@@ -1,0 +1,97 @@
+"""A trained model out of a checkpoint: which one, its configuration, and its values into a job."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sbpflow.checkpoint.commands import checkpoint_folder
+from sbpflow.checkpoint.folder import checked, good_checkpoints, list_checkpoints
+from sbpflow.checkpoint.format import INDEX_FILE, Place
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.config.load import config_from_tree
+from sbpflow.config.schema import Config
+from sbpflow.embedding.storage.choose import missing_kernels
+from sbpflow.errors import CheckpointError
+from sbpflow.run.job import Job
+from sbpflow.run.plan import RunPlan
+from sbpflow.run.plan_file import plan_from_json
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``, or the newest good one of a run or a folder of checkpoints.
+
+    Damaged ones are named in a warning and skipped. Raises CheckpointError if there is none.
+    """
+    if (path / INDEX_FILE).exists():
+        return checked(path)
+    folder = checkpoint_folder(path)
+    if not list_checkpoints(folder):
+        raise CheckpointError(
+            f"--checkpoint {path}: holds no checkpoint; give a folder of a run, or one step-N"
+        )
+    for found in good_checkpoints(folder):
+        return found
+    raise CheckpointError(
+        f"--checkpoint {path}: every checkpoint there is damaged, as the warnings say; use another"
+    )
+
+
+def saved_config(
+    checkpoint: Checkpoint,
+    overrides: Sequence[str],
+    *,
+    models: Mapping[str, type[Any]],
+    own_model: str | None,
+) -> Config:
+    """The configuration of the run, with ``key=value`` overrides of the command."""
+    tree = checkpoint.documents.get("config")
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{checkpoint.path}: has no configuration; use one that a run wrote")
+    return config_from_tree(tree, overrides, models=models, own_model=own_model)
+
+
+def set_folder(checkpoint: Checkpoint) -> Path:
+    """The run's copy of its set without the rows: the manifest, and which value has which id."""
+    return checkpoint.path.parent / "data"
+
+
+def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
+    """The plan that the run followed, kernels included, if ``plan`` is that but for these.
+
+    So a prediction makes the moves that evaluations of the run made.
+    """
+    text = checkpoint.documents.get("plan")
+    if not isinstance(text, str):
+        return None
+    kept = plan_from_json(text)
+    if replace(kept, kernels=plan.kernels, priced=plan.priced) != plan:
+        return None
+    missing = missing_kernels("auto")
+    return None if any(one.name in missing for one in kept.kernels.values()) else kept
+
+
+def load_values(job: Job, checkpoint: Checkpoint) -> None:
+    """Fill tables and dense parameters of this rank; state of optimizers stays as it is.
+
+    Raises CheckpointError for a tensor that is absent or has another shape.
+    """
+    wanted = {f"tables/{table.name}" for out in job.plan.embeddings.outputs for table in out.tables}
+    wanted |= {f"dense/{name}" for name in job.model.parameters}
+    for name, tensor in job.state().items():
+        if name not in wanted:
+            continue
+        saved = checkpoint.saved(name)
+        if saved.shape != tensor.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is {list(saved.shape)}, this model has "
+                f"{list(tensor.shape)}; use the model and the set that it was trained with"
+            )
+        for one in tensor.rectangles:
+            place = Place(
+                row_start=one.row_start,
+                row_stop=one.row_stop,
+                col_start=one.col_start,
+                col_stop=one.col_stop,
+            )
+            checkpoint.read_into(name, place, one.values)

@@ -1,0 +1,91 @@
+"""Checkpoints listed, checked, compared and removed from the command line."""
+
+import pytest
+import torch
+
+from sbpflow.__main__ import checkpoint
+from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.errors import CheckpointError, ConfigError
+from tests.checkpoint.test_format import save
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with checkpoints of steps 3, 5 and 8; that of 5 has lost a bit."""
+    kept = tmp_path / "checkpoints"
+    for step in (3, 5, 8):
+        save(kept, step=step, documents={"config": {"train": {"epochs": step}}})
+    flip(kept / "step-5" / "rank-0.bin", 40)
+    return tmp_path
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def names(folder):
+    return [path.name for path in list_checkpoints(folder / "checkpoints")]
+
+
+def test_a_list_has_a_line_for_each_the_newest_first(folder, capsys):
+    (folder / "checkpoints/step-3/rank-1.bin").unlink()
+    assert checkpoint(["ls", str(folder)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["checkpoint", "size", "tensors", "state"]
+    assert [line.split()[0] for line in lines] == ["step-8", "step-5", "step-3"]
+    assert lines[0].endswith("run r1, files of 2 ranks")
+    assert "DAMAGED" in lines[2]
+    assert "rank-1.bin" in lines[2]
+
+
+def test_verify_reads_every_byte_and_its_exit_code_says_so(folder, capsys):
+    assert checkpoint(["verify", str(folder)]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("ok ")
+    assert second.startswith("DAMAGED")
+    assert "rank-0.bin" in second
+    assert third.startswith("ok ")
+    assert checkpoint(["verify", str(folder / "checkpoints/step-8")]) == 0
+
+
+def test_diff_names_what_differs_and_by_how_much(folder, tmp_path, capsys, monkeypatch):
+    import tests.checkpoint.test_format as made
+
+    other = tmp_path / "other"
+    values = made.wanted()
+    values["tables/a"][4, 1] += 0.5
+    values["tables/a"][4, 2] -= 2.0
+    values["dense/scale"] = torch.tensor(float("nan"))
+    monkeypatch.setattr(made, "wanted", lambda: values)
+    save(other, step=9, documents={"config": {"train": {"epochs": 8, "stop": "x" * 99}}})
+    left, right = folder / "checkpoints/step-8", other / "step-9"
+    assert checkpoint(["diff", str(left), str(right)]) == 1
+    text = capsys.readouterr().out
+    assert "tables/a: 2 elements in 1 rows differ, by 2 at most" in text
+    assert "dense/scale: 1 elements in 1 rows differ, by inf at most" in text
+    assert "config.train.stop: None -> 'xxx" in text
+    assert "config.train.epochs" not in text
+    assert text.endswith("5 tensors are equal\n")
+    assert checkpoint(["diff", str(right), str(right)]) == 0
+    assert "equal: 7 tensors" in capsys.readouterr().out
+
+
+def test_prune_keeps_good_ones_and_never_counts_a_damaged_one(folder, capsys):
+    flip(folder / "checkpoints/step-8" / "rank-0.bin", 40)
+    save(folder / "checkpoints", step=2)
+    assert checkpoint(["prune", str(folder), "--keep", "1", "--dry-run"]) == 0
+    assert "would remove" in capsys.readouterr().out
+    assert names(folder) == ["step-8", "step-5", "step-3", "step-2"]
+    assert checkpoint(["prune", str(folder), "--keep", "1"]) == 0
+    assert names(folder) == ["step-8", "step-5", "step-3"]
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["left,", "left,", "kept", "removed"]
+    with pytest.raises(ConfigError, match="--keep: 0 would leave none; for example --keep 3"):
+        checkpoint(["prune", str(folder), "--keep", "0"])
+
+
+def test_a_folder_without_checkpoints_is_a_message(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint; give a checkpoint"):
+        checkpoint(["ls", str(tmp_path)])

@@ -1,0 +1,307 @@
+"""An exported model: equal to the job it came from, read with torch alone, rows of fewer bits."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from data import fields_of, load_manifest
+from data.__main__ import main
+from data.read.crosses import hashed_ids as hashed_by_loader
+from data.read.loaders import open_loaders
+from models.wdl import WdlConfig, WideConfig
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import DataConfig
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.export import FORMS, score_plain, write_model
+from sbpflow.run.job import Job, build_job
+from sbpflow.run.model import Fields, embedding_output
+from sbpflow.run.plain_model import PlainModel, hashed_ids, plain_model
+from sbpflow.run.row_formats import ROW_FORMATS, make_rows
+from sbpflow.run.torch_model import TorchModel
+from sbpflow.runtime.world import World
+from sbpflow.training.evaluate import score_split
+from tests.data.tables import SCHEMA, SPLIT, table, write_csv
+from tests.run.test_torch_model import Model as OwnModel
+from tests.training.wdl_case import FIELDS, make_batches, make_config
+
+ALONE = """
+import sys
+import torch
+model = torch.export.load(sys.argv[1]).module()
+assert isinstance(model, torch.nn.Module)
+inputs = torch.load(sys.argv[2], weights_only=True)
+torch.save([model(*one) for one in inputs], sys.argv[3])
+assert not {m.partition(".")[0] for m in sys.modules} & {"sbpflow", "models", "data", "safetensors"}
+"""
+
+
+def values_of(job: Job, name: str) -> Tensor:
+    """A whole logical tensor of a job of one rank."""
+    tensor = job.state()[name]
+    (one,) = tensor.rectangles
+    return one.values.clone().reshape(tensor.shape)
+
+
+def trained(world: World, config, fields: Fields, batches) -> tuple[Job, PlainModel]:
+    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu")
+    job = build_job(config, spec, plan, Boxing(world))
+    for batch in batches:
+        job.trainer.step(batch)
+    return job, plain_of(job, spec, fields)
+
+
+def plain_of(job: Job, spec, fields: Fields, row_format="as_trained") -> PlainModel:
+    return plain_model(
+        spec,
+        job.plan.embeddings,
+        partial(values_of, job),
+        num_dense=len(fields.dense),
+        seed=7,
+        row_format=row_format,
+    )
+
+
+def _criteo_like(world: World, folder):
+    """Errors of the plain model, and what a process with torch alone makes of its file."""
+    config = make_config("1", "adagrad", dtype="float32")
+    batches = make_batches(7, 30)
+    job, model = trained(world, config, FIELDS, batches)
+    inputs = [model.arguments_of(batch.ids, batch.dense) for batch in batches]
+    inputs += [(*(t[:n] for t in inputs[0][:2]), {}) for n in (0, 1)]
+    wanted = [model(*one) for one in inputs]
+    apart = [
+        float((found - job.trainer.predict(batch)).abs().max())
+        for found, batch in zip(wanted, batches, strict=False)
+    ]
+    torch.save(inputs, folder / "inputs")
+    write_model(folder / "model", model, {"step": 7}, FORMS)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = ["-c", ALONE, folder / "model/model.pt2", folder / "inputs", folder / "logits"]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=folder, env=env)
+    got = torch.load(folder / "logits", weights_only=True)
+    same = [torch.equal(one, other) for one, other in zip(got, wanted, strict=True)]
+    names = {name: values_of(job, name) for name in job.state() if name.count("/") == 1}
+    return apart, same, names
+
+
+def test_a_file_read_with_torch_alone_gives_the_logits_of_the_job(ranks, tmp_path):
+    ((apart, same, state),) = ranks(1, _criteo_like, tmp_path)
+    assert max(apart) < 1e-6
+    assert same == [True] * 9
+    stored = load_file(tmp_path / "model/model.safetensors")
+    assert set(stored) == set(state)
+    assert all(torch.equal(stored[name], state[name]) for name in state)
+    content = json.loads((tmp_path / "model/model.json").read_text())
+    assert content["step"] == 7
+    assert content["inputs"]["ids"]["columns"] == {
+        "C1": [0, 1], "C2": [1, 2], "C3": [2, 3], "C4": [3, 4], "C1xC2": [4, 5], "C3xC4": [5, 6]
+    }  # fmt: skip
+    assert content["tables"]["deep.C1"] == {
+        "rows": 37, "dim": 5, "features": ["C1"], "pooling": "sum", "stored": "float32"
+    }  # fmt: skip
+
+
+def _lists(world: World, folder):
+    """The same over lists with weights and without, fixed fields, mean and sum."""
+    manifest = load_manifest(folder / "set")
+    data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
+    config = replace(make_config("2", "adagrad", dtype="float32"), data=data, model=Pooled())
+    loaders = open_loaders(manifest, data, 0, 1, seed=7, device=world.device)
+    batches = [batch for batch, _ in zip(loaders["train"].epoch(0), range(4), strict=False)]
+    job, model = trained(world, config, fields_of(manifest), batches)
+    apart = [
+        float((model(*model.arguments_of(b.ids, b.dense)) - job.trainer.predict(b)).abs().max())
+        for b in batches
+    ]
+    write_model(folder / "model", model, {}, ["pt2"])
+    loaded = torch.export.load(folder / "model/model.pt2").module()
+    inputs = [model.arguments_of(b.ids, b.dense) for b in batches]
+    same = [torch.equal(loaded(*one), model(*one)) for one in inputs]
+    scored = score_plain(model, loaders["val"].epoch(0))
+    wanted = score_split(job.trainer, loaders["val"], job.boxing)
+    return apart, same, abs(scored.auc - wanted.auc) + abs(scored.logloss - wanted.logloss)
+
+
+class Pooled:
+    """A model over every field of a set: their vectors side by side, and the sum of their means."""
+
+    name = "pooled"
+
+    def spec(self, fields: Fields) -> TorchModel:
+        deep = embedding_output("all", fields.sparse, dim=3)
+        one = embedding_output("summed", fields.sparse, dim=2, combine="sum", pooling="mean")
+        width = deep.width + 2 + len(fields.dense)
+        return TorchModel(outputs=(deep, one), make=lambda: Joined(width))
+
+
+class Joined(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        return self.last(torch.cat([vectors["all"], vectors["summed"], dense], 1))
+
+
+def test_lists_with_weights_are_pooled_as_in_training(ranks, tmp_path):
+    (tmp_path / "schema.yaml").write_text(SCHEMA)
+    source = write_csv(tmp_path / "t.csv", table(900))
+    words = ["--input", source, "--output", tmp_path / "set", "--schema", tmp_path / "schema.yaml"]
+    words += ["--split", SPLIT, "--max-bad-fraction", "0.05"]
+    assert main(["prepare", *map(str, words)]) == 0
+    ((apart, same, scores),) = ranks(1, _lists, tmp_path)
+    assert max(apart) < 1e-6
+    assert same == [True] * 4
+    assert scores < 1e-6
+
+
+def _own(world: World, kind: str):
+    config = replace(make_config("2", "sgd", dtype="float32"), model=OwnModel(kind=kind))
+    fields = Fields.of(["I1", "I2"], {"C1": 37, "C2": 11, "C3": 53})
+    batch = make_batches(2, 30)[0]
+    batch.ids, batch.dense = batch.ids[:, :3].contiguous(), batch.dense[:, :2].contiguous()
+    job, model = trained(world, config, fields, [batch] if kind == "plain" else [])
+    logits = model(batch.ids, batch.dense, {})
+    return float((logits - job.trainer.predict(batch)).abs().max()), list(model.stored())
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_a_module_of_the_user_is_exported_too(ranks, kind):
+    ((apart, names),) = ranks(1, _own, kind)
+    assert apart < 1e-6
+    assert {"dense/first.weight", "dense/norm.bias", "tables/deep.C1"} <= set(names)
+
+
+@pytest.mark.parametrize("policy", ["clamp", "hash", "error"])
+def test_ids_out_of_range_are_treated_as_in_the_run(ranks, policy):
+    ((apart, error),) = ranks(1, _out_of_range, policy)
+    if policy == "error":
+        assert error == "IndexError"
+    else:
+        assert apart < 1e-6
+
+
+def _out_of_range(world: World, policy: str):
+    config = make_config("2", "sgd", dtype="float32")
+    config = replace(config, data=replace(config.data, out_of_range=policy))
+    batch = make_batches(2, 30)[0]
+    job, model = trained(world, config, FIELDS, [batch])
+    batch.ids[0, 0], batch.ids[1, 3] = 10**6, -5
+    try:
+        logits = model(*model.arguments_of(batch.ids, batch.dense))
+    except IndexError as error:
+        return None, type(error).__name__
+    return float((logits - job.trainer.predict(batch)).abs().max()), None
+
+
+def test_hashed_columns_are_those_of_the_loader():
+    rng = np.random.default_rng(3)
+    for rows in (3, 1000, 2**31 - 1):
+        parts = [rng.integers(0, high, 5000, dtype=np.int32) for high in (2, 50, 2**31 - 1)]
+        got = hashed_ids([torch.from_numpy(part) for part in parts], rows)
+        assert got.tolist() == hashed_by_loader(parts, rows).tolist()
+
+
+def _hashed(world: World):
+    config = make_config("3", "sgd", dtype="float32")
+    wide = WideConfig(crosses=(("C1", "C2"), ("C1", "C2", "C3")), hash_size=97)
+    config = replace(config, model=WdlConfig(embedding_dim=4, hidden=(7,), wide=wide, dropout=0.0))
+    fields = Fields.of(FIELDS.dense, {one.name: one.rows for one in FIELDS.sparse})
+    whole = make_batches(3, 30)
+    for batch in whole:
+        ids = batch.ids[:, :4].numpy()
+        crosses = [
+            hashed_by_loader([ids[:, column] for column in columns], 97)
+            for columns in ((0, 1), (0, 1, 2))
+        ]
+        batch.ids = torch.from_numpy(np.column_stack([ids, *crosses]))
+    job, model = trained(world, config, fields, whole[:2])
+    narrow = whole[2].ids[:, :4]
+    return float((model(narrow, whole[2].dense, {}) - job.trainer.predict(whole[2])).abs().max())
+
+
+def test_an_exported_model_takes_the_columns_of_the_set_and_hashes_them_itself(ranks):
+    assert ranks(1, _hashed)[0] < 1e-6
+
+
+def test_rows_of_8_bits_are_off_by_half_a_step_at_most():
+    weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
+    weight[7] = 0.25  # a row of one value has a step of 0
+    rows = make_rows("t", weight, "int8", torch.float32)
+    assert {name: (list(t.shape), t.dtype) for name, t in rows.stored().items()} == {
+        "/int8": ([300, 16], torch.uint8),
+        "/scale": ([300], torch.float32),
+        "/low": ([300], torch.float32),
+    }
+    found = rows(torch.arange(300))
+    step = (weight.amax(1) - weight.amin(1)) / 255
+    assert bool(((found - weight).abs().amax(1) <= step / 2 + 1e-6).all())
+    assert torch.equal(found[7], weight[7])
+    assert (found - weight).abs().max() > 1e-3, "8 bits are not exact"
+    assert make_rows("t", weight[:, :8], "int8", torch.float32).format == "float16"
+
+
+@pytest.mark.parametrize(("row_format", "value"), [("float16", 70000.0), ("int8", float("nan"))])
+def test_a_value_that_a_row_format_does_not_have_is_refused(row_format, value):
+    weight = torch.zeros(70000, 16)
+    weight[66000, 3] = value
+    with pytest.raises(DataError, match=rf"table t: {value} in row 66000 .* {row_format}; export"):
+        make_rows("t", weight, row_format, torch.float32)
+
+
+def _formats(world: World, folder):
+    config = make_config("dp", "adagrad", dtype="float32", dim=16)
+    batches = make_batches(40, 30)
+    spec, plan = plan_run(config, FIELDS, world_size=1, device_type="cpu")
+    job = build_job(config, spec, plan, Boxing(world))
+    for batch in batches:
+        job.trainer.step(batch)
+    sizes, found = {}, {}
+    for row_format in ROW_FORMATS:
+        model = plain_of(job, spec, FIELDS, row_format)
+        write_model(folder / row_format, model, {}, ["safetensors"])
+        file = load_file(folder / row_format / "model.safetensors")
+        tables = [value for name, value in file.items() if name.startswith("tables/deep")]
+        sizes[row_format] = sum(value.nbytes for value in tables)
+        found[row_format] = score_plain(model, iter(batches))
+    return sizes, found, score_plain(plain_of(job, spec, FIELDS), iter(batches))
+
+
+def test_fewer_bits_take_less_room_and_cost_little(ranks, tmp_path):
+    ((sizes, found, wanted),) = ranks(1, _formats, tmp_path)
+    assert sizes["float16"] == sizes["as_trained"] // 2
+    assert sizes["int8"] == sizes["as_trained"] * (16 + 8) // 64
+    assert found["as_trained"] == wanted
+    assert found["float16"].logloss == pytest.approx(wanted.logloss, abs=1e-4)
+    assert found["int8"].logloss == pytest.approx(wanted.logloss, abs=1e-3)
+    assert found["int8"].logloss != wanted.logloss
+
+
+def test_what_cannot_be_exported_is_refused_by_name(tmp_path):
+    config = make_config("dp", "sgd", dtype="float32")
+    spec, plan = plan_run(config, FIELDS, world_size=1, device_type="cpu")
+
+    class Odd:
+        parameters, outputs, hashed_columns = spec.parameters, spec.outputs, ()
+
+    def make(spec):
+        return plain_model(spec, plan.embeddings, lambda name: torch.zeros(()), num_dense=3, seed=7)
+
+    with pytest.raises(ConfigError, match=r"model: Odd has no method plain\(seed\)"):
+        make(Odd())
+    Odd.plain = lambda self, *, seed: nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match=r"plain\(\) of Odd has no parameter mlp\.0\.bias;"):
+        make(Odd())
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="is there already"):
+        write_model(tmp_path / "there", None, {}, FORMS)

@@ -1,0 +1,249 @@
+"""Predictions: what evaluation saw, on one rank and several, from raw rows and from sets."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from data import fields_of, load_manifest
+from data.__main__ import main as data_main
+from data.predictions import Scoring, check_ids
+from data.read.loaders import open_loaders
+from models.wdl import WdlConfig, WideConfig
+from sbpflow.__main__ import export, predict
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import Config, DataConfig
+from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.run.predict import on_rank_0, predictions, probabilities
+from sbpflow.run.saved_model import find_checkpoint, load_values, saved_config, saved_plan
+from sbpflow.runtime.world import World
+from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
+from tests.run.saved import save_job
+from tests.training.wdl_case import make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {"wdl": WdlConfig}
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A table as CSV, and the set of it."""
+    folder = tmp_path_factory.mktemp("predict")
+    (folder / "schema.yaml").write_text(SCHEMA)
+    source = write_csv(folder / "t.csv", table(900))
+    words = ["--input", source, "--output", folder / "set", "--schema", folder / "schema.yaml"]
+    words += ["--split", SPLIT, "--max-bad-fraction", "0.05"]
+    assert data_main(["prepare", *map(str, words)]) == 0
+    return folder
+
+
+def config_of(folder: Path, scheme: str = "1") -> Config:
+    return replace(
+        make_config(scheme, "adagrad", dtype="float32"),
+        data=DataConfig(path=folder / "set", batch_size=64, loader="memmap"),
+        model=WdlConfig(embedding_dim=4, hidden=(7, 6), dropout=0.0, wide=WideConfig(crosses=())),
+    )
+
+
+def _train(world: World, folder: Path, run: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Train, save into ``run``, and give logits and labels of ``test`` as evaluation sees them."""
+    config, manifest = config_of(folder), load_manifest(folder / "set")
+    spec, plan = plan_run(config, fields_of(manifest), world_size=1, device_type="cpu")
+    job = build_job(config, spec, plan, Boxing(world))
+    loaders = open_loaders(manifest, config.data, 0, 1, seed=7, device=world.device)
+    for _, batch in zip(range(STEPS), loaders["train"].epoch(0), strict=False):
+        job.trainer.step(batch)
+    save_job(run, job, config, STEPS)
+    return scores_of(job.trainer, loaders["test"])
+
+
+def scores_of(trainer, loader) -> tuple[np.ndarray, np.ndarray]:
+    found = [(trainer.predict(batch), batch.labels) for batch in loader.epoch(0)]
+    logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return probabilities(logits.numpy()), labels.numpy()
+
+
+@pytest.fixture(scope="module")
+def run(_cpu_ranks, folder) -> Path:
+    """The folder of a run with one checkpoint; test.npy has the scores of its evaluation."""
+    ((scores, labels),) = _cpu_ranks(1, _train, folder, folder / "run")
+    np.save(folder / "run" / "scores.npy", scores)
+    np.save(folder / "run" / "labels.npy", labels)
+    return folder / "run"
+
+
+def words(run: Path, source: object, output: Path, *more: str) -> list[str]:
+    return ["--checkpoint", str(run), "--input", str(source), "--output", str(output), *more]
+
+
+def test_a_prediction_is_bit_for_bit_what_evaluation_saw(run, folder, tmp_path):
+    assert predict(words(run, folder / "set", tmp_path / "s.parquet")) == 0
+    found = pl.read_parquet(tmp_path / "s.parquet")
+    assert found.columns == ["id", "score", "label"]
+    assert found["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()
+    assert found["label"].to_numpy().tolist() == np.load(run / "labels.npy").tolist()
+    # The last 5 days of the table are test; a few of its rows have an infinite price and are bad.
+    numbers = [int(key.removeprefix("row-")) for key in found["id"]]
+    assert numbers == sorted(numbers)
+    assert numbers[0] >= 24 * 24
+    assert [path.name for path in tmp_path.iterdir()] == ["s.parquet"]
+
+
+def test_raw_rows_get_the_ids_of_the_run_and_its_scores(run, folder, tmp_path):
+    rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
+    source = write_csv(tmp_path / "new.csv", rows)
+    assert predict(words(run, source, tmp_path / "s.parquet")) == 0
+    raw = pl.read_parquet(tmp_path / "s.parquet")
+    assert predict(words(run, folder / "set", tmp_path / "t.parquet")) == 0
+    assert raw.equals(pl.read_parquet(tmp_path / "t.parquet"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "s.parquet", "t.parquet"]
+
+
+def test_raw_rows_that_cannot_be_scored_end_it_unless_they_may(run, tmp_path):
+    source = write_csv(tmp_path / "new.csv", table(200))
+    with pytest.raises(DataError, match="5 of 200 lines are bad, more than --max-bad-fraction 0"):
+        predict(words(run, source, tmp_path / "s.parquet"))
+    assert not (tmp_path / "s.parquet").exists()
+    more = ("--max-bad-fraction", "0.1")
+    assert predict(words(run, source, tmp_path / "s.parquet", *more)) == 0
+    good = [row["id"] for row in table(200) if row["price"] != INF]
+    assert pl.read_parquet(tmp_path / "s.parquet")["id"].to_list() == good
+
+
+def test_unlabelled_parquet_has_scores_and_no_labels(run, tmp_path):
+    rows = [row for row in table(60) if row["price"] != INF]
+    frame = pl.DataFrame(rows, infer_schema_length=None).drop("click", "buy")
+    frame.write_parquet(tmp_path / "new.parquet")
+    assert predict(words(run, tmp_path / "new.parquet", tmp_path / "s.parquet")) == 0
+    found = pl.read_parquet(tmp_path / "s.parquet")
+    assert found.columns == ["id", "score"]
+    assert found["score"].is_between(0, 1).all()
+
+
+def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
+    """The scores on rank 0, and whether the plan was that of the run."""
+    found = find_checkpoint(run)
+    config = saved_config(found, overrides, models=MODELS, own_model=None)
+    manifest = load_manifest(folder / "set")
+    spec, plan = plan_run(config, fields_of(manifest), world_size=world.size, device_type="cpu")
+    kept = saved_plan(found, plan)
+    job = build_job(config, spec, kept or plan, Boxing(world))
+    load_values(job, found)
+    loaders = open_loaders(
+        manifest, config.data, world.rank, world.size, seed=7, device=world.device
+    )
+    scores = [score for score, _ in predictions(job.trainer, loaders["test"], job.boxing)]
+    return (np.concatenate(scores) if scores else None), kept is not None
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [(1, []), (2, []), (3, ["parallel.scheme=3"]), (2, ["parallel.scheme=2"]),
+     (1, ["data.batch_size=37"]), (2, ["parallel.table_dtype=bfloat16"])],
+)  # fmt: skip
+def test_scores_of_other_layouts_differ_by_rounding_alone(ranks, run, folder, size, overrides):
+    results = ranks(size, _predict, folder, run, overrides)
+    scores, as_the_run = results[0]
+    assert as_the_run == (size == 1 and not overrides)
+    assert all(other is None for other, _ in results[1:])
+    wanted = np.load(run / "scores.npy")
+    bound = {"parallel.table_dtype=bfloat16": 2e-3}.get("".join(overrides), 1e-6)
+    np.testing.assert_allclose(scores, wanted, rtol=0, atol=bound)
+    if as_the_run:
+        assert scores.tolist() == wanted.tolist()
+
+
+def _slow(world: World, kind: str):
+    """Rank 0 works for longer than it takes to say so."""
+
+    def work():
+        time.sleep(0.4)
+        if kind == "mistake":
+            raise ConfigError("--input: no such file")
+        return "made"
+
+    try:
+        return on_rank_0(Boxing(world), work, ask_s=0.1)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_others_wait_for_rank_0_and_hear_its_mistake(ranks):
+    assert ranks(2, _slow, "fine") == ["made", None]
+    assert ranks(2, _slow, "mistake") == ["--input: no such file"] * 2
+
+
+def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, folder, tmp_path):
+    like = load_manifest(folder / "set")
+    (tmp_path / "there.parquet").touch()
+    with pytest.raises(ConfigError, match=r"there\.parquet: is there already; --overwrite"):
+        predict(words(run, folder / "set", tmp_path / "there.parquet"))
+    with pytest.raises(ConfigError, match=r"no-folder: no such file or directory"):
+        predict(words(run, folder / "set", tmp_path / "no-folder" / "s.parquet"))
+    with pytest.raises(CheckpointError, match=r"--checkpoint .*: holds no checkpoint"):
+        predict(words(tmp_path, folder / "set", tmp_path / "s.parquet"))
+    other = ["--input", folder / "t.csv", "--output", tmp_path / "other", "--seed", "9"]
+    other += ["--schema", folder / "schema.yaml", "--split", SPLIT, "--max-bad-fraction", "0.1"]
+    assert data_main(["prepare", *map(str, other)]) == 0
+    with pytest.raises(ConfigError, match=r"other: its ids are of another vocabulary .* encode"):
+        check_ids(load_manifest(tmp_path / "other"), like)
+    scoring = Scoring([str(folder / "set")], tmp_path / "s", "val", like, overwrite=False)
+    assert scoring.manifest().splits["val"] > 0
+
+
+def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
+    found = find_checkpoint(run)
+    tree = {**found.documents["config"], "model": {"name": "os_evil:Model"}}
+    odd = replace(found.index, documents={"config": tree})
+    found.index = odd
+    with pytest.raises(ConfigError, match="add --model os_evil:Model"):
+        saved_config(found, [], models=MODELS, own_model=None)
+    with pytest.raises(ConfigError, match="there is no module os_evil"):
+        saved_config(found, [], models=MODELS, own_model="os_evil:Model")
+    with pytest.raises(ConfigError, match="--model: a:B was given, these values are of"):
+        saved_config(find_checkpoint(run), [], models=MODELS, own_model="a:B")
+
+
+def test_an_export_of_the_command_scores_as_the_run_did(run, folder, tmp_path, capsys):
+    more = ["--forms", "safetensors", "--split", "test"]
+    base = ["--checkpoint", str(run)]
+    assert export([*base, "--output", str(tmp_path / "a"), *more]) == 0
+    assert export([*base, "--output", str(tmp_path / "b"), "--rows", "float16", *more]) == 0
+    text = capsys.readouterr().out
+    assert "rows as_trained: AUC 0." in text
+    assert "rows float16: AUC 0." in text
+    with pytest.raises(ConfigError, match="--rows: 'int4' is not one of as_trained"):
+        export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
+    with pytest.raises(ConfigError, match="--forms: 'onnx' is not one of pt2"):
+        export([*base, "--output", str(tmp_path / "c"), "--forms", "onnx"])
+    with pytest.raises(ConfigError, match="--score: rows of int8 cost some AUC"):
+        export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
+
+
+def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path):
+    rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
+    source = write_csv(tmp_path / "new.csv", rows)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]
+    done = subprocess.run(
+        [*command, *words(run, source, tmp_path / "s.parquet")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = pl.read_parquet(tmp_path / "s.parquet")
+    np.testing.assert_allclose(found["score"], np.load(run / "scores.npy"), rtol=0, atol=1e-6)
+    assert done.stderr.count("scores, ") == 1, "rank 0 alone reports"
