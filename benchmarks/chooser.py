@@ -1,6 +1,6 @@
 """Whether the kernel chosen by measuring is the fastest: ``python -m benchmarks.chooser``.
 
-Shapes of stacks drawn at random (rows, widths, batch, bags, exchange, rule, skew of the ids). Each is
+Shapes of stacks drawn at random (rows, widths, batch, bags, exchange, rule, skew of ids). Each is
 measured as a run does at its first start, the kernel chosen from that, and all kernels measured
 again: how much slower than the fastest of them is the chosen one then. Writes
 benchmarks/results/chooser.jsonl, a line per shape and one for all; with another number of shapes it
