@@ -122,7 +122,6 @@ def _fit(
     from sbpflow.training.report import Report
 
     boxing, world = job.boxing, job.boxing.world
-    steps = num_train_steps(config.train, loaders["train"].num_steps)
     with Report(
         config,
         rank=world.rank,
