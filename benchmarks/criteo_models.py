@@ -5,7 +5,9 @@
 Without --input it takes the file that SBPFLOW_CRITEO_ROWS names, or says that it skips; --data
 takes a set that is prepared (time split 80/10/10). One epoch per seed of configs/MODEL.yaml by
 train.py, with and without model.autocast: bf16, and of the same shape in benchmarks/plain_models.py
-(Wide & Deep: plain_wdl.py), which shares no model or engine code. --worker is the plain side.
+(Wide & Deep: plain_wdl.py), which shares no model or engine code. Both take the same rows in the
+same order from the same starting values, for seeds of so few rows are 0.01 apart; masks of dropout
+are each one's own. --worker is the plain side.
 """
 
 import argparse
@@ -22,9 +24,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.cpu_criteo import run
-from benchmarks.plain_models import PlainDcn, PlainDeepFm, PlainDlrm, PlainModel
+from benchmarks.plain_models import (
+    PlainDcn,
+    PlainDeepFm,
+    PlainDlrm,
+    PlainModel,
+    named_layers,
+    start_as_sbpflow,
+)
 from benchmarks.plain_wdl import PlainWideDeep, Rows, auc
 from benchmarks.record import Results
+from data import fields_of, load_manifest
+from data.read.loaders import open_loaders
+from sbpflow.config.schema import DataConfig
 
 MODELS = ("wdl", "dlrm", "deepfm", "dcnv2")
 KINDS = {"float32": (), "bf16": ("model.autocast=bf16",)}
@@ -39,39 +51,51 @@ def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def make_plain(model: str, rows: Rows) -> nn.Module:
-    """The shape of configs/MODEL.yaml."""
+def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
+    """The shape of configs/MODEL.yaml, with the starting values of a run of this seed."""
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
     if model == "wdl":
-        return PlainWideDeep(rows, 16, [400, 400], 0.2)
+        net = PlainWideDeep(rows, 16, [400, 400], 0.2)
+        found = named_layers("mlp", net.mlp)
+        tables = zip(names, [*net.deep, *net.wide], strict=True)
+        for name, table in tables:
+            found[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
+        start_as_sbpflow(found, seed)
+        return net
     kinds = {
         "dlrm": lambda: PlainDlrm(sizes, numbers, 16, (256, 64), (400, 400), sparse=True),
         "deepfm": lambda: PlainDeepFm(sizes, numbers, 16, (400, 400), dropout=0.2, sparse=True),
         "dcnv2": lambda: PlainDcn(sizes, numbers, 16, (400, 400), dropout=0.2, sparse=True),
     }
-    return kinds[model]().start()
+    made: PlainModel = kinds[model]()
+    start_as_sbpflow(made.named(names), seed)
+    return made
 
 
 def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
-    """One epoch in one process; test scores."""
+    """One epoch in one process over the batches of the run; test scores."""
     torch.manual_seed(seed)
-    rows = Rows(data, "train")
-    net = make_plain(model, rows)
+    manifest = load_manifest(data)
+    names = [one.name for one in fields_of(manifest).ids]
+    net = make_plain(model, Rows(data, "test"), names, seed)
     dense = net.others() if isinstance(net, PlainModel) else net.mlp.parameters()
     optimizers = [
         torch.optim.SparseAdam(net.tables(), lr=1e-3),
         torch.optim.Adam(list(dense), lr=1e-3),
     ]
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    config = DataConfig(path=data, batch_size=BATCH, shuffle="rows", loader="memmap")
+    loaders = open_loaders(manifest, config, 0, 1, seed=seed, device=torch.device("cpu"))
     start = time.perf_counter()
-    for batch in order.split(BATCH):
+    for batch in loaders["train"].epoch(0):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        logits = net(rows.dense[batch], rows.ids[batch])
-        F.binary_cross_entropy_with_logits(logits, rows.labels[batch]).backward()
+        logits = net(batch.dense, batch.ids.long())
+        F.binary_cross_entropy_with_logits(logits, batch.labels).backward()
         for optimizer in optimizers:
             optimizer.step()
     seconds = time.perf_counter() - start
+    for loader in loaders.values():
+        loader.close()
     net.eval()
     held = Rows(data, "test")
     with torch.no_grad():
@@ -82,7 +106,7 @@ def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
         "seed": seed,
         "auc": auc(scores, held.labels),
         "logloss": float(loss),
-        "samples_per_s": round(len(rows) / seconds),
+        "samples_per_s": round(manifest.splits["train"] / seconds),
     }
 
 

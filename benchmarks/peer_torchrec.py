@@ -64,11 +64,8 @@ class TorchRecPeer:
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
         from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-        made = (
-            _make_model(shape, seed, bound)
-            if model == "wdl"
-            else _Public(shape, seed, bound, model)
-        )
+        make = _make_wdl if model == "wdl" else partial(_Public, model=model)
+        made = make(shape, seed, bound)
         registry = None
         if wire != torch.float32:
             kind = CommType.BF16 if wire == torch.bfloat16 else CommType.FP16
@@ -189,7 +186,7 @@ class _Public(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
 
 
-def _make_model(shape: Shape, seed: int, bound: float) -> nn.Module:
+def _make_wdl(shape: Shape, seed: int, bound: float) -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

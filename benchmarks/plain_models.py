@@ -1,13 +1,17 @@
-"""The models in plain PyTorch, one process, nothing of sbpflow: what they are compared with.
+"""The models in plain PyTorch, one process: what they are compared with.
+
+Nothing of sbpflow is here but its starting values, by the names that it has for parameters.
 
 Written from the papers and the public code that docs/models.md names. Tables are nn.Embedding,
 normalisation and dropout torch's own; ``forward(dense, ids)`` gives logits [rows].
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from sbpflow.runtime.streams import fill_uniform
 
 NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
@@ -24,6 +28,38 @@ def hidden_layers(
         layers += [nn.ReLU(), nn.Dropout(dropout)]
         inputs = size
     return layers
+
+
+def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, float]]:
+    """Those of an MLP, see ``PlainModel.named``."""
+    found: dict[str, tuple[Tensor, float]] = {}
+    index = -1
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            index += 1
+            found |= named_linear(f"{name}.{index}", layer)
+        elif isinstance(layer, nn.BatchNorm1d | nn.LayerNorm):
+            found[f"{name}.{index}.norm.weight"] = layer.weight, 0.0
+            found[f"{name}.{index}.norm.bias"] = layer.bias, 0.0
+    return found
+
+
+def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]]:
+    """Weight and bias, see ``PlainModel.named``."""
+    bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
+    found = {f"{name}.weight": (linear.weight, bound)}
+    return found if linear.bias is None else found | {f"{name}.bias": (linear.bias, 0.0)}
+
+
+@torch.no_grad()
+def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) -> None:
+    """Fill them with the starting values of a run of this seed."""
+    for name, (value, bound) in parameters.items():
+        if bound:
+            width = value.shape[-1]
+            fill_uniform(value.data, seed=seed, name=name, bound=bound, num_columns=width)
+        elif not name.endswith("norm.weight"):
+            value.zero_()
 
 
 class PlainModel(nn.Module):
@@ -44,18 +80,22 @@ class PlainModel(nn.Module):
         """A vector per dense field."""
         self.numbers = nn.Parameter(torch.empty(self.num_dense, self.dim))
 
-    def start(self) -> "PlainModel":
-        """Glorot-uniform linears, zero biases, the rest U(-0.05, 0.05)."""
-        for part in self.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.xavier_uniform_(part.weight)
-                if part.bias is not None:
-                    nn.init.zeros_(part.bias)
-            if isinstance(part, nn.Embedding):
-                nn.init.uniform_(part.weight, -0.05, 0.05)
+    def named(self, fields: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
+        """Every parameter by the name that sbpflow has for it, and the bound of its uniform
+        starting values: glorot's of linears, 0.05 of tables and vectors; 0 for a constant.
+        """
+        found: dict[str, tuple[Tensor, float]] = {}
+        for kind in ("wide", "deep"):
+            for field, table in zip(fields, getattr(self, kind), strict=False):
+                found[f"{kind}.{field}"] = table.weight, 0.05
         if hasattr(self, "numbers"):
-            nn.init.uniform_(self.numbers, -0.05, 0.05)
-        return self
+            found["numeric.weight"] = self.numbers, 0.05
+        if len(self.wide):
+            found |= named_linear("wide_numeric", self.wide_numeric)
+        for part in ("mlp", "bottom", "top"):
+            if isinstance(layers := getattr(self, part, None), nn.Sequential):
+                found |= named_layers(part, layers)
+        return found
 
     def tables(self) -> list[nn.Parameter]:
         return [table.weight for table in [*self.deep, *self.wide]]
@@ -155,6 +195,19 @@ class PlainDcn(PlainModel):
             )
         self.mlp = nn.Sequential(*hidden_layers(width, hidden, norm, dropout))
         self.output = nn.Linear(hidden[-1] + (0 if self.bottom is not None else width), 1)
+
+    def named(self, fields: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
+        found = super().named(fields)
+        for index, cross in enumerate(self.cross):
+            if isinstance(cross, nn.Linear):
+                found |= named_linear(f"cross.{index}", cross)
+            else:
+                found |= named_linear(f"cross.{index}.v", cross[0])
+                found |= named_linear(f"cross.{index}.w", cross[1])
+        last = "output"
+        if self.bottom is not None:
+            last = f"mlp.{sum(isinstance(layer, nn.Linear) for layer in self.mlp)}"
+        return found | named_linear(last, self.output)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         if self.bottom is None:

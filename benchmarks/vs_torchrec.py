@@ -6,8 +6,8 @@ Losses are compared first; then runs of both take turns and medians are reported
 itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
 network namespace of its own behind a link of that rate (2 ranks, needs root). ``--ddp`` times
 plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
-``dcnv2`` train TorchRec's own models and time their dense part alone as well: what both spend there
-dilutes the ratio.
+``dcnv2`` train TorchRec's own models, and time their dense part alone as well: what both spend
+there dilutes the ratio.
 """
 
 import argparse

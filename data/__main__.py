@@ -105,6 +105,7 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
             vocab_scale=args.vocab_scale,
             ctr=args.ctr,
             auc=args.auc,
+            products=args.products,
             skew=parse_skew(args.skew) if args.skew else (),
             drift=args.drift,
             hot=parse_hot(args.hot) if args.hot else (),
@@ -191,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-scale", type=float, default=1.0, help="of Criteo's vocabularies, up to 1")
     add("--ctr", type=float, default=0.2562, help="share of clicks (default %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
+    add("--products", type=float, default=0.0, help="share of the logit in pairs of vectors")
     add("--skew", help="power of the masses: 1.2 for all columns, or C3=1.2,C1=0.5")
     add("--drift", type=float, default=0.0, help="share of each tail replaced per million rows")
     add("--hot", help="ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")

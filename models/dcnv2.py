@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from models.layered import Count, DenseOptions, LayeredSpec, Widths
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
@@ -19,7 +19,7 @@ from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DcnV2Config(DenseOptions):
+class DcnV2Config(ModelOptions):
     """Shape of the model; ``cross_rank`` makes W a product of two of that rank.
 
     ``numeric`` says how dense fields enter: each as a vector of its own times its value, through an
@@ -62,7 +62,8 @@ class DcnV2Config(DenseOptions):
             norm=self.norm,
         )
         entering = {"vectors": numbers * dim, "bottom": dim if numbers else 0, "values": numbers}
-        width = len(fields.sparse) * dim + entering[self.numeric]
+        deep = embedding_output("deep", fields.sparse, dim=dim, rules=self)
+        width = deep.width + entering[self.numeric]
         stacked = self.structure == "stacked"
         mlp = MlpShape(
             name="mlp",
@@ -73,7 +74,7 @@ class DcnV2Config(DenseOptions):
             dropout=self.dropout,
         )
         return DcnV2Spec(
-            outputs=(embedding_output("deep", fields.sparse, dim=dim),),
+            outputs=(deep,),
             options=self,
             bottom=bottom if self.numeric == "bottom" and numbers else None,
             vectors=vector_specs(numbers, dim) if self.numeric == "vectors" else {},

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from models.layered import Count, DenseOptions, LayeredSpec, Widths
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepFmConfig(DenseOptions):
+class DeepFmConfig(ModelOptions):
     """Shape of the model; ``hidden: []`` is a factorization machine without the MLP."""
 
     name: Literal["deepfm"] = "deepfm"
@@ -48,8 +48,21 @@ class DeepFmConfig(DenseOptions):
         )
         return DeepFmSpec(
             outputs=(
-                embedding_output("wide", fields.sparse, dim=1, combine="sum"),
-                embedding_output("deep", fields.sparse, dim=dim),
+                embedding_output(
+                    "wide",
+                    fields.sparse,
+                    dim=1,
+                    combine="sum",
+                    rules=self,
+                    fixed_dim="a wide table has one weight per value",
+                ),
+                embedding_output(
+                    "deep",
+                    fields.sparse,
+                    dim=dim,
+                    rules=self,
+                    fixed_dim="pairs of vectors are of one length",
+                ),
             ),
             options=self,
             mlp=mlp if self.hidden else None,

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from models.layered import Count, DenseOptions, LayeredSpec, Widths
+from models.layered import Count, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DlrmConfig(DenseOptions):
+class DlrmConfig(ModelOptions):
     """Shape of the model; the layers of ``bottom`` lead to one more of ``embedding_dim``.
 
     ``norm`` is of the hidden layers of both, ``dropout`` of those of ``top``.
@@ -56,7 +56,13 @@ class DlrmConfig(DenseOptions):
             norm=self.norm,
             dropout=self.dropout,
         )
-        output = embedding_output("deep", fields.sparse, dim=self.embedding_dim)
+        output = embedding_output(
+            "deep",
+            fields.sparse,
+            dim=self.embedding_dim,
+            rules=self,
+            fixed_dim="pairs of vectors are of one length",
+        )
         return DlrmSpec(outputs=(output,), options=self, bottom=bottom, top=top, num_vectors=count)
 
 

@@ -6,7 +6,7 @@ A model adds its embedding outputs, its parameters, and ``logits`` on ``Layers``
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from models.layers import Layers, Norm, T
 from models.plain import PlainModel
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import Example, Range
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
@@ -42,18 +43,26 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DenseOptions:
-    """Of every model: ``dropout`` and ``norm`` of hidden layers, arithmetic, compilation.
+class ModelOptions:
+    """Of every model: ``dropout`` and ``norm`` of hidden layers, arithmetic, compilation, tables.
 
     ``autocast: bf16`` computes linears and dot products in bfloat16, of weights that stay as they
     are; the last linear, norms, the FM term, sums of parts of the logit and the loss do not take
     part. ``compile: true`` runs the dense part through torch.compile, whole on every rank.
+    ``fields`` and ``tables`` say by pattern which fields share a table, and what a table's columns,
+    pooling and initial values are (``config.model_tables``).
     """
 
     dropout: Fraction = 0.0
     norm: Norm = "none"
     autocast: Annotated[Literal["bf16"] | None, Example("bf16")] = None
     compile: bool = False
+    fields: Annotated[Mapping[str, FieldRule], Example({"*_shop": FieldRule(table="shop")})] = (
+        field(default_factory=dict[str, FieldRule])
+    )
+    tables: Annotated[Mapping[str, TableShape], Example({"deep.C1": TableShape(dim=8)})] = field(
+        default_factory=dict[str, TableShape]
+    )
 
     def check_options(self) -> None:
         """Raise ConfigError for options that exclude each other; for ``__post_init__``."""
@@ -69,7 +78,7 @@ class LayeredSpec(ABC):
     """A ``ModelSpec`` made of layers."""
 
     outputs: tuple[OutputConfig, ...]
-    options: DenseOptions
+    options: ModelOptions
     hashed_columns: tuple[HashedColumn, ...] = ()
 
     @property

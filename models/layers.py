@@ -12,12 +12,12 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from sbpflow.embedding.plan.tables import INITIAL_RANGE
 from sbpflow.run.model import ParameterSpec
 from sbpflow.tensor.global_tensor import GlobalTensor
 
 T = TypeVar("T", GlobalTensor, torch.Tensor)
 Norm = Literal["none", "batch", "layer"]
-VECTOR_BOUND = 0.05  # of the vectors of dense fields, as of the tables
 
 
 class Functions(Protocol[T]):
@@ -65,7 +65,9 @@ def linear_specs(
 def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
     """A vector per dense field, ``Layers.numeric_vectors``; none without such fields."""
     shape = (num_fields, dim)
-    return {"numeric.weight": ParameterSpec(shape=shape, bound=VECTOR_BOUND)} if num_fields else {}
+    if not num_fields:
+        return {}
+    return {"numeric.weight": ParameterSpec(shape=shape, bound=INITIAL_RANGE)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,8 @@ from functools import cached_property
 from itertools import permutations
 from typing import Annotated, Literal
 
-from models.layered import Count, DenseOptions, Fraction, LayeredSpec, Widths
+from models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
-from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import Example, Range
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
@@ -60,12 +59,11 @@ class WideConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WdlConfig(DenseOptions):
+class WdlConfig(ModelOptions):
     """Shape of the model; ``deep: false`` trains the wide part alone.
 
     ``numeric`` says how dense fields enter the deep part: as their values, or each as a vector of
-    its own times its value. ``fields`` and ``tables`` say by pattern which fields share a table,
-    and what a table's columns, pooling and initial values are (``config.model_tables``).
+    its own times its value.
     """
 
     name: Literal["wdl"] = "wdl"
@@ -75,12 +73,6 @@ class WdlConfig(DenseOptions):
     dropout: Fraction = 0.5
     numeric: Literal["values", "vectors"] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
-    fields: Annotated[Mapping[str, FieldRule], Example({"*_shop": FieldRule(table="shop")})] = (
-        field(default_factory=dict[str, FieldRule])
-    )
-    tables: Annotated[Mapping[str, TableShape], Example({"deep.C1": TableShape(dim=8)})] = field(
-        default_factory=dict[str, TableShape]
-    )
 
     def __post_init__(self) -> None:
         self.check_options()

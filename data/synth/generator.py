@@ -17,7 +17,12 @@ class Generator:
     def __init__(self, options: SynthOptions) -> None:
         self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
         self.signal = Signal(
-            self.columns, options.seed, ctr=options.ctr, auc=options.auc, min_mass=options.min_mass
+            self.columns,
+            options.seed,
+            ctr=options.ctr,
+            auc=options.auc,
+            min_mass=options.min_mass,
+            products=options.products,
         )
 
     def block(self, index: int) -> tuple[Rows, Floats, NDArray[np.bool_]]:

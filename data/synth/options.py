@@ -34,6 +34,8 @@ class SynthOptions:
     auc: float = 0.80
     min_mass: float = 5e-4
     """Values and pairs less frequent than this carry no signal."""
+    products: float = 0.0
+    """Share of the logit's variance of products of vectors of two columns' values."""
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
     hot: tuple[tuple[str, Hot], ...] = ()
@@ -51,6 +53,7 @@ class SynthOptions:
             ("--rows", self.rows, 1, 10**11),
             ("--ctr", self.ctr, 0.001, 0.999),
             ("--auc", self.auc, 0.51, 0.98),
+            ("--products", self.products, 0, 0.95),
             ("--seed", self.seed, 0, MAX_SEED),
             ("--drift", self.drift, 0, 1000),
             ("--workers", self.workers, 1, MAX_WORKERS),

@@ -19,6 +19,9 @@ MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
 """Signs as measured: which way the click rate of the real rows goes."""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
 """Of the variance of the logit; equal parts within a kind."""
+PRODUCT_TERMS = (("C2", "C14"), ("C5", "C18"), ("C10", "C17"))
+"""Columns whose values have vectors, in a set with products: the pair's term is their product."""
+PRODUCT_RANK = 4
 
 _STREAM = 1
 _CALIBRATION_BLOCKS = 4
@@ -29,15 +32,27 @@ class Signal:
     """The calibrated logit; ``probability`` is a function of the rows alone."""
 
     def __init__(
-        self, columns: Columns, seed: int, *, ctr: float, auc: float, min_mass: float
+        self,
+        columns: Columns,
+        seed: int,
+        *,
+        ctr: float,
+        auc: float,
+        min_mass: float,
+        products: float = 0.0,
     ) -> None:
         blocks = [columns.block(i, _STREAM) for i in range(_CALIBRATION_BLOCKS)]
         self._bits = np.random.PCG64(np.random.SeedSequence([seed, 2]))
         self._tables = {name: self._id_table(name, blocks, min_mass) for name in ID_TERMS}
         self._pairs = {pair: self._pair_table(pair, blocks, min_mass) for pair in CROSS_TERMS}
         self._center = {name: _mean_and_std(name, blocks) for name in DENSE_TERMS}
+        self._vectors = {
+            name: self._vector_table(name, blocks, min_mass)
+            for pair in (PRODUCT_TERMS if products else ())
+            for name in pair
+        }
         raw = np.concatenate([self._raw_terms(rows) for rows in blocks], axis=1)
-        self._weights = _weights(raw)
+        self._weights = _weights(raw, products)
         self.offset, self.scale = _calibrate(self._weights @ raw, ctr, auc)
 
     def _normal(self, size: int) -> Floats:
@@ -51,6 +66,11 @@ class Signal:
         frequent = counts >= min_mass * len(ranks)
         return np.append(np.where(frequent, self._normal(len(counts)), 0.0), 0.0)
 
+    def _vector_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
+        """[ranks + 1, PRODUCT_RANK], zero where ``_id_table`` is."""
+        columns = [self._id_table(name, blocks, min_mass) for _ in range(PRODUCT_RANK)]
+        return np.stack(columns, axis=1)
+
     def _pair_table(
         self, pair: tuple[str, str], blocks: list[Rows], min_mass: float
     ) -> tuple[Ranks, Floats]:
@@ -61,13 +81,16 @@ class Signal:
         return keys, self._normal(len(keys))
 
     def _raw_terms(self, rows: Rows) -> Floats:
-        """Every summand [terms, rows], before weights: ids, crosses, dense, missing."""
+        """Every summand [terms, rows], before weights: ids, crosses, dense, missing, products."""
         terms = [_by_rank(rows.ranks[name], table) for name, table in self._tables.items()]
         terms += [_by_pair(pair_rank(rows, pair), *known) for pair, known in self._pairs.items()]
         for name, sign in DENSE_TERMS.items():
             mean, std = self._center[name]
             terms.append(sign * (_dense(rows, name) - mean) / std)
         terms += [sign * rows.missing[name] for name, sign in MISSING_TERMS.items()]
+        vectors = {name: _by_rank(rows.ranks[name], t) for name, t in self._vectors.items()}
+        if vectors:
+            terms += [(vectors[a] * vectors[b]).sum(1) for a, b in PRODUCT_TERMS]
         return np.stack(terms)
 
     def features(self, rows: Rows) -> Floats:
@@ -107,15 +130,21 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
     return float(values.mean()), float(values.std())
 
 
-def _weights(raw: Floats) -> Floats:
-    """One weight per term that gives each kind its share of the variance."""
+def _weights(raw: Floats, products: float) -> Floats:
+    """One weight per term that gives each kind its share of the variance; products take theirs of
+    all, and the other kinds share the rest.
+    """
     sizes = {
         "ids": len(ID_TERMS),
         "crosses": len(CROSS_TERMS),
         "dense": len(DENSE_TERMS),
         "missing": len(MISSING_TERMS),
     }
-    shares = np.concatenate([np.full(n, SHARES[kind] / n) for kind, n in sizes.items()])
+    rest = 1.0 - products
+    each = [np.full(n, rest * SHARES[kind] / n) for kind, n in sizes.items()]
+    if products:
+        each.append(np.full(len(PRODUCT_TERMS), products / len(PRODUCT_TERMS)))
+    shares = np.concatenate(each)
     std = raw.std(axis=1)
     return np.where(std > 0, np.sqrt(shares) / np.maximum(std, 1e-9), 0.0)
 

@@ -128,6 +128,7 @@ def config_facts(config: Config) -> dict[str, str]:
     facts = dict(_flat("", plain(config)))
     for key, patterns in (
         ("parallel.tables", config.parallel.tables),
+        ("parallel.kernels", config.parallel.kernels),
         ("parallel.dense", config.parallel.dense),
         ("optimizer.tables", config.optimizer.tables),
         *((f"model.{name}", getattr(config.model, name, {})) for name in ("fields", "tables")),
@@ -208,6 +209,7 @@ def _split_key(key: str) -> list[str]:
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),
+        ("parallel.kernels.", set[str]()),
         ("optimizer.tables.", of_optimizer),
         ("model.tables.", set(TableShape.__dataclass_fields__)),
         ("model.fields.", set(FieldRule.__dataclass_fields__)),

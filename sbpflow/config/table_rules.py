@@ -15,7 +15,7 @@ import torch
 from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import Example, Range
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
-from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -30,7 +30,6 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3", "auto"]
-Kernel = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -122,6 +121,7 @@ class TableRule:
 class ParallelConfig:
     """Where tables live: a scheme for all, then patterns; the last that matches a table wins.
 
+    ``kernels`` asks for kernels by table pattern, in place of ``kernel``.
     ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
     Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
@@ -148,7 +148,10 @@ class ParallelConfig:
     dense: Annotated[Mapping[str, str], Example({"*.weight": "S(0)"})] = field(
         default_factory=dict[str, str]
     )
-    kernel: Kernel = "auto"
+    kernel: KernelRequest = "auto"
+    kernels: Annotated[Mapping[str, KernelRequest], Example({"wide.*": "torch"})] = field(
+        default_factory=dict[str, KernelRequest]
+    )
     dtype: Dtype = "float32"
     tf32: bool = False
     table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None

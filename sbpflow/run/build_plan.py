@@ -18,7 +18,12 @@ from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
-from sbpflow.embedding.plan.tables import OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.plan.tables import (
+    KernelRequest,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
@@ -57,6 +62,20 @@ def _with_optimizers(
         return table
 
     return tuple(replace(out, tables=tuple(map(changed, out.tables))) for out in outputs)
+
+
+def _with_kernels(
+    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, KernelRequest]
+) -> tuple[OutputConfig, ...]:
+    """Each table with the kernel of the last pattern that matches its name."""
+    names = [table.name for output in outputs for table in output.tables]
+    check_matches("parallel.kernels", patterns, names, "table")
+
+    def asked(table: TableConfig) -> TableConfig:
+        found = [kernel for pattern, kernel in patterns.items() if fnmatchcase(table.name, pattern)]
+        return replace(table, kernel=found[-1]) if found else table
+
+    return tuple(replace(out, tables=tuple(map(asked, out.tables))) for out in outputs)
 
 
 def _changed(
@@ -182,9 +201,12 @@ def _plan_tables(
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
         return check(config, shapes, schemes, world.size, world.device_type, planned)
 
+    outputs = _with_optimizers(spec.outputs, config.optimizer.tables, sparse)
+    outputs = _with_kernels(outputs, parallel.kernels)
+
     def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
         return plan_embeddings(
-            _with_optimizers(spec.outputs, config.optimizer.tables, sparse),
+            outputs,
             layouts,
             features=features,
             optimizer=sparse,

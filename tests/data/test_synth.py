@@ -18,7 +18,7 @@ from data.synth.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
 from data.synth.generate import IdMaps, make_rows, synth
 from data.synth.generator import Generator
 from data.synth.options import MLPERF_HOT, SynthOptions
-from data.synth.signal import CROSS_TERMS, ID_TERMS, SHARES
+from data.synth.signal import CROSS_TERMS, ID_TERMS, PRODUCT_TERMS, SHARES
 from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
@@ -219,6 +219,21 @@ def test_each_kind_of_term_has_its_share_of_the_variance(generator):
     assert abs(share - SHARES["ids"]) < 0.03
 
 
+def test_products_take_their_share_and_no_single_column_gives_them(tmp_path):
+    generator = Generator(SynthOptions(output=tmp_path / "none", **SMALL, products=0.6))
+    blocks = [generator.block(index)[0] for index in range(4)]
+    terms = np.concatenate([generator.signal.features(rows) for rows in blocks], axis=1)
+    products = terms[-len(PRODUCT_TERMS) :]
+    share = products.var(axis=1).sum() / terms.var(axis=1).sum()
+    assert abs(share - 0.6) < 0.05
+    for (a, b), term in zip(PRODUCT_TERMS, products, strict=True):
+        for name in (a, b):  # what is left of the variance once each value of a column has its mean
+            ranks = np.concatenate([rows.ranks[name] for rows in blocks])
+            _, place = np.unique(ranks, return_inverse=True)
+            mean = np.bincount(place, term) / np.bincount(place)
+            assert (term - mean[place]).var() > 0.3 * term.var(), name
+
+
 def test_only_frequent_ids_carry_weight(generator):
     rows = generator.block(5)[0]
     for name, table in generator.signal._tables.items():
@@ -359,3 +374,18 @@ def test_the_ends_of_the_ranges_work(tmp_path, options):
     assert all(np.isfinite(pair).all() for pair in made.bayes.by_split.values())
     if "auc" in options:
         assert abs(made.bayes.by_split["train"][0] - options["auc"]) < 0.02
+
+
+def test_rows_like_those_of_a_generated_set_need_values(tmp_path, capsys):
+    """A set of ids alone says what to do; the same rows as text, prepared, have vocabularies."""
+    words = ["synth", "--rows", "600", "--vocab-scale", "0.001"]
+    assert main([*words, "--output", str(tmp_path / "ids")]) == 0
+    assert main([*words, "--format", "tsv", "--output", str(tmp_path / "rows.tsv")]) == 0
+    text = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "new")]
+    for command in (["encode"], ["prepare"], ["prepare", "--grow"]):
+        assert main([*command, "--like", str(tmp_path / "ids"), *text]) == 2
+        assert "has ids and no values that they stand for" in (said := capsys.readouterr().err)
+        assert "synth --format tsv" in said
+    made = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "set")]
+    assert main(["prepare", *made]) == 0
+    assert main(["encode", "--like", str(tmp_path / "set"), *text]) == 0

@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.plain_models import PlainDcn, PlainDeepFm, PlainDlrm, PlainModel, PlainWide
+from benchmarks.plain_models import (
+    PlainDcn,
+    PlainDeepFm,
+    PlainDlrm,
+    PlainModel,
+    PlainWide,
+    start_as_sbpflow,
+)
 from models.dcnv2 import DcnV2Config
 from models.deepfm import DeepFmConfig
 from models.dlrm import DlrmConfig
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.config.schema import Config
-from sbpflow.embedding.collection import INITIAL_BOUND
-from sbpflow.runtime.streams import fill_uniform
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
 ROWS = [one.rows for one in FIELDS.sparse]
@@ -66,56 +71,13 @@ def make_twin(name: str) -> PlainModel:
     }
     twin = kinds[name]().double()
     seed = make_config("1", "sgd").run.seed
-    with torch.no_grad():
-        for key, (value, bound) in named(twin).items():
-            if bound:
-                fill_uniform(value.data, seed=seed, name=key, bound=bound,
-                             num_columns=value.shape[-1])  # fmt: skip
-            elif not key.endswith("norm.weight"):
-                value.zero_()
+    start_as_sbpflow(named(twin), seed)
     return twin
 
 
 def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
-    """Every parameter by the name that a run has for it, and the bound of its starting values."""
-    found: dict[str, tuple[Tensor, float]] = {}
-    for kind in ("wide", "deep"):
-        for field, table in zip(NAMES, getattr(twin, kind), strict=False):
-            found[f"{kind}.{field}"] = table.weight, INITIAL_BOUND
-    if hasattr(twin, "numbers"):
-        found["numeric.weight"] = twin.numbers, 0.05
-    if len(twin.wide):
-        found |= _linear("wide_numeric", twin.wide_numeric)
-    for index, cross in enumerate(getattr(twin, "cross", ())):
-        if isinstance(cross, nn.Linear):
-            found |= _linear(f"cross.{index}", cross)
-        else:
-            found |= _linear(f"cross.{index}.v", cross[0]) | _linear(f"cross.{index}.w", cross[1])
-    for part in ("mlp", "bottom", "top"):
-        if isinstance(layers := getattr(twin, part, None), nn.Sequential):
-            found |= _layers(part, layers)
-    if isinstance(twin, PlainDcn):
-        found |= _linear("output" if twin.bottom is None else "mlp.2", twin.output)
-    return found
-
-
-def _layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, float]]:
-    found: dict[str, tuple[Tensor, float]] = {}
-    index = -1
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            index += 1
-            found |= _linear(f"{name}.{index}", layer)
-        elif isinstance(layer, nn.BatchNorm1d | nn.LayerNorm):
-            found[f"{name}.{index}.norm.weight"] = layer.weight, 0.0
-            found[f"{name}.{index}.norm.bias"] = layer.bias, 0.0
-    return found
-
-
-def _linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]]:
-    bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
-    found = {f"{name}.weight": (linear.weight, bound)}
-    return found if linear.bias is None else found | {f"{name}.bias": (linear.bias, 0.0)}
+    """Its parameters by the names of a run."""
+    return twin.named(NAMES)
 
 
 @functools.cache
