@@ -98,7 +98,7 @@ def train(
     )
     job = build_job(config, spec, plan, boxing)
     run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
-    _fit(config, manifest, job, loaders, run, planned, tracker(world.rank) if tracker else None)
+    _fit(config, manifest, job, loaders, run, planned, tracker)
     for loader in loaders.values():
         loader.close()
     lock.close()
@@ -113,11 +113,10 @@ def _fit(
     loaders: "Mapping[str, RowLoader]",
     run: "Resumed",
     planned: "PlannedRun | None",
-    tracker: "Reporter | None",
+    tracker: "Callable[[int], Reporter] | None",
 ) -> None:
     """Train, score and report; the job is as it was left, where it goes on."""
     from data.format.keep import keep_without_rows
-    from planner.for_run import TABLE_PLAN_FILE
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.run.checkpoints import Checkpoints
     from sbpflow.run.explain import format_plan
@@ -128,6 +127,7 @@ def _fit(
     from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
     from sbpflow.training.report import Report
     from sbpflow.training.reporters import Reporters
+    from sbpflow.training.run_folder import TABLE_PLAN_FILE
 
     boxing, world = job.boxing, job.boxing.world
     with Report(
@@ -157,7 +157,7 @@ def _fit(
             config.train,
             boxing=boxing,
             watch=health.LossWatch(boxing, manifest.dense),
-            reporter=report if tracker is None else Reporters([report, tracker]),
+            reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
             checkpoints=checkpoints,
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )

@@ -29,7 +29,6 @@ from sbpflow.run.plan import RunPlan
 from sbpflow.runtime.environment import env_int
 
 LOG = logging.getLogger(__name__)
-TABLE_PLAN_FILE = "tables.yaml"
 _USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
 
 

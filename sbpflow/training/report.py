@@ -79,8 +79,8 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        traces = sorted(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))
-        earlier = set_aside(folder, (*RUN_FILES, *traces)) if going_on is None else None
+        names = [*RUN_FILES, *(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))]
+        earlier = set_aside(folder, names) if going_on is None else None
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
