@@ -1,4 +1,4 @@
-"""``python -m sbpflow explain | doctor | predict | export | checkpoint``.
+"""``python -m sbpflow explain | report | doctor | predict | export | checkpoint``.
 
 A composition root: it may import every package.
 """
@@ -102,6 +102,22 @@ def explain(argv: Sequence[str]) -> int:
     return 0
 
 
+def report(argv: Sequence[str]) -> int:
+    """Write a page of curves and tables of one or more runs, and say where."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow report",
+        description="Write one HTML file that shows runs side by side and needs no network.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (its run.dir)")
+    parser.add_argument("--output", type=Path, help="the file; RUN/report.html of the first run")
+    args = parser.parse_args(argv)
+
+    from sbpflow.run.report_page import write_report
+
+    print(write_report([Path(run) for run in args.runs], args.output))
+    return 0
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     saved = "a checkpoint, or the folder of a run: its newest good one"
@@ -129,6 +145,7 @@ def predict(argv: Sequence[str]) -> int:
 
     own = _checkout("predict")
     from sbpflow.boxing.executor import Boxing
+    from sbpflow.checkpoint.folder import data_folder
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
@@ -138,7 +155,6 @@ def predict(argv: Sequence[str]) -> int:
         load_values,
         saved_config,
         saved_plan,
-        set_folder,
     )
     from sbpflow.run.start import start_world
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
@@ -147,7 +163,7 @@ def predict(argv: Sequence[str]) -> int:
 
     checkpoint = find_checkpoint(args.checkpoint)
     config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
-    like = own.load_manifest(set_folder(checkpoint))
+    like = own.load_manifest(data_folder(checkpoint.path))
     scoring = own.scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     spec, plan = plan_run(
         config,
@@ -202,16 +218,17 @@ def export(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
 
     own = _checkout("export")
+    from sbpflow.checkpoint.folder import data_folder
     from sbpflow.errors import ConfigError
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
     from sbpflow.run.plain_model import plain_model
-    from sbpflow.run.saved_model import find_checkpoint, saved_config, set_folder
+    from sbpflow.run.saved_model import find_checkpoint, saved_config
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint = find_checkpoint(args.checkpoint)
     config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
-    like = own.load_manifest(set_folder(checkpoint))
+    like = own.load_manifest(data_folder(checkpoint.path))
     fields = own.fields_of(like)
     spec, plan = plan_run(config, fields, world_size=1, device_type="cpu")
 
@@ -220,6 +237,7 @@ def export(argv: Sequence[str]) -> int:
             spec,
             plan.embeddings,
             checkpoint.tensor,
+            saved=checkpoint.tensors,
             num_dense=len(fields.dense),
             seed=config.run.seed,
             row_format=rows,
@@ -308,6 +326,7 @@ def main() -> int:
 
     commands = {
         "explain": explain,
+        "report": report,
         "doctor": doctor,
         "predict": predict,
         "export": export,

@@ -45,7 +45,11 @@ def check(
 
 def run_dir(config: Config) -> Path:
     """``run.dir``, made if need be; ConfigError where nothing can be written."""
-    folder = config.run.dir
+    return writable_folder("run.dir", config.run.dir, "run.dir=runs/train")
+
+
+def writable_folder(key: str, folder: Path, example: str) -> Path:
+    """``folder``, made if need be; ConfigError, naming ``key``, where nothing can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -53,7 +57,7 @@ def run_dir(config: Config) -> Path:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"run.dir: {folder} cannot be written to ({reason}); for example run.dir=runs/train"
+            f"{key}: {folder} cannot be written to ({reason}); for example {example}"
         ) from error
     return folder
 
