@@ -3,9 +3,18 @@
 Composes configuration, data, model and loop; has no logic of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
+
+if TYPE_CHECKING:
+    from data import Manifest, RowLoader
+    from planner.for_run import PlannedRun
+    from sbpflow.config.schema import Config
+    from sbpflow.run.job import Job
+    from sbpflow.run.resume import Resumed
+    from sbpflow.training.loop import Reporter
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
@@ -17,40 +26,64 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     return train(args.config, args.overrides)
 
 
-def train(path: str, overrides: Sequence[str]) -> int:
-    """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
+def train(
+    path: str, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
+) -> int:
+    """Train as the configuration at ``path`` says, with ``key=value`` overrides.
+
+    ``tracker(rank)`` makes a reporter of the caller's own, told on every rank beside the run's.
+    """
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
+    from data.stats import load_stats
     from models.registry import MODELS
+    from planner.for_run import plan_tables
     from sbpflow.boxing.executor import Boxing
     from sbpflow.config.checks import data_path, run_dir
     from sbpflow.config.load import load_config
+    from sbpflow.run import resume
     from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.explain import format_plan
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
-    from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
     from sbpflow.run.start import start_world
-    from sbpflow.runtime.world import device_name, device_type_of, world_size_of_environment
+    from sbpflow.runtime.world import device_type_of, world_size_of_environment
     from sbpflow.training import health
-    from sbpflow.training.loop import fit, num_train_steps
-    from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
-    from sbpflow.training.report import Report, setup_logging
+    from sbpflow.training.report import setup_logging
     from sbpflow.training.run_folder import RunLock
 
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
+    world_size = world_size_of_environment()
+    device_type = device_type_of(config.parallel.device)
+    planned = None
+    if config.parallel.plan == "auto":
+        planned = plan_tables(
+            config,
+            fields_of(manifest),
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=world_size,
+            device_type=device_type,
+        )
     spec, plan = plan_run(
         config,
         fields_of(manifest),
-        world_size=world_size_of_environment(),
-        device_type=device_type_of(config.parallel.device),
+        world_size=world_size,
+        device_type=device_type,
+        planned=planned.rules if planned else None,
     )
     world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
     boxing = Boxing(world)
     lock = health.on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
+    data = resume.DataFacts(
+        path=str(manifest.path),
+        fingerprint=manifest.fingerprint,
+        vocabulary_digest=manifest.vocabulary_digest,
+        ancestors=tuple(one.digest for one in manifest.ancestors),
+    )
+    decision = resume.decide(config, data, boxing)
     loaders = open_loaders(
         manifest,
         config.data,
@@ -60,42 +93,90 @@ def train(path: str, overrides: Sequence[str]) -> int:
         device=world.device,
         crosses=spec.hashed_columns,
     )
-    plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
+    plan = resume.with_saved_kernels(plan, decision) or with_measured_kernels(
+        plan, config.parallel.kernel, boxing
+    )
     job = build_job(config, spec, plan, boxing)
+    run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
+    _fit(config, manifest, job, loaders, run, planned, tracker)
+    for loader in loaders.values():
+        loader.close()
+    lock.close()
+    world.close()
+    return 0
+
+
+def _fit(
+    config: "Config",
+    manifest: "Manifest",
+    job: "Job",
+    loaders: "Mapping[str, RowLoader]",
+    run: "Resumed",
+    planned: "PlannedRun | None",
+    tracker: "Callable[[int], Reporter] | None",
+) -> None:
+    """Train, score and report; the job is as it was left, where it goes on."""
+    from data.format.keep import keep_without_rows
+    from sbpflow.checkpoint.folder import DATA_FOLDER
+    from sbpflow.run.checkpoints import Checkpoints
+    from sbpflow.run.explain import format_plan
+    from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
+    from sbpflow.runtime.world import device_name
+    from sbpflow.training import health
+    from sbpflow.training.loop import fit, num_train_steps
+    from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
+    from sbpflow.training.report import Report
+    from sbpflow.training.reporters import Reporters
+    from sbpflow.training.run_folder import TABLE_PLAN_FILE
+
+    boxing, world = job.boxing, job.boxing.world
     with Report(
         config,
         rank=world.rank,
-        num_steps=num_train_steps(config.train, loaders["train"].num_steps),
+        num_steps=run.start.steps_of_before
+        + num_train_steps(config.train, loaders["train"].num_steps),
         devices=health.gather_text(boxing, device_name(world.device)),
-        sections={"plan": format_plan(plan, shards=False)},
+        sections={"plan": format_plan(job.plan, shards=False)},
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
+        going_on=run.start.going_on,
     ) as report:
-        report.keep(PLAN_FILE, plan_to_json(plan))
+        report.keep(PLAN_FILE, plan_to_json(job.plan))
+        if planned is not None:
+            report.keep(TABLE_PLAN_FILE, planned.yaml())
+        checkpoints = Checkpoints(
+            config,
+            job,
+            loaders["train"],
+            resumed=run,
+            metrics_bytes=lambda: report.metrics_bytes,
+            keep_set=lambda folder: keep_without_rows(manifest, folder / DATA_FOLDER),
+        )
         result = fit(
             job.trainer,
             loaders,
             config.train,
             boxing=boxing,
             watch=health.LossWatch(boxing, manifest.dense),
-            reporter=report,
+            reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
+            checkpoints=checkpoints,
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
         peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
         health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
+        notes = {"ids out of range": outside}
+        if planned is not None:
+            rows = config.data.batch_size * config.train.accumulate
+            notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
         report.final(
             steps=result.steps,
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
-            notes={**result.notes, "ids out of range": outside},
+            notes={**result.notes, **notes},
             peak_memory_bytes=[int(peak) for peak in peaks],
         )
-    for loader in loaders.values():
-        loader.close()
-    lock.close()
-    world.close()
-    return 0
+        checkpoints.finished()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sbpflow.config.schema import (
     RunConfig,
 )
 from sbpflow.config.table_rules import ParallelConfig, TableRule
-from sbpflow.embedding.storage.choose import KernelRequest
+from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.runtime.world import World

@@ -1,4 +1,4 @@
-"""How fast the data plane is: ``python -m benchmarks.data prepare|synth|loader``.
+"""How fast the data plane is: ``python -m benchmarks.data prepare|vocabulary|synth|loader``.
 
 Writes benchmarks/results/data.jsonl; every line has the load of the machine beside the time, and
 CPU seconds tell more than the clock where it is shared. ``prepare`` needs 6 GB in ``--scratch`` and
@@ -45,17 +45,37 @@ class _Cost:
     wall_s: float
     cpu_s: float
     peak_memory_gb: float
+    """With the pages of mapped files, which the system takes back when it needs them."""
+    peak_own_memory_gb: float
+    """Without them."""
 
 
 def _run(arguments: list[str]) -> _Cost:
     command = [sys.executable, *arguments]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=sys.stderr, stderr=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
+    own = 0
+    while True:
+        number, status, used = os.wait4(process.pid, os.WNOHANG)
+        if number:
+            break
+        own = max(own, _own_bytes(process.pid))
+        time.sleep(0.05)
     wall_s = time.monotonic() - began
     if status:
         raise subprocess.CalledProcessError(status, command)
-    return _Cost(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9)
+    whole = used.ru_maxrss * 1024 / 1e9
+    return _Cost(wall_s, used.ru_utime + used.ru_stime, whole, own / 1e9)
+
+
+def _own_bytes(process: int) -> int:
+    """Memory of a process that no file backs; 0 where the system does not say."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    lines = (line.split() for line in status.splitlines() if line.startswith("RssAnon:"))
+    return sum(int(words[1]) * 1024 for words in lines)
 
 
 def _load() -> float:
@@ -109,6 +129,35 @@ def _prepare(source: Path, output: Path) -> _Cost:
     os.sync()
     arguments = ["--input", str(source), "--output", str(output), "--max-bad-fraction", "0"]
     return _run(["-m", "data", "prepare", *arguments])
+
+
+def vocabulary(results: Results, scratch: Path, values: int) -> None:
+    """Memory and time of one field with many distinct values, each of which gets an id."""
+    source, schema, output = (scratch / name for name in ("many.tsv", "many.yaml", "many-set"))
+    if not source.exists():
+        _write_distinct(source, values)
+    schema.write_text("columns: [label, C1]\nsparse: {C1: hex}\n", encoding="ascii")
+    if output.exists():
+        _remove(output)
+    arguments = ["--input", str(source), "--schema", str(schema), "--output", str(output)]
+    load = _load()
+    cost = _run(["-m", "data", "prepare", *arguments, "--min-count", "1", "--split", "time:1,0,0"])
+    assert load_manifest(output).field("C1").rows == values + 2
+    results.add(values=values, megabytes=source.stat().st_size / 1e6, **asdict(cost), load=load)
+
+
+def _write_distinct(target: Path, values: int) -> None:
+    """A row for each of ``values`` keys, which come in no order."""
+    digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
+    with target.open("wb") as file:
+        for start in range(0, values, 1 << 20):
+            numbers = np.arange(start, min(start + (1 << 20), values), dtype=np.uint64)
+            keys = (numbers * np.uint64(2_654_435_761)).astype(np.uint32)  # odd, so all differ
+            lines = np.empty((len(keys), 11), dtype=np.uint8)
+            lines[:, 0], lines[:, 1], lines[:, 10] = ord("0") + numbers % 2, ord("\t"), ord("\n")
+            for place in range(8):
+                lines[:, 2 + place] = digits[(keys >> np.uint32(28 - 4 * place)) & np.uint32(15)]
+            file.write(lines.tobytes())
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
@@ -240,11 +289,14 @@ def _one_loader(
 def main() -> None:
     """Run one question."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=("prepare", "synth", "loader", "pandas"))
+    parser.add_argument("question", choices=("prepare", "vocabulary", "synth", "loader", "pandas"))
     parser.add_argument("--scratch", type=Path, default=None, help="kept between runs when given")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--pandas-gigabytes", type=float, default=0.25)
     parser.add_argument("--rows", type=int, help="2,000,000 for synth, 8,000,000 for loader")
+    parser.add_argument(
+        "--values", type=int, default=50_000_000, help="distinct ones of vocabulary"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
@@ -255,6 +307,8 @@ def main() -> None:
         results = Results("data", args.question)
         if args.question == "prepare":
             prepare(results, scratch, args.gigabytes, args.pandas_gigabytes)
+        elif args.question == "vocabulary":
+            vocabulary(results, scratch, args.values)
         else:
             ask, rows = {"synth": (synthetic, 2_000_000), "loader": (loader, 8_000_000)}[
                 args.question

@@ -20,12 +20,12 @@ def write_png(stats: Sequence[FieldStats], path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = [f"{s.name} ({s.rows:,})" for s in stats]
-    shares = np.array([np.array(s.bins_lookups) / max(s.lookups, 1) for s in stats])
+    shares = np.array([np.array(s.bins_lookups) / max(sum(s.bins_lookups), 1) for s in stats])
     sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]
     ratios = np.array([[s.unique_ratio[str(size)] for size in sizes] for s in stats])
-    labels = ["0", "1", *(f"{2**k}+" for k in range(1, NUM_BINS - 1))]
+    labels = ["1", *(f"to {2**k}" for k in range(1, NUM_BINS - 1)), "more"]
     for axes, values, ticks, title in (
-        (left, shares, labels, "share of the lookups, by lookups of the table row"),
+        (left, shares, labels, "share of a batch's lookups, by lookups of the row"),
         (right, ratios, [f"{size:,}" for size in sizes], "distinct ids per lookup, by batch size"),
     ):
         if not ticks:  # a set smaller than the smallest batch

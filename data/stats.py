@@ -1,7 +1,8 @@
 """What the lookups of each table in the train part look like: facts for planners and caches.
 
-Sources of the measures: the 17 frequency bins follow DreamShard's table features; top masses and
-unique ratios are what row caches and the ``unique`` exchange depend on.
+Sources of the measures: the 17 frequency bins are DreamShard's table features (its
+tools/gen_dlrm_data.py at 73128ed): rows by their lookups in one batch of 65,536 samples. Top masses
+and unique ratios are what row caches and the ``unique`` exchange depend on.
 """
 
 import math
@@ -21,6 +22,7 @@ from sbpflow.errors import DataError
 TOP = (1, 16, 1024, 65536)
 BATCH_SIZES = (1024, 4096, 16384, 65536)
 NUM_BINS = 17
+BIN_SAMPLES = 65536
 _SAMPLED_BATCHES = 8
 _MIN_TAIL_COUNT = 5
 _BLOCK_ROWS = 1 << 16
@@ -38,10 +40,12 @@ class FieldStats:
     rare: int
     distinct: int
     top_mass: dict[str, float]
+    bins_samples: int
+    """Samples of the batch that the bins are of: 65,536, or all if the part has fewer."""
     bins_rows: list[int]
-    """Table rows by lookups: never, 1, 2-3, 4-7, ..., 2^14 to 2^15 - 1, 2^15 and more."""
+    """Rows by lookups in that batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, more; none for 0."""
     bins_lookups: list[int]
-    """Lookups that fall on the rows of each bin."""
+    """Lookups of that batch that fall on the rows of each bin."""
     unique_ratio: dict[str, float]
     """Distinct ids per lookup within a batch, by global batch size; only sizes the set can fill."""
     tail_exponent: float | None
@@ -49,13 +53,19 @@ class FieldStats:
 
 
 def field_stats(
-    field: Field, counts: NDArray[np.int64], unique_ratio: Mapping[int, float]
+    field: Field,
+    counts: NDArray[np.int64],
+    unique_ratio: Mapping[int, float],
+    batch: NDArray[np.int64],
+    batch_samples: int,
 ) -> FieldStats:
-    """Measures of one table from its lookups per row, ``counts`` [rows] int64."""
+    """Measures of one table from its lookups per row, ``counts`` [rows] int64.
+
+    ``batch`` [touched rows] int64 are the lookups of the rows that one batch touches, rising.
+    """
     rising = np.sort(counts)
     total = int(rising.sum())
-    edges = np.concatenate([[0, 1], 2 ** np.arange(1, NUM_BINS - 1)])
-    starts = np.append(np.searchsorted(rising, edges), len(rising))
+    starts = np.append(np.searchsorted(batch, _bin_edges(), side="right"), len(batch))
     tops = {k: int(rising[max(len(rising) - k, 0) :].sum()) for k in TOP}
     return FieldStats(
         name=field.name,
@@ -64,13 +74,33 @@ def field_stats(
         lookups=total,
         missing=int(counts[MISSING_ID]),
         rare=int(counts[RARE_ID]),
-        distinct=len(rising) - int(starts[1]),
+        distinct=len(rising) - int(np.searchsorted(rising, 1)),
         top_mass={str(k): round(mass / max(total, 1), 6) for k, mass in tops.items()},
+        bins_samples=batch_samples,
         bins_rows=np.diff(starts).tolist(),
-        bins_lookups=[int(rising[a:b].sum()) for a, b in pairwise(starts)],
+        bins_lookups=[int(batch[a:b].sum()) for a, b in pairwise(starts)],
         unique_ratio={str(size): round(ratio, 6) for size, ratio in unique_ratio.items()},
         tail_exponent=tail_exponent(rising[::-1]),
     )
+
+
+def _bin_edges() -> NDArray[np.int64]:
+    """[17]: bin j has the rows of more lookups than edge j and no more than the next edge."""
+    return np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
+
+
+def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
+    """Samples of a batch from the middle of train, and by field the lookups of each row it touches,
+    rising.
+    """
+    rows = RowFiles(manifest, "train")
+    size = min(BIN_SAMPLES, rows.num_rows)
+    start = (rows.num_rows - size) // 2
+    found = field_ids(manifest, rows, start, start + size)
+    return size, {
+        field.name: np.sort(np.unique(ids, return_counts=True)[1])
+        for field, ids in zip(manifest.fields, found, strict=True)
+    }
 
 
 def tail_exponent(falling: NDArray[np.int64]) -> float | None:
@@ -157,8 +187,15 @@ def compute_stats(
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
     ratios = unique_ratios(manifest)
+    samples, batch = batch_counts(manifest)
     return [
-        field_stats(f, known[f.name]() if f.name in known else counts[f.name], ratios[f.name])
+        field_stats(
+            f,
+            known[f.name]() if f.name in known else counts[f.name],
+            ratios[f.name],
+            batch[f.name],
+            samples,
+        )
         for f in manifest.fields
     ]
 
@@ -186,7 +223,12 @@ def _check_stats(entry: FieldStats, field: Field) -> None:
         raise ValueError(f"{entry.name!r} stands for {field.name!r}")
     numbers = [entry.lookups, entry.missing, entry.rare, entry.distinct, entry.tail_exponent or 0]
     numbers += [entry.top_mass[str(k)] for k in TOP]
-    numbers += [*entry.unique_ratio.values(), *entry.bins_rows, *entry.bins_lookups]
+    numbers += [
+        entry.bins_samples,
+        *entry.unique_ratio.values(),
+        *entry.bins_rows,
+        *entry.bins_lookups,
+    ]
     if any(type(number) not in (int, float) for number in numbers):
         raise TypeError(f"{field.name} has a value that is no number")
     if len(entry.bins_rows) != NUM_BINS or len(entry.bins_lookups) != NUM_BINS:

@@ -1,4 +1,4 @@
-"""``python -m sbpflow explain | doctor | predict | export | checkpoint``.
+"""``python -m sbpflow explain | report | doctor | predict | export | checkpoint``.
 
 A composition root: it may import every package.
 """
@@ -66,19 +66,55 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.runtime.world import device_type_of
 
     own = _checkout("explain")
+    from data.growth import growth_of, growth_text
+
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
     config = load_config(args.config, args.overrides, models=own.models)
-    fields = own.fields_of(own.load_manifest(data_path(config)))
+    manifest = own.load_manifest(data_path(config))
+    fields = own.fields_of(manifest)
     device = config.parallel.device  # a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
-    _, plan = plan_run(config, fields, world_size=args.world_size, device_type=device_type)
+    planned = None
+    if config.parallel.plan == "auto":
+        from data.stats import load_stats
+        from planner.for_run import plan_tables
+
+        planned = plan_tables(
+            config,
+            fields,
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=args.world_size,
+            device_type=device_type,
+        ).rules
+    _, plan = plan_run(
+        config, fields, world_size=args.world_size, device_type=device_type, planned=planned
+    )
     plan = with_known_kernels(plan, config.parallel.kernel)
+    facts = describe(plan)
+    growth = growth_of(manifest, facts["tables"])
     if args.json:
-        json.dump(describe(plan), sys.stdout, indent=1)
+        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
         print()
     else:
-        print(format_plan(plan))
+        print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write a page of curves and tables of one or more runs, and say where."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow report",
+        description="Write one HTML file that shows runs side by side and needs no network.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (its run.dir)")
+    parser.add_argument("--output", type=Path, help="the file; RUN/report.html of the first run")
+    args = parser.parse_args(argv)
+
+    from sbpflow.run.report_page import write_report
+
+    print(write_report([Path(run) for run in args.runs], args.output))
     return 0
 
 
@@ -109,6 +145,7 @@ def predict(argv: Sequence[str]) -> int:
 
     own = _checkout("predict")
     from sbpflow.boxing.executor import Boxing
+    from sbpflow.checkpoint.folder import data_folder
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
@@ -118,7 +155,6 @@ def predict(argv: Sequence[str]) -> int:
         load_values,
         saved_config,
         saved_plan,
-        set_folder,
     )
     from sbpflow.run.start import start_world
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
@@ -127,7 +163,7 @@ def predict(argv: Sequence[str]) -> int:
 
     checkpoint = find_checkpoint(args.checkpoint)
     config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
-    like = own.load_manifest(set_folder(checkpoint))
+    like = own.load_manifest(data_folder(checkpoint.path))
     scoring = own.scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     spec, plan = plan_run(
         config,
@@ -182,16 +218,17 @@ def export(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
 
     own = _checkout("export")
+    from sbpflow.checkpoint.folder import data_folder
     from sbpflow.errors import ConfigError
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
     from sbpflow.run.plain_model import plain_model
-    from sbpflow.run.saved_model import find_checkpoint, saved_config, set_folder
+    from sbpflow.run.saved_model import find_checkpoint, saved_config
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint = find_checkpoint(args.checkpoint)
     config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
-    like = own.load_manifest(set_folder(checkpoint))
+    like = own.load_manifest(data_folder(checkpoint.path))
     fields = own.fields_of(like)
     spec, plan = plan_run(config, fields, world_size=1, device_type="cpu")
 
@@ -200,6 +237,7 @@ def export(argv: Sequence[str]) -> int:
             spec,
             plan.embeddings,
             checkpoint.tensor,
+            saved=checkpoint.tensors,
             num_dense=len(fields.dense),
             seed=config.run.seed,
             row_format=rows,
@@ -288,6 +326,7 @@ def main() -> int:
 
     commands = {
         "explain": explain,
+        "report": report,
         "doctor": doctor,
         "predict": predict,
         "export": export,

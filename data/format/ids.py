@@ -8,11 +8,13 @@ one id carries more than half of the lookups; then its half is filled with the c
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.compiled import find_loops
 from data.format.schema import NUM_RESERVED_IDS, RARE_ID
 from sbpflow.runtime.splitmix import GAMMA
 
@@ -29,6 +31,8 @@ _LARGE = 1 << 20
 """Keys from which a table is filled to two thirds, for its memory."""
 _INSERTED = 1 << 20
 """Keys put into a table at a time."""
+_LEAST_COMPILED = 1 << 16
+"""Keys of a lookup from which loading numba pays."""
 _HOT = 16
 """Lookups from which a key's place among the others matters."""
 
@@ -165,6 +169,10 @@ class IdTable(ABC):
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The ids in the slots, and whether their keys are the given ones."""
 
+    @abstractmethod
+    def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
+        """``lookup`` by one compiled pass."""
+
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         # Fibonacci hashing: the high half of a product with 2^64 / golden ratio, as a fraction of
         # the capacity; for a power of two its high bits.
@@ -181,6 +189,10 @@ class IdTable(ABC):
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
         """Ids [n] of ``keys`` [n]."""
+        if (loops := find_loops(len(keys), _LEAST_COMPILED)) is not None:
+            ids = np.empty(len(keys), dtype=np.int32)
+            self._by_loop(loops, keys, ids)
+            return ids
         blocks = [self._block(keys[i : i + _BLOCK]) for i in range(0, len(keys), _BLOCK)]
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int32)
 
@@ -223,6 +235,9 @@ class NarrowIdTable(IdTable):
         entries = self._entries[slots]
         return entries.astype(np.int32), (entries >> np.uint64(32)) == keys
 
+    def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
+        loops.look_up_narrow(self._entries, keys, np.uint64(GAMMA), RARE_ID, ids)
+
 
 class WideIdTable(IdTable):
     """Keys of 64 bits, compared in full."""
@@ -239,3 +254,6 @@ class WideIdTable(IdTable):
 
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         return self._ids[slots], self._keys[slots] == keys
+
+    def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
+        loops.look_up_wide(self._keys, self._ids, keys, np.uint64(GAMMA), RARE_ID, ids)

@@ -69,6 +69,14 @@ class Many:
     """What happens to a row with more: it is a bad line, or its first or last ``most`` stay."""
     weights: str | None = None
     """The column with one weight per value."""
+    inline: str | None = None
+    """What stands between a value and its weight in the same cell, as in ``a:0.5|b:1``; in Parquet
+    the values may be structs of both."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether every value has a weight."""
+        return self.weights is not None or self.inline is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +219,18 @@ class Schema:
             own = f"{key}: sparse {many.name}"
             if len(many.separator) != 1 or many.separator in "\n\r" or not many.separator.isascii():
                 raise ConfigError(f"{own}: separator {many.separator!r} must be one character: '|'")
+            inline = many.inline
+            if inline is not None and (
+                len(inline) != 1
+                or not inline.isascii()
+                or inline.isalnum()
+                or inline in "\n\r.+-" + many.separator
+                or (inline == self.separator and self.quote is None)
+            ):
+                raise ConfigError(
+                    f"{own}: weights after {inline!r} must be one character that no number has, "
+                    "and no other separator: ':'"
+                )
             if many.separator == self.separator and self.quote is None:
                 raise ConfigError(
                     f"{own}: separator {many.separator!r} also separates columns; use another, "

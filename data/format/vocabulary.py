@@ -23,6 +23,10 @@ from data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
 
 _BLOCK = 1 << 20
+HOW_TO_HAVE_VALUES = (
+    "use a set made by `python -m data prepare`; generated rows have values where they are written "
+    "as text (`python -m data synth --format tsv --output rows.tsv`) and then prepared"
+)
 _TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
 
 
@@ -71,8 +75,8 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
     content = manifest.content.get("vocabulary")
     if content is None:
         raise DataError(
-            f"{manifest.path}: this set has no vocabularies (it was generated), so no row can get "
-            "its ids; use a set made by `python -m data prepare`"
+            f"{manifest.path}: this set has ids and no values that they stand for, so no row can "
+            f"get its ids; {HOW_TO_HAVE_VALUES}"
         )
     return {
         name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)

@@ -161,7 +161,7 @@ def _several(
     _add(faults, f"category is not {expected}", found.misfits)
     if many.beyond == "error":
         _add(faults, f"{many.name} has more than {many.most} values", found.too_long)
-    if many.weights is not None:
+    if many.weighted:
         _add(faults, f"{many.name} has other numbers of values and weights", found.unpaired)
         _add(faults, f"a weight of {many.name} is not a finite number", found.bad_weights)
     return found.values, found.num_cut

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from data.format.manifest import SPLITS, Manifest
+from data.format.vocabulary import HOW_TO_HAVE_VALUES
 from data.prepare.encode import Record, length_type
 from data.prepare.options import PrepareOptions
 from data.prepare.pieces import columns_of
@@ -116,8 +117,8 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(
-            f"--like {manifest.path}: has no vocabularies and no schema (it was generated); use a "
-            "set made by `python -m data prepare`"
+            f"--like {manifest.path}: has ids and no values that they stand for, so no row can get "
+            f"its ids; {HOW_TO_HAVE_VALUES}"
         )
     asked = content["options"]
     return replace(

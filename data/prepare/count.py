@@ -267,5 +267,5 @@ def field_entry(
     if many is not None:
         entry["hot"] = many.most
         if not many.fixed:
-            entry |= {"ragged": True, "weighted": many.weights is not None}
+            entry |= {"ragged": True, "weighted": many.weighted}
     return entry

@@ -268,7 +268,7 @@ def _list_parts(
         "starts": starts_of(lengths),
         "values": values,
     }
-    if any(many.weights for many in options.schema.many):
+    if any(many.weighted for many in options.schema.many):
         parts["value_weights"] = weights
     return parts
 

@@ -1,9 +1,10 @@
-"""Cells with several values: ``a|b|c`` in text, lists in Parquet, and weights beside them.
+"""Cells with several values: ``a|b|c`` in text, lists in Parquet, and weights beside or in them.
 
 An empty cell, an empty list and a list of nothing but one empty element are all no values at all
 (text can write only the first); any other empty element is a missing value.
 """
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ class Several(NamedTuple):
 def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
     """The values of column ``many.name``, row by row, cut to the most that a row may have."""
     cells = _flat(frame[many.name], many.separator)
+    if many.inline is not None:
+        cells = _apart(cells, many.inline)
     rows, total = cells["row"].to_numpy(), len(frame)
     keys = key_of(cells["value"], kind)
     lost = cells["value"].is_not_null() & keys.is_null()
@@ -37,6 +40,10 @@ def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
     lengths = np.bincount(rows, minlength=total)
     none = _rows_of(rows[:0], total)
     unpaired, bad_weights = none, none
+    if many.inline is not None:
+        values = cells["weight"].cast(pl.Float64, strict=False).cast(pl.Float32)
+        columns["weight"] = values
+        bad_weights = _rows_of(rows[~values.is_finite().fill_null(False).to_numpy()], total)
     if many.weights is not None:
         weights = _flat(frame[many.weights], many.separator)
         others = np.bincount(weights["row"].to_numpy(), minlength=total)
@@ -91,3 +98,21 @@ def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
     elif frame["value"].dtype.is_float():
         frame = frame.with_columns(pl.col("value").fill_nan(None))
     return frame.filter(~(pl.col("lone") & pl.col("value").is_null())).drop("lone")
+
+
+def _apart(cells: pl.DataFrame, mark: str) -> pl.DataFrame:
+    """Each element as its ``value`` and its ``weight``, which is null where there is none."""
+    elements = cells["value"]
+    if isinstance(elements.dtype, pl.Struct):
+        first, second = elements.struct.fields
+        value, weight = elements.struct.field(first), elements.struct.field(second)
+    else:
+        texts = elements.cast(pl.String)
+        pattern = f"(?s)^(.*){re.escape(mark)}(.*?)$"
+        weight = texts.str.extract(pattern, 2)
+        value = pl.select(pl.coalesce(texts.str.extract(pattern, 1), texts)).to_series()
+    if value.dtype == pl.String:
+        value = value.replace("", None)
+    elif value.dtype.is_float():
+        value = value.fill_nan(None)
+    return pl.DataFrame({"row": cells["row"], "value": value, "weight": weight})

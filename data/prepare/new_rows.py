@@ -11,8 +11,6 @@ from data.prepare.prepare import prepare
 from data.prepare.remote import InputPath
 from data.prepare.split import SplitRule
 
-WHOLE = Part()
-
 
 def encode(
     inputs: Sequence[InputPath],
@@ -22,12 +20,12 @@ def encode(
     workers: int,
     max_bad_fraction: float,
     overwrite: bool = False,
-    part: Part = WHOLE,
+    part: Part | None = None,
 ) -> Manifest | None:
     """A set in ``output`` of the rows of ``inputs``, with ids and constants of the set ``like``.
 
-    Of that one the manifest and the vocabularies are read, no rows. ``None`` where this machine has
-    prepared a ``part`` that another one joins. Raises what ``prepare`` raises.
+    Of that one the manifest and the vocabularies are read, no rows. Raises what ``prepare`` raises,
+    and returns what it returns; ``part`` is this machine's of several.
     """
     options = PrepareOptions(
         inputs=tuple(inputs),
@@ -36,7 +34,7 @@ def encode(
         workers=workers,
         max_bad_fraction=max_bad_fraction,
         overwrite=overwrite,
-        part=part,
+        part=part or Part(),
         is_encode=True,
     )
     return prepare(options_like(load_manifest(like), options))

@@ -199,8 +199,15 @@ class _Reader:
                 "for lists, write one of them"
             )
         key = "width" if "width" in how else "max"
-        weights = how.get("weights")
-        if weights is not None and "width" in how:
+        weights, inline = how.get("weights"), None
+        if isinstance(weights, dict):
+            if set(weights) != {"after"}:
+                raise ConfigError(
+                    f"{self.key}: {place}weights is {weights!r}; write the name of a column, or "
+                    "{after: ':'} where values and weights stand in one cell, like a:0.5|b:1"
+                )
+            weights, inline = None, str(weights["after"])
+        if "weights" in how and "width" in how:
             raise ConfigError(f"{self.key}: {place}weights need lists; write max instead of width")
         return Many(
             name=name,
@@ -209,6 +216,7 @@ class _Reader:
             fixed="width" in how,
             beyond=cast("Any", self.choice(f"{place}beyond", how.get("beyond", "error"), BEYOND)),
             weights=None if weights is None else self.name(f"{place}weights", weights),
+            inline=inline,
         )
 
 

@@ -79,6 +79,10 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
     """Whether cells of this type can stand in the column."""
     kind = frame[name].dtype
     if isinstance(kind, pl.List | pl.Array):
+        many = schema.several(name)
+        if many is not None and many.inline is not None and isinstance(kind.inner, pl.Struct):
+            parts = [part.dtype for part in kind.inner.fields]
+            return len(parts) == 2 and all(part in _COLUMN_TYPES for part in parts)
         several = {many.name for many in schema.many} | {many.weights for many in schema.many}
         return name in several and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:

@@ -221,6 +221,10 @@ class RowLoader:
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         return {"epoch": epoch, "cursor": row, **self._identity()}
 
+    def state_after(self, batch: Batch) -> State:
+        """The state with which a read goes on after ``batch``, whatever was delivered since."""
+        return self.state_dict(batch.cursor)
+
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
         self._check_open("load_state_dict")

@@ -13,13 +13,12 @@ from sbpflow.checkpoint.folder import checked, list_checkpoints, remove_checkpoi
 from sbpflow.checkpoint.format import BLOCK_BYTES, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
-
-CHECKPOINTS = "checkpoints"  # in the folder of a run
+from sbpflow.training.run_folder import CHECKPOINTS_FOLDER
 
 
 def checkpoint_folder(path: Path) -> Path:
     """The folder of checkpoints that ``path``, itself one or the folder of a run, has."""
-    inside = path / CHECKPOINTS
+    inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 
 

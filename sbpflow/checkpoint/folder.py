@@ -20,6 +20,7 @@ from sbpflow.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+DATA_FOLDER = "data"  # the set of the run without its rows: what raw rows of tomorrow need
 _STEP = re.compile(r"step-(\d+)")
 _REPLACED = re.compile(r"\.replaced-(step-\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.json\.new")
@@ -28,6 +29,11 @@ _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.
 def step_folder(folder: Path, step: int) -> Path:
     """Where the checkpoint of ``step`` is."""
     return folder / f"step-{step}"
+
+
+def data_folder(checkpoint: Path) -> Path:
+    """Beside a checkpoint: the manifest and the vocabularies of the set that its run trained on."""
+    return checkpoint.parent / DATA_FOLDER
 
 
 def partial_folder(folder: Path, step: int, nonce: str) -> Path:
@@ -99,6 +105,19 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
     except OSError as error:
         raise failed(target, error) from error
     return target
+
+
+def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
+    """Remove all but the ``newest`` ones up to ``step``, and that of ``and_step``."""
+    found = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    for path in found[newest:]:
+        if step_of(path) != and_step:
+            remove_checkpoint(path)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -9,6 +9,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import (
     Schemes,
     Shape,
+    TableRule,
     resolve_table_layouts,
 )
 from sbpflow.embedding.plan.tables import TableLayout
@@ -21,8 +22,11 @@ def check(
     schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
+    planned: Mapping[str, TableRule] | None = None,
 ) -> dict[str, TableLayout]:
     """What needs the world size or the tables (name -> (rows, dim)); gives the tables' layouts.
+
+    ``planned`` are the rules of ``parallel.plan``.
 
     Call it on every rank before any process group exists.
     """
@@ -36,12 +40,16 @@ def check(
             f"parallel.tf32: true on {device_type}, which has no TF32; remove it, or use "
             "parallel.device: cuda"
         )
-    return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type)
+    return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type, planned)
 
 
 def run_dir(config: Config) -> Path:
     """``run.dir``, made if need be; ConfigError where nothing can be written."""
-    folder = config.run.dir
+    return writable_folder("run.dir", config.run.dir, "run.dir=runs/train")
+
+
+def writable_folder(key: str, folder: Path, example: str) -> Path:
+    """``folder``, made if need be; ConfigError, naming ``key``, where nothing can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -49,7 +57,7 @@ def run_dir(config: Config) -> Path:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"run.dir: {folder} cannot be written to ({reason}); for example run.dir=runs/train"
+            f"{key}: {folder} cannot be written to ({reason}); for example {example}"
         ) from error
     return folder
 

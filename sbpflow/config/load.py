@@ -31,7 +31,7 @@ def load_config(
     first is the default. ``model.name: package.module:Class`` imports that class: the file and the
     overrides are the user's own command.
     """
-    tree = _read_yaml(Path(path))
+    tree = read_yaml(Path(path))
     for override in overrides:
         _apply(tree, override)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
@@ -128,6 +128,7 @@ def config_facts(config: Config) -> dict[str, str]:
     facts = dict(_flat("", plain(config)))
     for key, patterns in (
         ("parallel.tables", config.parallel.tables),
+        ("parallel.kernels", config.parallel.kernels),
         ("parallel.dense", config.parallel.dense),
         ("optimizer.tables", config.optimizer.tables),
         *((f"model.{name}", getattr(config.model, name, {})) for name in ("fields", "tables")),
@@ -158,13 +159,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
+    """The mapping of a YAML file; ConfigError, naming ``key`` where there is no such file."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         folder = path if path.is_dir() else path.parent
         known = sorted(str(file) for file in folder.glob("*.yaml"))
         near = difflib.get_close_matches(str(path), known, 3, cutoff=0.5) or known[:5]
-        raise ConfigError(f"--config: {path} {what}{_use(near)}")
+        raise ConfigError(f"{key}: {path} {what}{_use(near)}")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except ConfigError as error:
@@ -207,6 +209,7 @@ def _split_key(key: str) -> list[str]:
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),
+        ("parallel.kernels.", set[str]()),
         ("optimizer.tables.", of_optimizer),
         ("model.tables.", set(TableShape.__dataclass_fields__)),
         ("model.fields.", set(FieldRule.__dataclass_fields__)),

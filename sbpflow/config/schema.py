@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, get_args
 
+from sbpflow.config.checkpoint_options import CheckpointConfig
 from sbpflow.config.parse import Example, Range, Untagged
 from sbpflow.config.table_rules import (
     ParallelConfig,
@@ -290,6 +291,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         if self.train.plateau is not None:

@@ -15,7 +15,7 @@ import torch
 from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import Example, Range
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
-from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -30,7 +30,6 @@ from sbpflow.sbp.sbp import (
 )
 
 Scheme = Literal["dp", "1", "2", "3", "auto"]
-Kernel = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -122,6 +121,7 @@ class TableRule:
 class ParallelConfig:
     """Where tables live: a scheme for all, then patterns; the last that matches a table wins.
 
+    ``kernels`` asks for kernels by table pattern, in place of ``kernel``.
     ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
     Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
@@ -131,6 +131,8 @@ class ParallelConfig:
     every rank is about to do: for finding ranks that take different steps, at the cost of a round
     trip each.
 
+    ``plan``, in place of a scheme, is a file of rules that a planner or a person wrote, or
+    ``auto``: a planner chooses when the run starts, by what was measured on its machine.
     ``scheme: auto`` takes the cheapest of several complete plans; ``link_gb_per_s`` is what a rank
     can send in a second, for it alone, and by default what ranks of one machine can (1 Gbit/s is
     0.125).
@@ -138,6 +140,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
+    plan: Annotated[str | None, Example("auto")] = None
     link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
@@ -145,7 +148,10 @@ class ParallelConfig:
     dense: Annotated[Mapping[str, str], Example({"*.weight": "S(0)"})] = field(
         default_factory=dict[str, str]
     )
-    kernel: Kernel = "auto"
+    kernel: KernelRequest = "auto"
+    kernels: Annotated[Mapping[str, KernelRequest], Example({"wide.*": "torch"})] = field(
+        default_factory=dict[str, KernelRequest]
+    )
     dtype: Dtype = "float32"
     tf32: bool = False
     table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
@@ -157,6 +163,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():
             rule.check(f"parallel.tables.{pattern}")
+        if self.plan is not None and self.scheme is not None:
+            raise ConfigError(
+                f"parallel.plan: {self.plan} beside parallel.scheme: {self.scheme}; each says "
+                "where all tables live: leave one out, for example parallel.scheme=null"
+            )
         named = {"table_dtype": self.table_dtype, "exchange_dtype": self.exchange_dtype}
         named |= {f"tables.{p}.exchange_dtype": r.exchange_dtype for p, r in self.tables.items()}
         for key, value in named.items():
@@ -220,16 +231,19 @@ def resolve_table_layouts(
     schemes: Schemes,
     world_size: int,
     device_type: str = "cpu",
+    planned: Mapping[str, TableRule] | None = None,
 ) -> dict[str, TableLayout]:
     """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
+    ``planned`` are the rules of ``parallel.plan``, which stand where a scheme's would.
     ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
     table is matched by nothing.
     """
     check_matches("parallel.tables", parallel.tables, tables, "table")
+    check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
     return {
         name: _fit(
-            *_rule_of(parallel, schemes, name),
+            *_rule_of(parallel, schemes, planned, name),
             name,
             shape,
             device_type,
@@ -240,9 +254,17 @@ def resolve_table_layouts(
     }
 
 
-def _rule_of(parallel: ParallelConfig, schemes: Schemes, name: str) -> tuple[str, TableRule]:
-    """The key and the rule that decide: the last match, the scheme's patterns coming first."""
+def _rule_of(
+    parallel: ParallelConfig,
+    schemes: Schemes,
+    planned: Mapping[str, TableRule] | None,
+    name: str,
+) -> tuple[str, TableRule]:
+    """The key and the rule that decide: the last match, those of plan or scheme coming first."""
     found: tuple[str, TableRule] | None = None
+    for pattern, rule in (planned or {}).items():
+        if fnmatchcase(name, pattern):
+            found = (f"parallel.plan {parallel.plan}", rule)
     if parallel.scheme is not None:
         for pattern, rule in schemes[parallel.scheme].items():
             if fnmatchcase(name, pattern):

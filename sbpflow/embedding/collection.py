@@ -21,12 +21,11 @@ from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.plan.tables import OutputConfig
+from sbpflow.embedding.plan.tables import KernelRequest, OutputConfig
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
     KernelChoice,
-    KernelRequest,
     choose_kernels,
     make_storage,
     warm_up_kernels,

@@ -6,17 +6,24 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import cast
 
 from sbpflow.config.checks import check
 from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
-from sbpflow.config.table_rules import DTYPES, Schemes, resolve_dense_layouts
+from sbpflow.config.table_plan import read_table_plan
+from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
-from sbpflow.embedding.plan.tables import OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.plan.tables import (
+    KernelRequest,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
@@ -57,6 +64,20 @@ def _with_optimizers(
     return tuple(replace(out, tables=tuple(map(changed, out.tables))) for out in outputs)
 
 
+def _with_kernels(
+    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, KernelRequest]
+) -> tuple[OutputConfig, ...]:
+    """Each table with the kernel of the last pattern that matches its name."""
+    names = [table.name for output in outputs for table in output.tables]
+    check_matches("parallel.kernels", patterns, names, "table")
+
+    def asked(table: TableConfig) -> TableConfig:
+        found = [kernel for pattern, kernel in patterns.items() if fnmatchcase(table.name, pattern)]
+        return replace(table, kernel=found[-1]) if found else table
+
+    return tuple(replace(out, tables=tuple(map(asked, out.tables))) for out in outputs)
+
+
 def _changed(
     table: TableConfig, key: str, given: TableOptimizer, sparse: SparseOptimizer
 ) -> TableConfig:
@@ -75,9 +96,17 @@ def _changed(
 
 
 def plan_run(
-    config: Config, fields: Fields, *, world_size: int, device_type: str
+    config: Config,
+    fields: Fields,
+    *,
+    world_size: int,
+    device_type: str,
+    planned: Mapping[str, TableRule] | None = None,
 ) -> tuple[ModelSpec, RunPlan]:
-    """The model's shapes and the plan of the run; ConfigError for what does not fit together."""
+    """The model's shapes and the plan of the run; ConfigError for what does not fit together.
+
+    ``planned`` are the rules that a planner chose, for ``parallel.plan: auto``.
+    """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
     if missing := [part for part in parts if not hasattr(spec, part)]:
@@ -94,7 +123,8 @@ def plan_run(
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
-    layouts, embeddings, priced = _plan_tables(config, spec, fields, world)
+    planned = _planned_rules(config, planned)
+    layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned)
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = dense_steps(
         spec,
@@ -134,8 +164,30 @@ def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfi
         check_matches("model.tables", model.tables, names, "table")
 
 
+def _planned_rules(
+    config: Config, chosen: Mapping[str, TableRule] | None
+) -> Mapping[str, TableRule] | None:
+    """What stands for ``parallel.plan``, if it is given."""
+    plan = config.parallel.plan
+    if plan is None:
+        return None
+    if plan != "auto":
+        return read_table_plan(Path(plan))
+    if chosen is None:
+        raise ConfigError(
+            "parallel.plan: auto is chosen by a planner, which train.py and `python -m sbpflow "
+            "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
+            "`python -m planner plan` wrote, or use parallel.scheme: auto"
+        )
+    return chosen
+
+
 def _plan_tables(
-    config: Config, spec: ModelSpec, fields: Fields, world: Placement
+    config: Config,
+    spec: ModelSpec,
+    fields: Fields,
+    world: Placement,
+    planned: Mapping[str, TableRule] | None,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
     """The tables' layouts and their plan; with ``scheme: auto`` the cheapest, and the others."""
     tables = [table for output in spec.outputs for table in output.tables]
@@ -147,11 +199,14 @@ def _plan_tables(
     parallel, sparse = config.parallel, sparse_optimizer(config.optimizer.sparse)
 
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
-        return check(config, shapes, schemes, world.size, world.device_type)
+        return check(config, shapes, schemes, world.size, world.device_type, planned)
+
+    outputs = _with_optimizers(spec.outputs, config.optimizer.tables, sparse)
+    outputs = _with_kernels(outputs, parallel.kernels)
 
     def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
         return plan_embeddings(
-            _with_optimizers(spec.outputs, config.optimizer.tables, sparse),
+            outputs,
             layouts,
             features=features,
             optimizer=sparse,

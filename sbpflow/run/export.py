@@ -55,13 +55,15 @@ def write_model(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        if "safetensors" in forms:
-            _write_safetensors(work / "model.safetensors", model)
         if "pt2" in forms:
             torch.export.save(exported(model), work / "model.pt2")
         content = {"format": FORMAT, "version": VERSION, **describe_model(model), **facts}
         text = json.dumps(content, indent=1, default=str)
         (work / "model.json").write_text(text + "\n", encoding="utf-8")
+        if "safetensors" in forms:
+            file = work / "model.safetensors"
+            _write_safetensors(file, model)
+            file.chmod((work / "model.json").stat().st_mode)  # it comes readable by its owner alone
         work.replace(folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

@@ -13,14 +13,15 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
     KernelChoice,
     KernelName,
-    KernelRequest,
     StackFacts,
     kernel_faults,
     missing_kernels,
+    request_of,
 )
 from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
 from sbpflow.run.plan import RunPlan
@@ -33,11 +34,9 @@ LOG = logging.getLogger(__name__)
 
 def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
     """The plan with the kernels that the profile of this machine has times for."""
-    if request != "auto" or plan.embeddings.world.device_type != "cpu":
-        return plan
     profile = Profile()
     kernels = dict(plan.kernels)
-    for stack, shape, names in _measurable(plan.embeddings, plan.batch_size):
+    for stack, shape, names in _measurable(plan.embeddings, request, plan.batch_size):
         times = profile.find(shape)
         if times is not None and set(times) == set(names):
             _take(kernels, stack, times)
@@ -50,9 +49,7 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     Rank 0 measures what the profile of its machine does not have, a few hundred milliseconds per
     kind of stack, while the others wait.
     """
-    if request != "auto" or plan.embeddings.world.device_type != "cpu":
-        return plan
-    stacks = list(_measurable(plan.embeddings, plan.batch_size))
+    stacks = list(_measurable(plan.embeddings, request, plan.batch_size))
     if not stacks:
         return plan
     found = torch.full((len(stacks), len(KERNEL_NAMES)), float("inf"), dtype=torch.float64)
@@ -95,12 +92,16 @@ def _take(kernels: dict[str, KernelChoice], stack: Stack, times: dict[str, float
 
 
 def _measurable(
-    plan: EmbeddingPlan, num_rows: int
+    plan: EmbeddingPlan, request: KernelRequest, num_rows: int
 ) -> Iterator[tuple[Stack, StackShape, list[KernelName]]]:
-    """Stacks that several kernels can serve, in the plan's order, and which."""
+    """Stacks on CPU whose kernel is for the run to choose, in the plan's order, and which can serve
+    them; those that several can.
+    """
     missing = missing_kernels("auto")
-    for group in plan.groups:
+    for group in plan.groups if plan.world.device_type == "cpu" else ():
         for stack in group.stacks:
+            if request_of(stack, request) != "auto":
+                continue
             faults = kernel_faults(StackFacts.of(plan, group, stack), missing)
             names: list[KernelName] = [name for name in KERNEL_NAMES if faults.get(name) is None]
             shape = StackShape.of(group, stack, num_rows, plan.row_dtype)

@@ -5,7 +5,7 @@ It takes a batch as a prepared set has it and gives logits. What it computes is 
 values come from is the caller's: modules are made empty of meaning and filled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -160,17 +160,19 @@ def plain_model(
     plan: EmbeddingPlan,
     read: ReadState,
     *,
+    saved: Container[str],
     num_dense: int,
     seed: int,
     row_format: RowFormat = "as_trained",
 ) -> PlainModel:
     """The model over ``num_dense`` dense fields, with the values that ``read`` gives.
 
-    ``read`` gets logical names, ``tables/T`` [rows, dim] and ``dense/P``, and gives whole tensors.
+    ``read`` gets logical names, ``tables/T`` [rows, dim] and ``dense/P``, and gives whole tensors;
+    ``saved`` has all of these names: buffers of the dense part that are not among them stay.
     A table is asked for once, and let go when it is in ``row_format``. Raises ConfigError for a
     model without a plain form.
     """
-    dense = _dense_part(spec, plan, read, seed)
+    dense = _dense_part(spec, plan, read, saved, seed)
     tables = {
         table.name: make_rows(table.name, read(f"tables/{table.name}"), row_format, plan.dtype)
         for output in plan.outputs
@@ -179,16 +181,13 @@ def plain_model(
     return PlainModel(plan, spec.hashed_columns, tables, dense, num_dense).eval()
 
 
-def _dense_part(spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, seed: int) -> nn.Module:
+def _dense_part(
+    spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, saved: Container[str], seed: int
+) -> nn.Module:
     if not hasattr(spec, "plain"):
         raise ConfigError(
             f"model: {type(spec).__name__} has no method plain(seed), which gives its dense part "
             "as an ordinary torch module; add one, as models/ and docs/embeddings.md show"
-        )
-    if not hasattr(spec, "buffers"):
-        raise ConfigError(
-            f"model: {type(spec).__name__} has no buffers, the shapes of what its dense part keeps "
-            "beside parameters; without such state write buffers = {}"
         )
     exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (has it, see above)
     module = exportable.plain(seed=seed).to(plan.dtype)
@@ -207,9 +206,9 @@ def _dense_part(spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, seed: int
                     f"{list(found[name].shape)}; its spec says {list(one.shape)}"
                 )
             found[name].copy_(value.reshape(one.shape))
-        buffers = dict(module.named_buffers())
-        for name in exportable.buffers:
-            buffers[name].copy_(read(f"dense/{name}"))
+        for name, buffer in module.named_buffers():
+            if f"dense/{name}" in saved:
+                buffer.copy_(read(f"dense/{name}").reshape(buffer.shape))
     return module.requires_grad_(False)
 
 

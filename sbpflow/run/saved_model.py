@@ -1,5 +1,6 @@
 """A trained model out of a checkpoint: which one, its configuration, and its values into a job."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,13 @@ from typing import Any
 
 from sbpflow.checkpoint.commands import checkpoint_folder
 from sbpflow.checkpoint.folder import checked, good_checkpoints, list_checkpoints
-from sbpflow.checkpoint.format import INDEX_FILE, Place
+from sbpflow.checkpoint.format import INDEX_FILE
 from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.restore import restore
 from sbpflow.config.load import config_from_tree
 from sbpflow.config.schema import Config
 from sbpflow.embedding.storage.choose import missing_kernels
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, DataError
 from sbpflow.run.job import Job
 from sbpflow.run.plan import RunPlan
 from sbpflow.run.plan_file import plan_from_json
@@ -51,20 +53,15 @@ def saved_config(
     return config_from_tree(tree, overrides, models=models, own_model=own_model)
 
 
-def set_folder(checkpoint: Checkpoint) -> Path:
-    """The run's copy of its set without the rows: the manifest, and which value has which id."""
-    return checkpoint.path.parent / "data"
-
-
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
     """The plan that the run followed, kernels included, if ``plan`` is that but for these.
 
     So a prediction makes the moves that evaluations of the run made.
     """
-    text = checkpoint.documents.get("plan")
-    if not isinstance(text, str):
+    try:
+        kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))
+    except DataError:
         return None
-    kept = plan_from_json(text)
     if replace(kept, kernels=plan.kernels, priced=plan.priced) != plan:
         return None
     missing = missing_kernels("auto")
@@ -72,26 +69,18 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
 
 
 def load_values(job: Job, checkpoint: Checkpoint) -> None:
-    """Fill tables and dense parameters of this rank; state of optimizers stays as it is.
+    """Fill tables and the dense part of this rank; state of optimizers stays as it is.
 
     Raises CheckpointError for a tensor that is absent or has another shape.
     """
     wanted = {f"tables/{table.name}" for out in job.plan.embeddings.outputs for table in out.tables}
-    wanted |= {f"dense/{name}" for name in job.model.parameters}
-    for name, tensor in job.state().items():
-        if name not in wanted:
-            continue
+    wanted |= {f"dense/{name}" for name in (*job.model.parameters, *job.model.buffers)}
+    state = {name: tensor for name, tensor in job.state().items() if name in wanted}
+    for name, tensor in state.items():
         saved = checkpoint.saved(name)
         if saved.shape != tensor.shape:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} is {list(saved.shape)}, this model has "
                 f"{list(tensor.shape)}; use the model and the set that it was trained with"
             )
-        for one in tensor.rectangles:
-            place = Place(
-                row_start=one.row_start,
-                row_stop=one.row_stop,
-                col_start=one.col_start,
-                col_stop=one.col_stop,
-            )
-            checkpoint.read_into(name, place, one.values)
+    restore(checkpoint, state)

@@ -84,6 +84,8 @@ class World:
         self.checked = checked
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
+        # Takes what waits for a transfer and makes it wait: for those that measure.
+        self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._owns_default_group = owns_default_group

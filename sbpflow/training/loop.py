@@ -14,6 +14,7 @@ from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
+from sbpflow.training.saving import Checkpoints, NoCheckpoints
 from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Batch, Loader, Trainer
 
@@ -125,28 +126,28 @@ def fit(
     boxing: Boxing,
     watch: LossWatch,
     reporter: Reporter,
-    watchers: Watchers | None = None,
     profiler: StepProfiler | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Train on ``loaders["train"]``, score ``val`` on the way and ``val`` and ``test`` at the end.
 
-    ``watchers`` are those of ``train`` unless given, as after a checkpoint; ``profiler`` traces
-    some of the steps. Raises TrainingError at a loss that is not a number, and ConfigError where
-    val, which is to be watched, has no rows.
+    ``profiler`` traces some of the steps; with ``checkpoints`` it goes on from where they say, and
+    is saved when they say. Raises TrainingError at a loss that is not a number, and ConfigError
+    where val, which is to be watched, has no rows.
     """
-    watchers = Watchers.of(train) if watchers is None else watchers
+    keeper = checkpoints or NoCheckpoints()
+    watchers = Watchers.of(train)
+    watchers.load(keeper.loop)
     _check_val(train, watchers, loaders)
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
-    last = num_train_steps(train, loaders["train"].num_steps)
-    if profiler is not None and profiler.first > last:
-        raise ConfigError(
-            f"train.profile: begins at step {profiler.first}, the run has {last}; for example "
-            f"[{max(1, last - 2)}, {last}]"
-        )
-    pace, times, step = Pace(), MoveTimes(), 0
+    last = keeper.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
+    _check_profile(profiler, last)
+    pace, times, step = Pace(), MoveTimes(), keeper.step
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
-    for epoch in range(train.epochs):
+    for epoch in range(keeper.epoch, train.epochs):
+        if step >= last or watchers.stops:
+            break
         for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()
             step += 1
@@ -160,7 +161,7 @@ def fit(
             if logged:
                 watch.flush()
             pace.stepped(sum(batch.num_rows for batch in batches))
-            if step == 1:  # it allocates and connects
+            if step == keeper.step + 1:  # it allocates and connects
                 times.take()
             reporter.advance(step, watch.last)
             if logged:
@@ -171,13 +172,17 @@ def fit(
                 reporter.step(step, watch.last, rate, extra)
             if scored:
                 watch.flush()
-                watchers.push(step, score("val", step, train.eval_rows), boxing)
+                evaluation = score("val", step, train.eval_rows)
+                watchers.push(step, evaluation, boxing)
+                keeper.scored(step, evaluation)
                 trainer.rate_scale = watchers.rate_scale
-            if step == last or watchers.stops:
+            over = step == last or watchers.stops
+            if keeper.is_due(step, last=over):
+                watch.flush()
+                keeper.save(step, batches[-1], watchers.state())
+            if over:
                 break
             pace.resume()
-        if step == last or watchers.stops:
-            break
     if profiler is not None:
         profiler.close()
     return Result(
@@ -190,6 +195,14 @@ def fit(
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops else "",
         best=str(watchers.stop.best) if watchers.stop else "",
     )
+
+
+def _check_profile(profiler: StepProfiler | None, last: int) -> None:
+    if profiler is not None and profiler.first > last:
+        raise ConfigError(
+            f"train.profile: begins at step {profiler.first}, the run has {last}; for example "
+            f"[{max(1, last - 2)}, {last}]"
+        )
 
 
 def _check_val(train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader]) -> None:

@@ -3,6 +3,7 @@
 Only rank 0 writes files; the others hold a writer that does nothing. No training logic here.
 """
 
+import io
 import json
 import logging
 import math
@@ -23,7 +24,15 @@ from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
-from sbpflow.training.run_folder import PLAN_FILE, set_aside
+from sbpflow.training.run_folder import (
+    BOARD_FOLDER,
+    METRICS_FILE,
+    PLAN_FILE,
+    RUN_FILES,
+    START_FILE,
+    TRACE_FILE,
+    set_aside,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 Event = Literal["step", "eval", "slice", "calibration", "final"]
 Value = float | int | str | list[float] | list[int] | None
-METRICS_FILE = "metrics.jsonl"
-BOARD_FOLDER = "tensorboard"
-START_FILE = "start.txt"
 
 
 class _BesideTheBar(logging.Handler):
@@ -63,21 +69,45 @@ def setup_logging(rank: int) -> None:
 class MetricsWriter:
     """``run.dir/metrics.jsonl``, one JSON object per line, and TensorBoard where installed.
 
-    Both of an earlier run are moved to a folder previous-N; ``append`` goes on with them instead.
+    What an earlier run left is moved to a folder previous-N; ``going_on`` appends to it instead,
+    from that step and that length of metrics.jsonl on: what comes behind is cut off.
     """
 
-    def __init__(self, folder: Path, *, rank: int, append: bool = False) -> None:
+    def __init__(self, folder: Path, *, rank: int, going_on: tuple[int, int] | None = None) -> None:
         self._file = None
         self._board: SummaryWriter | None = None
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        names = [METRICS_FILE, BOARD_FOLDER, PLAN_FILE, START_FILE]
-        earlier = None if append else set_aside(folder, names)
+        names = [*RUN_FILES, *(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))]
+        earlier = set_aside(folder, names) if going_on is None else None
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
-        self._board = _tensorboard(folder / BOARD_FOLDER)
+        step, length = going_on or (None, 0)
+        if step is not None:
+            self._cut(length)
+        self._board = _tensorboard(folder / BOARD_FOLDER, step)
+
+    def _cut(self, length: int) -> None:
+        if self._file is None:
+            return
+        found = self._file.seek(0, io.SEEK_END)
+        if found < length:
+            logger.warning(
+                "%s: has %d bytes of the %d that were there at the checkpoint: lines are missing",
+                self._file.name,
+                found,
+                length,
+            )
+            return
+        self._file.truncate(length)
+        self._file.seek(length)
+
+    @property
+    def length(self) -> int:
+        """Bytes of metrics.jsonl so far; 0 on ranks that write none."""
+        return self._file.tell() if self._file is not None else 0
 
     def close(self) -> None:
         if self._file is not None:
@@ -111,13 +141,14 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard(folder: Path) -> "SummaryWriter | None":
+def _tensorboard(folder: Path, step: int | None) -> "SummaryWriter | None":
+    """``step``, where the run goes on from there: TensorBoard drops what it had behind it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         logger.info("TensorBoard is not installed; metrics go to %s only", METRICS_FILE)
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=None if step is None else step + 1)
 
 
 class Report:
@@ -135,14 +166,16 @@ class Report:
         devices: Sequence[str],
         sections: Mapping[str, str],
         best: tuple[float, float] | None = None,
+        going_on: tuple[int, int] | None = None,
     ) -> None:
         """Logs a short start summary and writes the whole to START_FILE.
 
         ``devices`` has one name per rank; ``sections`` maps a title (layouts, kernels, memory per
-        rank) to lines of text; ``best`` is the (AUC, logloss) that generated data allows.
+        rank) to lines of text; ``best`` is the (AUC, logloss) that generated data allows;
+        ``going_on`` is what ``MetricsWriter`` takes, of a run that goes on.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
-        self._metrics = MetricsWriter(self._folder, rank=rank)
+        self._metrics = MetricsWriter(self._folder, rank=rank, going_on=going_on)
         if rank == 0:
             whole = start_summary(config, devices, sections)
             (self._folder / START_FILE).write_text(whole + "\n", encoding="utf-8")
@@ -152,7 +185,12 @@ class Report:
             "lr_sparse": (optimizer.sparse.lr, rate_factor(optimizer.of_tables)),
             "lr_dense": (optimizer.dense.lr, rate_factor(optimizer.of_dense)),
         }
-        self._progress = Progress(num_steps, visible=rank == 0, bar=config.train.progress)
+        self._progress = Progress(
+            num_steps,
+            visible=rank == 0,
+            bar=config.train.progress,
+            first_step=going_on[0] if going_on else 0,
+        )
 
     def __enter__(self) -> "Report":
         return self
@@ -165,6 +203,11 @@ class Report:
     ) -> None:
         self._progress.close()
         self._metrics.close()
+
+    @property
+    def metrics_bytes(self) -> int:
+        """The length of metrics.jsonl so far, for a run that goes on from here."""
+        return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:
         """Write a file into the folder of the run; rank 0 alone does."""
@@ -329,4 +372,6 @@ def _block(title: str, body: str) -> str:
 def _show(value: Value) -> str:
     if value is None:
         return "none"
+    if isinstance(value, list):
+        return ", ".join(_show(one) for one in value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -12,6 +12,23 @@ from sbpflow.runtime.file_lock import HeldError, hold, sign
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+METRICS_FILE = "metrics.jsonl"
+BOARD_FOLDER = "tensorboard"
+START_FILE = "start.txt"
+PLAN_FILE = "plan.json"  # the plan that a run followed; run/plan_file.py reads and writes it
+TABLE_PLAN_FILE = "tables.yaml"  # what parallel.plan: auto chose, as parallel.plan takes it
+TRACE_FILE = "trace-rank{rank}.json"  # of the steps of train.profile
+REPORT_FILE = "report.html"  # written on demand by run/report_page.py
+CHECKPOINTS_FOLDER = "checkpoints"
+RUN_FILES = (
+    METRICS_FILE,
+    BOARD_FOLDER,
+    PLAN_FILE,
+    TABLE_PLAN_FILE,
+    START_FILE,
+    REPORT_FILE,
+    CHECKPOINTS_FOLDER,
+)
 
 
 class RunLock:
@@ -21,7 +38,7 @@ class RunLock:
     ConfigError if another run has it. The other ranks hold nothing.
     """
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
+    def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:
         self._file = None
         if rank != 0:
             return
@@ -29,13 +46,13 @@ class RunLock:
             file = hold(folder / LOCK_FILE)
         except HeldError as error:
             raise ConfigError(
-                f"run.dir: {folder} is in use by another run{error}; give each run its own, for "
-                f"example {_another(folder)}, or wait for its end"
+                f"{key}: {folder} is in use by another run{error}; give each run its own, for "
+                f"example {_another(key, folder)}, or wait for its end"
             ) from error
         except OSError as error:
             reason = (error.strerror or "cannot be opened").lower()
             raise ConfigError(
-                f"run.dir: {folder / LOCK_FILE}: {reason}; remove it, or use {_another(folder)}"
+                f"{key}: {folder / LOCK_FILE}: {reason}; remove it, or use {_another(key, folder)}"
             ) from error
         sign(file)
         self._file = file
@@ -46,16 +63,13 @@ class RunLock:
             self._file.close()
 
 
-def _another(folder: Path) -> str:
-    """``run.dir=`` with a folder that is not there yet, as one types it."""
+def _another(key: str, folder: Path) -> str:
+    """``key=`` with a folder that is not there yet, as one types it."""
     folder, number = folder.resolve(), 2
     name = folder.name or "run"
     while (free := folder.parent / f"{name}-{number}").exists():
         number += 1
-    return f"run.dir={shlex.quote(str(free))}"
-
-
-PLAN_FILE = "plan.json"  # the plan that a run followed; run/plan_file.py reads and writes it
+    return f"{key}={shlex.quote(str(free))}"
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:

@@ -374,3 +374,18 @@ def test_the_ends_of_the_ranges_work(tmp_path, options):
     assert all(np.isfinite(pair).all() for pair in made.bayes.by_split.values())
     if "auc" in options:
         assert abs(made.bayes.by_split["train"][0] - options["auc"]) < 0.02
+
+
+def test_rows_like_those_of_a_generated_set_need_values(tmp_path, capsys):
+    """A set of ids alone says what to do; the same rows as text, prepared, have vocabularies."""
+    words = ["synth", "--rows", "600", "--vocab-scale", "0.001"]
+    assert main([*words, "--output", str(tmp_path / "ids")]) == 0
+    assert main([*words, "--format", "tsv", "--output", str(tmp_path / "rows.tsv")]) == 0
+    text = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "new")]
+    for command in (["encode"], ["prepare"], ["prepare", "--grow"]):
+        assert main([*command, "--like", str(tmp_path / "ids"), *text]) == 2
+        assert "has ids and no values that they stand for" in (said := capsys.readouterr().err)
+        assert "synth --format tsv" in said
+    made = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "set")]
+    assert main(["prepare", *made]) == 0
+    assert main(["encode", "--like", str(tmp_path / "set"), *text]) == 0

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import numpy as np
+import polars as pl
 import pytest
 
 from data import fields_of, load_manifest
@@ -17,6 +18,7 @@ from data.prepare import prepare
 from data.prepare.encode import encode_all
 from data.prepare.schema_file import read_schema
 from data.stats import compute_stats, load_stats
+from sbpflow.__main__ import explain
 from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 
@@ -200,6 +202,25 @@ def test_growth_moves_no_id_and_fills_spare_ones_first(tmp_path, capsys):
     assert set(before.spare_ids().tolist()) < set(new_ids.tolist())
     assert 1 not in ids_of(big, "shop")
     assert next(e for e in big.content["fields"] if e["name"] == "shop")["grown"]["spare"] == 5
+    after = open_vocabularies(big)["shop"]
+    loads = np.zeros(big.field("shop").rows)
+    loads[after.ids] = after.counts
+    parts = [part.sum() for part in np.array_split(loads, 4)]
+    said = explained(capsys, big.path, "--json")
+    (shop,) = (one for one in json.loads(said)["growth"] if one["table"] == "deep.shop")
+    assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
+    assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
+    line = "deep.shop: 12 new values, 5 in spare ids and 7 behind the old rows; the fullest of 4"
+    assert line in explained(capsys, big.path)
+    assert "grown" not in explained(capsys, same.path)
+
+
+def explained(capsys, folder, *more):
+    """What explain prints for scheme 2 on four ranks."""
+    capsys.readouterr()
+    words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
+    assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
+    return capsys.readouterr().out
 
 
 def ids_of(manifest, name):
@@ -413,4 +434,75 @@ def test_a_vocabulary_that_cannot_be_shared_is_refused(tmp_path, capsys, schema,
     (tmp_path / "schema.yaml").write_text(schema)
     words = ["--input", shared_rows(tmp_path / "t.csv", 0), "--schema", tmp_path / "schema.yaml"]
     assert main(["prepare", *map(str, [*words, "--output", tmp_path / "set", *more])]) == 2
+    assert message in capsys.readouterr().err
+
+
+INLINE = """
+separator: ","
+header: true
+sparse:
+  tags: {kind: string, max: 3, beyond: first, weights: {after: ":"}}
+  plain: {kind: integer, max: 9}
+"""
+
+
+def test_weights_in_the_cells_are_those_beside_them(tmp_path):
+    """As ``a:0.5|b:1``, as structs in Parquet, and as a column of their own: one set."""
+    cells = [[("a", 0.5), ("b", 1.0)], [], [("d:e", 2.5)], [("", 0.25)],
+             [("a", 1e-3), ("b", 2.0), ("c", 3.0), ("d", 4.0)]] * 8  # fmt: skip
+    rows = [{"label": n % 2, "tags": pairs, "plain": [n]} for n, pairs in enumerate(cells)]
+    text = "label,tags,plain\n"
+    text += "".join(
+        f"{r['label']},{'|'.join(f'{v}:{w}' for v, w in r['tags'])},{r['plain'][0]}\n" for r in rows
+    )
+    (tmp_path / "t.csv").write_text(text)
+    structs = [[{"tag": v or None, "score": w} for v, w in r["tags"]] for r in rows]
+    kinds = {"tags": pl.List(pl.Struct({"tag": pl.String, "score": pl.Float64}))}
+    named = [{**row, "tags": tags} for row, tags in zip(rows, structs, strict=True)]
+    pl.DataFrame(named, schema_overrides=kinds).write_parquet(tmp_path / "t.parquet")
+    (tmp_path / "schema.yaml").write_text(INLINE)
+    made = []
+    for name in ("t.csv", "t.parquet"):
+        words = ["--input", tmp_path / name, "--schema", tmp_path / "schema.yaml"]
+        words += ["--output", tmp_path / f"{name}.set", "--split", "time:1,0,0"]
+        assert main(["prepare", *map(str, words)]) == 0
+        made.append(load_manifest(tmp_path / f"{name}.set"))
+    assert data_files(made[0]) == data_files(made[1])
+    assert [field.weighted for field in made[0].fields] == [True, False]
+    lengths, values = RowFiles(made[0], "train").lists(0, len(rows))
+    assert lengths[:5, 0].tolist() == [2, 0, 1, 1, 3]
+    shard = made[0].shards("train")[0]
+    weights = np.load(made[0].path / shard.parts["value_weights"].file)
+    assert weights[:6].tolist() == [0.5, 1.0, 1.0, 1.0, 2.5, 1.0]
+    assert weights[6] == 0.25
+    assert values[6] == 0
+    assert made[0].content["fields"][0]["cut"] == 8
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [("a", "a weight of tags is not a finite number"), ("a:x", "a weight of tags"),
+     ("a:1||b:2", "a weight of tags"), ("a:inf", "a weight of tags"), (":", "a weight of tags")],
+)  # fmt: skip
+def test_a_value_without_its_weight_is_a_bad_line(tmp_path, cell, reason):
+    (tmp_path / "schema.yaml").write_text(INLINE)
+    (tmp_path / "t.csv").write_text("label,tags,plain\n" + "1,a:1,2\n" * 9 + f"0,{cell},3\n")
+    words = ["--input", tmp_path / "t.csv", "--schema", tmp_path / "schema.yaml"]
+    words += ["--output", tmp_path / "set", "--max-bad-fraction", "0.2"]
+    assert main(["prepare", *map(str, words)]) == 0
+    (found,) = load_manifest(tmp_path / "set").content["bad_lines"].items()
+    assert found[0].startswith(reason)
+    assert found[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [("{after: '|'}", "weights after '|' must be one character"), ("{after: '.'}", "must be one"),
+     ("{before: ':'}", "write the name of a column, or {after"), ("{after: ','}", "must be one")],
+)  # fmt: skip
+def test_a_mark_of_weights_that_cannot_be_is_refused(tmp_path, capsys, weights, message):
+    (tmp_path / "schema.yaml").write_text(INLINE.replace('{after: ":"}', weights))
+    (tmp_path / "t.csv").write_text("label,tags,plain\n1,a:1,2\n")
+    words = ["--input", tmp_path / "t.csv", "--schema", tmp_path / "schema.yaml"]
+    assert main(["prepare", *map(str, [*words, "--output", tmp_path / "set"])]) == 2
     assert message in capsys.readouterr().err

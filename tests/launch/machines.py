@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -36,20 +37,31 @@ class Machine:
 
     def start(self, mode: str, folder: Path, **env: str) -> None:
         """torchrun of entry.py with one rank here and one on the other machine."""
-        first = "10.77.0.1"
-        command = [
-            *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
+        self._run([*self._torchrun(), str(ENTRY), mode, str(folder)], subprocess.PIPE, env)
+
+    def supervise(self, words: list[str], log: Path, **env: str) -> None:
+        """torchrun of ``words`` in the loop that starts it again; what all say goes to ``log``."""
+        loop = str(ROOT / "examples" / "supervise.sh")
+        with log.open("a") as file:
+            self._run([loop, *self._torchrun(), *words], file, {"WAIT_S": "1", **env})
+
+    def _torchrun(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
-            *("--rdzv-id", "test", "--rdzv-endpoint", f"{first}:{PORT}"),
+            *("--rdzv-id", "test", "--rdzv-endpoint", f"10.77.0.1:{PORT}"),
             *("--rdzv-conf", f"is_host={int(self.number == 1)}"),
-            *("--local-addr", f"10.77.0.{self.number}", str(ENTRY), mode, str(folder)),
+            *("--local-addr", f"10.77.0.{self.number}"),
         ]
+
+    def _run(self, command: list[str], output: IO[str] | int, env: dict[str, str]) -> None:
         here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         here["GLOO_SOCKET_IFNAME"] = self.interface
         self.process = subprocess.Popen(
-            command,
+            ["ip", "netns", "exec", self.name, *command],
+            cwd=ROOT,
             env={**os.environ, **here, **env},
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -66,6 +78,28 @@ class Machine:
 
     def pull_cable(self) -> None:
         ip("-n", self.name, "link", "set", self.interface, "down")
+
+    def plug_in(self) -> None:
+        ip("-n", self.name, "link", "set", self.interface, "up")
+
+    def slow_down(self, rate: str) -> None:
+        """What is sent from here goes at ``rate``, such as 2mbit."""
+        limit = ["rate", rate, "burst", "32kbit", "latency", "400ms"]
+        words = ["tc", "qdisc", "replace", "dev", self.interface, "root", "tbf", *limit]
+        subprocess.run(["ip", "netns", "exec", self.name, *words], check=True, capture_output=True)
+
+    def kill(self) -> None:
+        """Every process there, at once, as a machine that loses its power."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait()
+
+    def _pids(self) -> list[int]:
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in found.stdout.split()]
 
 
 @contextmanager
@@ -89,13 +123,11 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             if machine.process is not None and machine.process.poll() is None:
                 machine.process.kill()
                 machine.process.communicate()
-        for name in names:
-            pids = subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
-            ).stdout.split()
-            for pid in pids:
-                os.kill(int(pid), signal.SIGKILL)
-            ip("netns", "del", name)
+        for machine in machines:
+            for pid in machine.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            ip("netns", "del", machine.name)
 
 
 def wait_for_ranks(folder: Path) -> dict[int, int]:

@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import open_loader
 from models.wdl import WdlConfig
 from sbpflow.checkpoint.folder import good_checkpoints, partial_folder, publish
 from sbpflow.checkpoint.format import Index, SavedTensor, whole_of
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.config.checks import run_dir
 from sbpflow.config.schema import Config, RunConfig
-from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.runtime.launch import classify
 from sbpflow.training.report import MetricsWriter
+from tests.data.conftest import make_set
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -170,3 +172,12 @@ def test_no_wait_depends_on_the_clock_of_the_day():
         and (node.value.id, node.attr) in {("time", "time"), ("time", "time_ns")}
     ]
     assert asked == []
+
+
+def test_a_missing_shard_is_named_before_the_first_step(tmp_path):
+    manifest = make_set(tmp_path / "set", 50)
+    shard = tmp_path / "set" / manifest.shards("train")[0].file
+    shard.unlink()
+    with pytest.raises(DataError, match="No such file") as caught:
+        open_loader(manifest, batch_size=10, backend="memmap").epoch(0)
+    assert str(shard) in str(caught.value)

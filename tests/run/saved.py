@@ -1,5 +1,6 @@
 """A job of one rank as a checkpoint in the folder of a run, and the run's copy of its set."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:
             run="test",
             tensors=tensors,
             files={"rank-0.bin": (partial / "rank-0.bin").stat().st_size},
-            documents={"config": plain(config), "plan": plan_to_json(job.plan)},
+            documents={"config": plain(config), "plan": json.loads(plan_to_json(job.plan))},
         ),
     )
 

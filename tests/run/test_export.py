@@ -65,6 +65,7 @@ def plain_of(job: Job, spec, fields: Fields, row_format="as_trained") -> PlainMo
         spec,
         job.plan.embeddings,
         partial(values_of, job),
+        saved=job.state(),
         num_dense=len(fields.dense),
         seed=7,
         row_format=row_format,
@@ -293,10 +294,11 @@ def test_what_cannot_be_exported_is_refused_by_name(tmp_path):
 
     class Odd:
         parameters, outputs, hashed_columns = spec.parameters, spec.outputs, ()
-        buffers = {}
 
     def make(spec):
-        return plain_model(spec, plan.embeddings, lambda name: torch.zeros(()), num_dense=3, seed=7)
+        return plain_model(
+            spec, plan.embeddings, lambda name: torch.zeros(()), saved=(), num_dense=3, seed=7
+        )
 
     with pytest.raises(ConfigError, match=r"model: Odd has no method plain\(seed\)"):
         make(Odd())

@@ -11,6 +11,7 @@ from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
+from sbpflow.run.kernels import _measurable
 from sbpflow.run.model import Fields, IdField
 from sbpflow.runtime.world import World
 from tests.training.wdl_case import make_batches, make_config, pieces_of
@@ -103,3 +104,43 @@ def test_fields_of_one_vocabulary_have_as_many_rows():
     odd = replace(FIELDS, sparse=(*FIELDS.sparse[:2], replace(FIELDS.sparse[2], rows=61)))
     with pytest.raises(ConfigError, match="they have 60 and 61 rows"):
         MODEL.spec(odd)
+
+
+def test_kernels_are_asked_for_by_pattern():
+    """Tables of another kernel are stored apart; the last pattern decides."""
+    pytest.importorskip("numba", reason="two kernels are needed")
+    config = make_config("1", "adagrad", kernel="numba")
+    patterns = {"*": "torch", "deep.*": "auto", "deep.sho?": "torch"}
+    parallel = replace(config.parallel, kernels=patterns, dtype="float32")
+    config = replace(config, model=MODEL, parallel=parallel)
+    _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    names = {name: choice.name for name, choice in plan.kernels.items()}
+    assert names == {
+        "wide.shop": "torch", "deep.city": "numba", "deep.shop": "torch", "deep.kind": "numba",
+    }  # fmt: skip
+    stacks = [[t.name for t in s.tables] for g in plan.embeddings.groups for s in g.stacks]
+    assert ["deep.kind"] in stacks
+    assert ["deep.shop"] in stacks
+    measurable = [stack.tables[0].name for stack, _, _ in _measurable(plan.embeddings, "numba", 30)]
+    assert set(measurable) <= {"deep.city", "deep.kind"}
+    with pytest.raises(ConfigError, match=r"parallel.kernels.dep\.\*: matches no table"):
+        plan_run(replace(config, parallel=replace(parallel, kernels={"dep.*": "torch"})), FIELDS,
+                 world_size=2, device_type="cpu")  # fmt: skip
+
+
+def _train_with_kernels(world: World, kernels: dict[str, str]):
+    config = make_config("2", "adagrad")
+    parallel = replace(config.parallel, kernels=kernels)
+    spec, plan = plan_run(
+        replace(config, model=MODEL, parallel=parallel), FIELDS, world_size=world.size,
+        device_type="cpu",
+    )  # fmt: skip
+    job = build_job(config, spec, plan, Boxing(world))
+    return [float(job.trainer.step(b.part(world.rank, world.size))) for b in make_batches(4, 30)]
+
+
+def test_tables_of_several_kernels_train_as_those_of_one(ranks):
+    pytest.importorskip("numba", reason="two kernels are needed")
+    (want,) = ranks(1, _train_with_kernels, {})
+    for losses in ranks(2, _train_with_kernels, {"deep.city": "numba"}):
+        assert losses == pytest.approx(want, rel=1e-12)

@@ -192,12 +192,22 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     assert "cannot be locked ([Errno 37] No locks available); start no second run" in caplog.text
 
 
-def test_append_goes_on_with_the_file(tmp_path):
-    for number in (1, 2):
-        writer = MetricsWriter(tmp_path, rank=0, append=True)
-        writer.write("step", {"step": number})
-        writer.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+def test_a_run_that_goes_on_cuts_what_came_after_its_checkpoint(tmp_path, caplog):
+    writer = MetricsWriter(tmp_path, rank=0)
+    writer.write("step", {"step": 1})
+    length = writer.length
+    writer.write("step", {"step": 2})  # trained, but not saved
+    writer.close()
+    writer = MetricsWriter(tmp_path, rank=0, going_on=(1, length))
+    assert writer.length == length
+    for step in (2, 3):
+        writer.write("step", {"step": step})
+    writer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    (tmp_path / "metrics.jsonl").write_text("")
+    MetricsWriter(tmp_path, rank=0, going_on=(1, length)).close()
+    assert f"has 0 bytes of the {length}" in caplog.text
 
 
 def test_lines_are_valid_json_even_for_nan(tmp_path):

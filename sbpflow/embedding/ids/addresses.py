@@ -7,14 +7,17 @@ for the unique exchange, where an address also says which rank owns the row. Bot
 
 from collections.abc import Mapping
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
+from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.stack import Stack, Use, columns_of
 from sbpflow.embedding.storage.access import Access
 
+_NO_WEIGHTS = torch.empty(0)
 _MOST_COMPARED = 8  # parts of a table up to which comparing beats a binary search
 
 
@@ -147,6 +150,7 @@ class LocalAddresses:
         self._starts = per_column([shard.row_start if shard else 0 for shard in held])
         self._stops = per_column([shard.row_stop if shard else 0 for shard in held])
         self._ragged = stack.ragged
+        self._loops = find_loops(device) if stack.ragged else None
         self._whole = all(
             shard is not None and shard.num_rows == use.table.num_rows
             for shard, use in zip(held, uses, strict=True)
@@ -162,6 +166,8 @@ class LocalAddresses:
         have the address ``absent``.
         """
         bags = self.bags
+        if self._loops is not None and absent is None:
+            return self._by_loop(self._loops, bags.lists(ids), pooled=pooled)
         if self._ragged:
             lists = bags.lists(ids)
             use = bags.use_of(lists)
@@ -185,6 +191,20 @@ class LocalAddresses:
         return Access(
             addresses[here], ends if offsets is None else ends.index_select(0, offsets), kept
         )
+
+    def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Access:
+        """The same by one compiled pass."""
+        samples, uses = lists.lengths.shape
+        total = lists.values.numel()
+        weights = self.bags.list_weights(lists)
+        given = _NO_WEIGHTS if weights is None else weights.contiguous()
+        kept_weights = torch.empty_like(given)
+        addresses = torch.empty(total, dtype=torch.int64)
+        offsets = torch.empty(samples * (1 if pooled else uses) + 1, dtype=torch.int64)
+        ids = (lists.values, lists.lengths, self._shift, self._starts, self._stops)
+        arrays = (*ids, given, addresses, kept_weights, offsets)
+        kept = loops.local_addresses(*(one.contiguous().numpy() for one in arrays))
+        return Access(addresses[:kept], offsets, None if weights is None else kept_weights[:kept])
 
 
 class OwnerAddresses:
@@ -232,10 +252,14 @@ class OwnerAddresses:
         self._totals = torch.cat([self._shift.unsqueeze(0), self._steps]).cumsum(
             0, dtype=address_dtype
         )
+        self._loops = find_loops(device) if stack.ragged else None
+        self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def access(self, ids: BatchIds) -> Access:
         """Addresses in the address dtype, a bag per (sample, use)."""
         bags = self.bags
+        if self._loops is not None:
+            return self._by_loop(self._loops, bags.lists(ids))
         if self._ragged:
             lists = bags.lists(ids)
             addresses = self._address(lists.values, bags.use_of(lists))
@@ -245,6 +269,14 @@ class OwnerAddresses:
         addresses = self._address(wanted, None).reshape(-1)
         samples = wanted.shape[0]
         return Access(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
+
+    def _by_loop(self, loops: ModuleType, lists: Lists) -> Access:
+        """The same by one compiled pass."""
+        addresses = torch.empty(lists.values.shape, dtype=self._dtype)
+        offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
+        arrays = (lists.values, lists.lengths, *self._by_use, addresses, offsets)
+        loops.owner_addresses(*(one.contiguous().numpy() for one in arrays))
+        return Access(addresses, offsets, self.bags.list_weights(lists))
 
     def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
         """``ids`` [samples, columns], or [n] with the ``column`` of each."""

@@ -1,6 +1,8 @@
 """A batch's ids: what a caller may pass, checked, as one matrix and one set of lists."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from sbpflow.embedding.ids.batch_ids import (
     Lists,
     positions,
 )
+from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError
 from sbpflow.runtime.late_read import LateRead
@@ -53,6 +56,9 @@ class IdReader:
         self._list_limits = torch.tensor(
             [rows[n] for n in plan.ids.lists], dtype=torch.int64, device=device
         )
+        most = [plan.features[n].hotness for n in plan.ids.lists]
+        self._list_most = torch.tensor(most, dtype=torch.int64, device=device)
+        self._loops = find_loops(device) if plan.ids.lists else None
         self._ragged = [n for n, first in enumerate(plan.ids.first) if first is None]
         self._known: IdBounds | None = None
         self._known_to_fit = False
@@ -184,7 +190,7 @@ class IdReader:
                         f"feature {feature.name}: takes {feature.hotness} ids per sample, not "
                         f"Bags; pass [samples, {feature.hotness}], or declare it ragged"
                     )
-                bags[number] = self._checked(value, number)
+                bags[number] = value
             elif self._plan.ids.first[number] is None:
                 raise DataError(f"feature {feature.name}: ragged or weighted ids come as Bags")
             else:
@@ -298,7 +304,10 @@ class IdReader:
     def _lists(self, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists:
         """All lists of this rank's samples, interleaved: sample by sample."""
         plan = self._plan
-        found = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
+        if self._loops is not None and (done := self._by_loop(self._loops, matrix, bags)):
+            return done
+        good = {n: self._checked(one, n) for n, one in bags.items()}
+        found = [good.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
         lengths = torch.stack([bag.offsets.diff() for bag in found], 1)
         values = torch.cat([bag.values.to(torch.int64) for bag in found])
         by_feature = Lists(lengths.t().contiguous(), values, None)
@@ -306,15 +315,54 @@ class IdReader:
         source = positions(by_feature.starts().t(), lengths)
         weights = None
         if plan.weighted:
-            all_weights = [
-                torch.ones(bag.values.shape, dtype=plan.dtype, device=self._device)
-                if bag.weights is None
-                else bag.weights.to(plan.dtype)
-                for bag in found
-            ]
-            weights = torch.cat(all_weights).index_select(0, source)
+            weights = self._all_weights(found).index_select(0, source)
         values = self._lists_in_range(values.index_select(0, source), lengths)
         return Lists(lengths.to(torch.int32), values, weights)
+
+    def _all_weights(self, found: Sequence[Bags]) -> Tensor:
+        return torch.cat(
+            [
+                torch.ones(bag.values.shape, dtype=self._plan.dtype, device=self._device)
+                if bag.weights is None
+                else bag.weights.to(self._plan.dtype)
+                for bag in found
+            ]
+        )
+
+    def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
+        """``_lists`` by one compiled pass; ``None`` where something is odd, which ``_lists`` finds
+        and tells, or replaces.
+        """
+        plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)
+        found = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
+        kinds = {one.values.dtype for one in found} | {torch.int64}
+        ends = {one.offsets.shape for one in found}
+        weighted = [plan.features[n].weighted for n in plan.ids.lists]
+        fits = all(
+            one.values.ndim == 1
+            and _is_integer(one.values)
+            and _is_integer(one.offsets)
+            and not (one.values.is_cuda or one.offsets.is_cuda)
+            and (one.weights is not None) == has_weights
+            and (one.weights is None or _is_plain(one.weights, one.values))
+            for one, has_weights in zip(found, weighted, strict=True)
+        )
+        if unused or not fits or len(kinds) > 2 or len(ends) > 1:
+            return None
+        values = torch.cat([one.values for one in found])
+        sizes = [0, *accumulate(one.values.numel() for one in found)]
+        offsets = torch.stack([one.offsets for one in found]).to(torch.int64)
+        weights = self._all_weights(found) if plan.weighted else torch.empty(0, dtype=plan.dtype)
+        samples = offsets.shape[1] - 1
+        lengths = torch.empty(samples, len(found), dtype=torch.int32)
+        out = torch.empty(values.shape, dtype=plan.ids_dtype)
+        out_weights = torch.empty_like(weights)
+        arrays = (values, torch.tensor(sizes), offsets, self._list_limits, self._list_most)
+        if not loops.join_lists(
+            *(one.numpy() for one in (*arrays, weights, lengths, out, out_weights))
+        ):
+            return None
+        return Lists(lengths, out, out_weights if plan.weighted else None)
 
     def _as_bags(self, matrix: Tensor, number: int) -> Bags:
         first, hotness = self._plan.ids.first[number], self._plan.features[number].hotness
@@ -354,6 +402,11 @@ class IdReader:
 
 def _is_integer(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.int32, torch.int64)
+
+
+def _is_plain(weights: Tensor, values: Tensor) -> bool:
+    """Whether weights are one for each value, here, and data."""
+    return not (weights.is_cuda or weights.requires_grad) and weights.shape == values.shape
 
 
 def _none_above(values: Sequence[int], limits: Sequence[int]) -> bool:

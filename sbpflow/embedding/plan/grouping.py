@@ -166,7 +166,7 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
         if whole_gradients_are_less(table, lookups, context.world.size):
             return _GroupKey("local", wire, whole_gradients=True)
     if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
-        alike = (table.dim, table.name in context.ragged, _rule_of(table, context))
+        alike = (table.dim, table.name in context.ragged, _rule_of(table, context), table.kernel)
         return _GroupKey(given.exchange, wire, alike=alike)
     return _GroupKey(given.exchange, wire)
 
@@ -179,7 +179,8 @@ def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...
     stacks: dict[tuple[object, ...], list[TableConfig]] = {}
     for table in tables:
         split = _column_split(context.layouts[table.name].layout)
-        key = (table.dim, split, table.name in context.ragged, _rule_of(table, context))
+        rule = _rule_of(table, context)
+        key = (table.dim, split, table.name in context.ragged, rule, table.kernel)
         stacks.setdefault(key, []).append(table)
     return tuple(
         Stack(
@@ -189,8 +190,8 @@ def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...
             optimizer=_rule_of(members[0], context),
             ragged=ragged,
         )
-        for (_, _, ragged, _), members in cast(
-            "dict[tuple[object, object, bool, object], list[TableConfig]]", stacks
+        for (_, _, ragged, *_), members in cast(
+            "dict[tuple[object, object, bool, object, object], list[TableConfig]]", stacks
         ).items()
     )
 

@@ -20,6 +20,7 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
+KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
@@ -47,7 +48,8 @@ class TableConfig:
     """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
     ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
-    ``optimizer`` updates it in place of the plan's. It starts as U(-initial_range, initial_range).
+    ``optimizer`` updates it in place of the plan's, and ``kernel`` is asked for in place of the
+    run's. It starts as U(-initial_range, initial_range).
     """
 
     name: str
@@ -57,6 +59,7 @@ class TableConfig:
     pooling: Pooling = "sum"
     optimizer: SparseOptimizer | None = None
     initial_range: float = INITIAL_RANGE
+    kernel: KernelRequest | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:

@@ -11,11 +11,12 @@ from typing import Literal
 
 import torch
 
+from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.plan.tables import HALF_DTYPES
+from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
@@ -28,7 +29,6 @@ from sbpflow.runtime.versions import import_fbgemm
 _NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
-KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +151,19 @@ def choose_kernel(
     return KernelChoice("torch", faults["fbgemm"])
 
 
+def request_of(stack: Stack, request: KernelRequest) -> KernelRequest:
+    """What is asked for a stack: by its tables, or by the run."""
+    return stack.tables[0].kernel or request
+
+
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
     """The kernel of every table by name; the same on every rank."""
-    missing = missing_kernels(request)
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:
-            choice = choose_kernel(request, StackFacts.of(plan, group, stack), missing)
+            asked = request_of(stack, request)
+            facts = StackFacts.of(plan, group, stack)
+            choice = choose_kernel(asked, facts, missing_kernels(asked))
             choices |= {table.name: choice for table in stack.tables}
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
         reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
@@ -175,6 +181,9 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
         for stack in group.stacks
         if kernels[stack.tables[0].name].name == "numba"
     }
+    if plan.ids.lists and (loops := find_loops(torch.device(plan.world.device_type))) is not None:
+        for kind in {group.address_dtype() for group in plan.groups}:
+            loops.warm_up(plan.ids_dtype, kind, plan.dtype)
     if not rules:
         return
     from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up

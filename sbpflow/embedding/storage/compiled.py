@@ -8,17 +8,14 @@ they are given, and kept in the user's cache directory.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, cast
 
-import numba
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.compiled import Array, compiled
 from sbpflow.runtime.streams import GAMMA, MIX_1, MIX_2
 
-Array = np.ndarray[Any, Any]
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 U64 = np.uint64
 _GAMMA, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
@@ -28,17 +25,6 @@ class _Builder(Protocol):
     """What is used of llvmlite's."""
 
     def fma(self, a: object, b: object, c: object) -> object: ...
-
-
-def _compiled(function: FunctionT) -> FunctionT:
-    """``function`` for numba, whose machine code is kept with the user's caches."""
-    config: Any = numba.config
-    default, config.CACHE_DIR = config.CACHE_DIR, str(cache_dir() / "numba")
-    try:
-        jit = numba.njit(cache=True, nogil=True, error_model="numpy")
-        return cast("FunctionT", jit(function))
-    finally:
-        config.CACHE_DIR = default
 
 
 def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
@@ -56,7 +42,7 @@ def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> o
 fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
 
 
-@_compiled
+@compiled
 def _popcount(v: np.uint64) -> np.uint64:
     v = v - ((v >> U64(1)) & U64(0x5555555555555555))
     v = (v & U64(0x3333333333333333)) + ((v >> U64(2)) & U64(0x3333333333333333))
@@ -64,7 +50,7 @@ def _popcount(v: np.uint64) -> np.uint64:
     return (v * U64(0x0101010101010101)) >> U64(56)
 
 
-@_compiled
+@compiled
 def index_by_bits(
     addresses: Array, words: Array, before: Array, rows: Array, inverse: Array
 ) -> int:
@@ -93,7 +79,7 @@ def index_by_bits(
     return count
 
 
-@_compiled
+@compiled
 def _sort_by_digits(keys: Array, places: Array) -> None:
     """Sort non-negative ``keys``, and ``places`` with them: a radix sort."""
     other_keys, other_places = np.empty_like(keys), np.empty_like(places)
@@ -113,7 +99,7 @@ def _sort_by_digits(keys: Array, places: Array) -> None:
         shift += _DIGIT_BITS
 
 
-@_compiled
+@compiled
 def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
     """As ``index_by_bits``, in memory that grows with the batch and not with the table."""
     size, shift = 2, U64(63)
@@ -143,7 +129,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
     return count
 
 
-@_compiled
+@compiled
 def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
     """``sums`` [unique, width] of ``grads`` [n, width], in order."""
     sums[:] = 0
@@ -154,7 +140,7 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
             sums[j, k] += grads[i, k]
 
 
-@_compiled
+@compiled
 def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
     """As ``sum_rows`` where address i lies in the bag b with ``ends[b] <= i < ends[b + 1]``.
 
@@ -173,7 +159,7 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
                     sums[j, k] += grads[b, k]
 
 
-@_compiled
+@compiled
 def add_squares(grads: Array, squares: Array) -> None:
     """``squares`` [n]: the sum of squares of each row, column by column."""
     for j in range(grads.shape[0]):
@@ -188,7 +174,7 @@ def add_squares(grads: Array, squares: Array) -> None:
 # ``grads[j]``. ``keep`` is what weight decay leaves. Numbers are of the type of the arrays.
 
 
-@_compiled
+@compiled
 def step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
     for j in range(at.size):
         a = at[j]
@@ -196,7 +182,7 @@ def step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) ->
             weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
 
 
-@_compiled
+@compiled
 def step_adagrad(
     weights: Array,
     at: Array,
@@ -216,7 +202,7 @@ def step_adagrad(
             weights[a, k] = weights[a, k] * keep + move
 
 
-@_compiled
+@compiled
 def step_rowwise_adagrad(
     weights: Array,
     at: Array,
@@ -238,7 +224,7 @@ def step_rowwise_adagrad(
             weights[a, k] = fma(grads[j, k], scale, weights[a, k] * keep)
 
 
-@_compiled
+@compiled
 def step_lazy_adam(
     weights: Array,
     at: Array,
@@ -271,7 +257,7 @@ def step_lazy_adam(
             weights[a, k] = weights[a, k] * keep + (move * m) / denominator
 
 
-@_compiled
+@compiled
 def step_ftrl(
     weights: Array,
     at: Array,
@@ -298,14 +284,14 @@ def step_ftrl(
             weights[a, k] = -beyond / curvature if beyond != 0 else l1 - l1
 
 
-@_compiled
+@compiled
 def _mixed(z: np.uint64) -> np.uint64:
     z = (z ^ (z >> U64(30))) * _MIX_1
     z = (z ^ (z >> U64(27))) * _MIX_2
     return z ^ (z >> U64(31))
 
 
-@_compiled
+@compiled
 def _as_float16(bits: np.int64) -> np.int64:
     """The float16 nearest to a float32 of at most 65504, both as bits."""
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
@@ -324,7 +310,7 @@ def _as_float16(bits: np.int64) -> np.int64:
     return sign | nearest
 
 
-@_compiled
+@compiled
 def store_rounded(
     values: Array,
     out: Array,
@@ -364,7 +350,7 @@ def store_rounded(
             out[row, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
 
 
-@_compiled
+@compiled
 def fill_uniform(
     out: Array, key: int, bound: float, num_columns: int, first_row: int, first_column: int
 ) -> None:

@@ -97,7 +97,7 @@ class Profile:
     """Times by shape, one file per machine; other processes may write it at any time."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or cache_dir() / f"kernels-{_machine()}.json"
+        self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
 
     def find(self, shape: StackShape) -> dict[str, float] | None:
         """Milliseconds by kernel, if they were measured."""
@@ -108,7 +108,7 @@ class Profile:
         """Add an entry; the file is replaced as a whole."""
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
-        entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": _cpu()}
+        entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(entries, indent=1))
@@ -224,7 +224,7 @@ def _software() -> dict[str, str]:
     return found
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """The model's name, on Linux; elsewhere what Python says."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -234,7 +234,7 @@ def _cpu() -> str:
     return names[0] if names else platform.processor()
 
 
-def _machine() -> str:
+def machine_key() -> str:
     """A file name for this kind of machine: a home directory may be shared by several."""
-    words = f"{_cpu()} {os.cpu_count()}".split()
+    words = f"{cpu_name()} {os.cpu_count()}".split()
     return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

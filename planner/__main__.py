@@ -1,0 +1,71 @@
+"""``python -m planner calibrate | plan | explain | compare | measure``. A composition root."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from sbpflow.runtime.launch import ArgumentParser, run_main
+
+
+def calibrate(argv: Sequence[str]) -> int:
+    """Measure this machine's ranks and keep the profile that plans are priced by."""
+    parser = ArgumentParser(
+        prog="python -m planner calibrate",
+        description="Measure the engine on this machine and keep what plans are priced by.",
+    )
+    parser.add_argument("--ranks", type=int, help="processes on this machine; 2 by default")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--seconds", type=float, help="for all of it; 240 by default")
+    parser.add_argument("--rounds", type=int, help="of plans that the model picks; 2 by default")
+    parser.add_argument("--optimizer", default="rowwise_adagrad", help="of the tables")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="seconds and small tables, for tests")
+    parser.add_argument("--output", help="a file in place of the user's cache")
+    args = parser.parse_args(argv)
+
+    from planner.command import default_ranks, run_calibration, start_ranks
+
+    if "RANK" not in os.environ:
+        return start_ranks(["calibrate", *argv], args.ranks or default_ranks())
+    if text := run_calibration(args):
+        print(text)
+    return 0
+
+
+def _planning(name: str) -> Callable[[Sequence[str]], int]:
+    """A command of ``planner.plan_command``, imported when it is asked for."""
+
+    def run(argv: Sequence[str]) -> int:
+        from planner import plan_command
+
+        if text := getattr(plan_command, name)(argv):
+            print(text)
+        return 0
+
+    return run
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "calibrate": calibrate,
+    "plan": _planning("plan"),
+    "explain": _planning("explain"),
+    "compare": _planning("compare"),
+    "measure": _planning("measure"),
+}
+
+
+def main() -> int:
+    """Dispatch on the first word."""
+    from sbpflow.errors import ConfigError
+
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(f"usage: python -m planner {{{','.join(COMMANDS)}}} [-h] ...")
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"command {name!r} is not known; use {' or '.join(COMMANDS)}")
+    return COMMANDS[name](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    run_main(main)

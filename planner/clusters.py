@@ -1,0 +1,128 @@
+"""Machines that are not at hand: profiles from published figures, and what grows with the nodes.
+
+Every term of such a profile is assumed: bytes over a bandwidth, at a stated share of it. A
+calibration brought from there (``planner.profile.load``) prices the work; only the links of more
+nodes are assumed then (``with_link``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from planner.profile import Link, Profile, weights_from
+from sbpflow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Published figures of a device and its links; GB/s are one direction of one device."""
+
+    memory_gb_per_s: float
+    dense_tflop_per_s: float
+    launch_ms: float
+    link: Link
+    device_bytes: int
+    source: str
+    share: float = 0.5  # of a bandwidth that scattered rows reach: assumed
+
+
+MACHINES: Mapping[str, Machine] = {
+    "h100-dgx": Machine(
+        memory_gb_per_s=3350.0,
+        dense_tflop_per_s=494.0,
+        launch_ms=0.006,
+        link=Link(
+            ranks_per_node=8,
+            within_gb_per_s=450.0,
+            between_gb_per_s=50.0,
+            within_call_ms=0.004,
+            between_call_ms=0.006,
+        ),
+        device_bytes=80 * 10**9,
+        source="NVIDIA H100 SXM and DGX H100 data sheets: HBM3 3.35 TB/s, TF32 494 TFLOP/s dense, "
+        "NVLink 900 GB/s both ways, eight 400 Gbit/s adapters a node; latencies assumed",
+    ),
+    "a100-dgx": Machine(
+        memory_gb_per_s=2039.0,
+        dense_tflop_per_s=156.0,
+        launch_ms=0.006,
+        link=Link(
+            ranks_per_node=8,
+            within_gb_per_s=300.0,
+            between_gb_per_s=25.0,
+            within_call_ms=0.004,
+            between_call_ms=0.006,
+        ),
+        device_bytes=80 * 10**9,
+        source="NVIDIA A100 80GB SXM and DGX A100 data sheets: HBM2e 2039 GB/s, TF32 156 TFLOP/s, "
+        "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters a node; latencies assumed",
+    ),
+}
+
+_FLOAT = 4.0  # bytes
+_SORT_PASSES = 8.0  # times an id of 8 bytes is read and written: a radix sort and its runs
+
+
+def machine(name: str) -> Machine:
+    """By name; ConfigError for another."""
+    if name not in MACHINES:
+        raise ConfigError(
+            f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
+        )
+    return MACHINES[name]
+
+
+def described(name: str) -> Profile:
+    """A profile of published figures; nothing of it is measured."""
+    one = machine(name)
+    byte = 1e-6 / (one.memory_gb_per_s * one.share)  # ms
+    element, launch = _FLOAT * byte, one.launch_ms
+    ids = 16.0 * _SORT_PASSES * byte
+    calls = {"num_columns": launch, "num_reduce": launch, "num_unique": launch, "num_local": launch}
+    mac = 2e-9 / one.dense_tflop_per_s / one.share
+    terms = {
+        "begin": {"batch_ids": 8 * byte, "home_sort": ids, "num_unique": launch * 4},
+        "advance": {"home_unique": 8 * byte, "num_unique": launch, "num_local": launch},
+        "look_up": {
+            "seen_ids": 8 * byte,
+            "read_rows": 8 * byte,
+            "read_elements": element,
+            "out_elements": element,
+            "num_stacks": 4 * launch,
+        },
+        "outputs": {"home_elements": 2 * element, "expand_elements": 2 * element, **calls},
+        "forward": {"dense_macs": mac, "always": 10 * launch},
+        "backward": {"dense_macs": 2 * mac, "always": 20 * launch},
+        "push": {
+            "home_elements": 2 * element,
+            "expand_elements": 2 * element,
+            "repeat_elements": element,
+            "whole_elements": 2 * element,
+            **calls,
+        },
+        "collect": {"whole_elements": element},
+        "update": {
+            "update_ids": ids,
+            "update_elements": element,
+            "step_elements": 3 * element,
+            "whole_elements": element,
+            "num_stacks": 6 * launch,
+            "square_bytes": byte,
+        },
+        "update_dense": {"dense_parameters": 6 * element, "always": 2 * launch},
+    }
+    return Profile(
+        weights=weights_from(terms),
+        world_size=one.link.ranks_per_node,
+        backend="nccl",
+        hidden={"ids": 1.0, "counts": 1.0, "counted ids": 1.0, "dense gradients": 1.0},
+        link=one.link,
+        sources={"work": "assumed", "transfers": "assumed", "fusion": "none", "overlap": "assumed"},
+        about={"machine": name, "from": one.source},
+    )
+
+
+def with_link(profile: Profile, link: Link, source: str) -> Profile:
+    """A calibration whose transfers go over another link than the one it was measured on."""
+    return replace(
+        profile, link=link, sources={**profile.sources, "transfers": f"assumed: {source}"}
+    )

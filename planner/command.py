@@ -1,0 +1,88 @@
+"""What the subcommands of ``python -m planner`` do once their arguments are read."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from planner.calibrate import QUICK, Settings
+from planner.calibrate import calibrate as run
+from planner.profile import Profile, default_path
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.world import World
+
+LOG = logging.getLogger(__name__)
+
+
+def run_calibration(args: Namespace) -> str:
+    """As one of the ranks that a launcher started; what rank 0 has to say."""
+    settings = _settings(args)
+    path = Path(args.output) if args.output else default_path()
+    if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    with World.start(args.device) as world:
+        journal = path.with_suffix(".measured.jsonl")
+        profile = run(Boxing(world), settings, journal)
+    if profile is None:
+        return ""
+    profile.save(path)
+    return f"{describe(profile)}\nprofile: {path}"
+
+
+def _settings(args: Namespace) -> Settings:
+    settings = QUICK if args.quick else Settings()
+    settings = replace(settings, optimizer=args.optimizer, seed=args.seed)
+    if args.seconds is not None:
+        if args.seconds <= 0:
+            raise ConfigError(f"--seconds: {args.seconds}; use a number above 0, such as 240")
+        settings = replace(settings, seconds=args.seconds)
+    if args.rounds is not None:
+        settings = replace(settings, rounds=args.rounds)
+    return settings
+
+
+def default_ranks() -> int:
+    """One per CUDA device; 2 where there is none."""
+    return max(2, torch.cuda.device_count())
+
+
+def start_ranks(words: list[str], ranks: int) -> int:
+    """``python -m planner WORDS`` once per rank of this machine; the first bad exit code, or 0."""
+    if ranks < 1:
+        raise ConfigError(f"--ranks: {ranks}; use 1 or more, for example --ranks 2")
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        port = int(sock.getsockname()[1])
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "planner", *words],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    return next((code for code in [process.wait() for process in processes] if code), 0)
+
+
+def describe(profile: Profile) -> str:
+    """What a profile rests on and how well it predicts, as text."""
+    lines = [f"{key:<22} {value}" for key, value in profile.about.items()]
+    lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
+    for key, value in profile.errors.items():
+        lines.append(f"held out: {key:<28} {value:.3f}")
+    hidden = ", ".join(f"{kind} {share:.2f}" for kind, share in profile.hidden.items())
+    lines.append(f"hidden by overlap: {hidden}")
+    return "\n".join(lines)

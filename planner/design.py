@@ -1,0 +1,204 @@
+"""What calibration measures: drawn tasks, and for each the homogeneous plans and random mixes.
+
+A sample is a number: everything about it is drawn from that, so that ranks agree without talking
+and a calibration that was interrupted goes on where it stopped. Tables are drawn over the ranges
+that click models have (rows, dims, ids per sample, skew); ids follow the Zipf-Mandelbrot law that
+the statistics are computed from.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from planner.features import zipf_mandelbrot
+from planner.measure import Rows, dense_work_of
+from planner.task import Choice, DenseWork, Plan, Shape, Task
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.sbp.sbp import balanced_sizes
+
+MOST_ELEMENTS = 1 << 24  # of all tables of a sample, which are allocated on each rank that has them
+DIMS = (4, 8, 16, 32, 64)
+_SPREAD = 7919  # a prime: rows that are hot lie all over a table, as prepared sets lay them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """Of a table's ids: row k has a share proportional to (k + q) ** -s."""
+
+    s: float
+    q: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A drawn task and the laws of its tables' ids, by name."""
+
+    task: Task
+    laws: Mapping[str, Law]
+
+
+def draw_sample(
+    seed: int, world_size: int, device_type: str, optimizer: str, *, most_rows: int = 1_000_000
+) -> Sample:
+    """The task of this number."""
+    random = np.random.default_rng([seed, 14])
+    count = round(float(np.exp(random.uniform(0.0, np.log(30.0)))))
+    batch = int(random.choice([512, 1024, 2048, 4096, 8192]))
+    mixed = bool(random.random() < 0.5)
+    dims = random.choice(DIMS, count) if mixed else [int(random.choice(DIMS))] * count
+    rows = np.exp(random.uniform(np.log(30), np.log(most_rows), count)).astype(int)
+    hotness = np.where(random.random(count) < 0.6, 1, np.clip(random.geometric(0.15, count), 1, 30))
+    total = float((rows * np.asarray(dims)).sum())
+    if total > MOST_ELEMENTS:
+        rows = np.maximum((rows * (MOST_ELEMENTS / total)).astype(int), 30)
+    most_ids = 400_000 // batch  # of a sample, so that steps stay short
+    while hotness.sum() > most_ids and hotness.max() > 1:
+        hotness = np.maximum(hotness // 2, 1)
+    tables = tuple(
+        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=int(d))
+        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
+    )
+    laws = {
+        table.name: Law(s=float(np.clip(random.normal(0.8, 0.35), 0.0, 1.6)), q=float(q))
+        for table, q in zip(tables, 10 ** random.uniform(0.3, 1.7, count), strict=True)
+    }
+    output = OutputConfig(name="fields", tables=tables)
+    macs, parameters = dense_work_of(output.width)
+    task = Task(
+        outputs=(output,),
+        features=tuple(FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)),
+        stats={
+            table.name: zipf_mandelbrot(
+                table.num_rows, laws[table.name].s, laws[table.name].q, float(h)
+            )
+            for table, h in zip(tables, hotness, strict=True)
+        },
+        world_size=world_size,
+        batch_size=batch,
+        optimizer=SparseOptimizer(name=cast("SparseName", optimizer), lr=0.05),
+        device_type=device_type,
+        dense=DenseWork(macs_per_sample=macs, parameters=parameters),
+    )
+    return Sample(task=task, laws=laws)
+
+
+def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) -> list[Rows]:
+    """This rank's rows of ``count`` batches."""
+    task = sample.task
+    samples = balanced_sizes(task.batch_size, task.world_size)[rank]
+    batches: list[Rows] = []
+    for number in range(count):
+        random = np.random.default_rng([rank, number, task.batch_size])
+        columns = [
+            draw_ids(random, table.num_rows, sample.laws[table.name], (samples, feature.hotness))
+            for table, feature in zip(task.tables, task.features, strict=True)
+        ]
+        ids = torch.from_numpy(np.concatenate(columns, 1).astype(np.int32)).to(device)
+        labels = torch.arange(samples, device=device).remainder(2).float()
+        batches.append(Rows(labels, torch.zeros(samples, 1, device=device), ids, task.batch_size))
+    return batches
+
+
+def draw_ids(
+    random: np.random.Generator, num_rows: int, law: Law, shape: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Ids of a law, hot ones spread over the table."""
+    cumulative = _cumulative(num_rows, law)
+    ranks = np.searchsorted(cumulative, random.random(shape) * cumulative[-1])
+    return np.minimum(ranks, num_rows - 1) * _SPREAD % num_rows
+
+
+@lru_cache(64)
+def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
+    ranks = np.arange(1, num_rows + 1, dtype=np.float64)
+    return np.cumsum((ranks + law.q) ** -law.s).astype(np.float64)
+
+
+def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
+    """Every kind of shape that this table can have, on all ranks or on one."""
+    if world_size == 1:
+        return [Shape("B", "local")]
+    shapes = [
+        Shape("B", "local"),
+        Shape("B", "columns"),
+        Shape("S(0)", "reduce", (world_size, 1)),
+        Shape("S(0)", "unique", (world_size, 1)),
+    ]
+    if table.dim >= world_size:
+        shapes.append(Shape("S(1)", "columns", (1, world_size)))
+    half = world_size // 2
+    if world_size % 2 == 0 and half > 1 and table.dim >= 2:
+        shapes.append(Shape("(S(0), S(1))", "reduce", (half, 2)))
+        shapes.append(Shape("S(0)", "unique", (half, 1)))
+    return shapes
+
+
+def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Plan]]:
+    """(name, plan): random mixes and homogeneous plans in turn, no more than ``count``."""
+    task = sample.task
+    random = np.random.default_rng([seed, 15])
+    alike = _homogeneous(task)
+    order = [str(name) for name in random.permutation(list(alike))]
+    for number in range(count):
+        if number % 2 == 0 and order:
+            name = order.pop()
+            yield name, alike[name]
+        else:
+            yield f"mix {number}", _mix(task, random)
+
+
+def _mix(task: Task, random: np.random.Generator) -> Plan:
+    """A few kinds of shape, dealt to the tables; ranks drawn."""
+    kinds = random.random(8) ** 2 + 0.02
+    plan: Plan = {}
+    for table in task.tables:
+        shapes = shapes_for(table, task.world_size)
+        weights = kinds[: len(shapes)] / kinds[: len(shapes)].sum()
+        plan[table.name] = place(shapes[int(random.choice(len(shapes), p=weights))], task, random)
+    return plan
+
+
+def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
+    """The shape on ranks that are drawn."""
+    if shape.copied:
+        return Choice(shape, tuple(range(task.world_size)))
+    ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
+    return Choice(shape, tuple(int(rank) for rank in ranks))
+
+
+def _homogeneous(task: Task) -> dict[str, Plan]:
+    """All tables alike, whole ones balanced; where a table cannot, it is whole."""
+    world = tuple(range(task.world_size))
+    if task.world_size == 1:
+        return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
+    whole = balanced_whole(task)
+    plans: dict[str, Plan] = {"all whole": whole}
+    for sbp, exchange in (("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique"), ("S(1)", "")):
+        plan: Plan = {}
+        for table in task.tables:
+            fitting = [
+                shape
+                for shape in shapes_for(table, task.world_size)
+                if shape.sbp == sbp and shape.exchange == (exchange or "columns")
+            ]
+            plan[table.name] = Choice(fitting[0], world) if fitting else whole[table.name]
+        plans[f"all {sbp} {exchange}".strip()] = plan
+    return plans
+
+
+def balanced_whole(task: Task) -> Plan:
+    """Each table whole on one rank: the most ids times columns first, to the least loaded."""
+    loads = [0.0] * task.world_size
+    plan: Plan = {}
+    weight = {table.name: task.lookups(table) * (8 + table.dim) for table in task.tables}
+    for table in sorted(task.tables, key=lambda one: -weight[one.name]):
+        rank = loads.index(min(loads))
+        loads[rank] += weight[table.name]
+        plan[table.name] = Choice(Shape("B", "columns"), (rank,))
+    return plan

@@ -1,0 +1,207 @@
+"""What is known of a table's ids, in the one form that every cost needs.
+
+However the ids are described (statistics of a prepared set, frequency bins, a Zipf-Mandelbrot law,
+a sample), what a plan costs depends on how many distinct rows a number of lookups touches. That
+curve is ``IdStats``; the frequency bins and the mass of the top rows beside it are features of
+learned models. The 17 bins are DreamShard's (utils.py and tools/gen_dlrm_data.py at 73128ed): rows
+by their lookups in one batch of 65,536 samples, bin 0 for once, bin j for (2^(j-1), 2^j], bin 16
+for more than 2^15.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sbpflow.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+NUM_BINS = 17
+BIN_SAMPLES = 65_536
+TOP = (1, 16, 1024, 65_536)
+_DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdStats:
+    """``unique[i]`` distinct rows are touched by ``draws[i]`` lookups, both rising.
+
+    ``distinct`` is how many rows are ever looked up. ``bin_rows`` and ``bin_lookups`` are fractions
+    (of distinct rows, of lookups) by the 17 bins; ``top_mass`` is the fraction of lookups that fall
+    on the 1, 16, 1024 and 65,536 hottest rows. Raises ConfigError for curves that cannot be.
+    """
+
+    draws: tuple[float, ...]
+    unique: tuple[float, ...]
+    distinct: float
+    bin_rows: tuple[float, ...]
+    bin_lookups: tuple[float, ...]
+    top_mass: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.draws) != len(self.unique) or not self.draws:
+            raise ConfigError(
+                f"ids: {len(self.draws)} draws and {len(self.unique)} unique counts; give as many "
+                "of one as of the other, for example draws [1000], unique [400]"
+            )
+        for name, values in (("draws", self.draws), ("unique", self.unique)):
+            if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
+                raise ConfigError(
+                    f"ids: {name} {list(values)} do not rise from above 0; for example "
+                    f"{name} [100, 200]"
+                )
+        for name, values in (("bin_rows", self.bin_rows), ("bin_lookups", self.bin_lookups)):
+            if len(values) != NUM_BINS:
+                raise ConfigError(f"ids: {name} has {len(values)} values; it takes {NUM_BINS}")
+
+    def touched(self, draws: float) -> float:
+        """Distinct rows among ``draws`` lookups, on average: log-log between what is known."""
+        if draws <= 0:
+            return 0.0
+        x = math.log(draws)
+        xs = np.log(np.array([1.0, *self.draws]))
+        ys = np.log(np.array([1.0, *self.unique]))
+        if x > xs[-1]:
+            slope = (ys[-1] - ys[-2]) / max(float(xs[-1] - xs[-2]), 1e-9)
+            y = float(ys[-1] + slope * (x - xs[-1]))
+        else:
+            y = float(np.interp(x, xs, ys))
+        return min(math.exp(y), draws, self.distinct)
+
+
+def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
+    """From groups of rows that are looked up alike: ``rows[i]`` of them share ``mass[i]``.
+
+    ``mass`` is normalised here. Draws are independent, so a row with share p of n lookups is
+    touched with probability 1 - exp(-n p).
+    """
+    count = np.asarray(rows, dtype=np.float64)
+    share = np.asarray(mass, dtype=np.float64)
+    kept = (count > 0) & (share > 0)
+    if not kept.any():
+        raise ConfigError("ids: no row has any lookup; give rows [100], mass [1.0] for an even law")
+    count, share = count[kept], share[kept] / share[kept].sum()
+    each = share / count
+    unique = [float((count * -np.expm1(-n * each)).sum()) for n in _DRAWS]
+    bin_rows, bin_lookups = _expected_bins(count, each, BIN_SAMPLES * ids_per_sample)
+    order = np.argsort(-each)
+    rows_before = np.concatenate([[0.0], np.cumsum(count[order])])
+    mass_before = np.concatenate([[0.0], np.cumsum(share[order])])
+    top = tuple(float(np.interp(k, rows_before, mass_before)) for k in TOP)
+    return IdStats(
+        draws=_DRAWS,
+        unique=tuple(np.maximum.accumulate(unique).tolist()),
+        distinct=float(count.sum()),
+        bin_rows=bin_rows,
+        bin_lookups=bin_lookups,
+        top_mass=top,
+    )
+
+
+def _expected_bins(
+    count: Floats, each: Floats, lookups: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Fractions of touched rows and of lookups by bin, lookups of a row being Poisson."""
+    expected = each * lookups
+    edges = np.array([0.0, *(2.0**j for j in range(NUM_BINS - 1))])
+    in_bin = np.diff(_up_to(edges, expected), axis=1) * count[:, None]
+    # The sum of k P(k) up to an edge is the mean times the distribution up to the edge before.
+    lookups_in = np.diff(_up_to(edges - 1, expected), axis=1) * (expected * count)[:, None]
+    by_rows, by_lookups = in_bin.sum(0), lookups_in.sum(0)
+    return (
+        tuple((by_rows / max(float(by_rows.sum()), 1e-300)).tolist()),
+        tuple((by_lookups / max(float(by_lookups.sum()), 1e-300)).tolist()),
+    )
+
+
+def _up_to(edges: Floats, means: Floats) -> Floats:
+    """[means, edges + 1]: probability of at most each edge, and of anything, if Poisson."""
+    k = torch.from_numpy(np.maximum(edges, 0.0) + 1.0)
+    found = torch.special.gammaincc(k[None, :], torch.from_numpy(means)[:, None]).numpy()
+    found = np.where(edges[None, :] < 0, 0.0, found)
+    return np.concatenate([found, np.ones((len(means), 1))], axis=1)
+
+
+def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) -> IdStats:
+    """Row k of ``num_rows`` has a share proportional to (k + q) ** -s, k from 1."""
+    edges = np.unique(np.geomspace(1, num_rows + 1, 120).astype(np.int64))
+    rows = np.diff(edges).astype(np.float64)
+    first, last = edges[:-1], edges[1:] - 1
+    ends = 0.5 * ((first + q) ** -s + (last + q) ** -s)
+    return from_histogram(rows.tolist(), (rows * ends).tolist(), ids_per_sample)
+
+
+def from_bins(
+    bin_rows: Sequence[float], bin_lookups: Sequence[float], ids_per_sample: float
+) -> IdStats:
+    """From the published bins: rows and lookups by bin of one batch of 65,536 samples.
+
+    Rows that the batch did not touch are not in the bins, so lookups of more than that batch touch
+    no further row.
+    """
+    if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
+        raise ConfigError(
+            f"ids: bins have {len(bin_rows)} and {len(bin_lookups)} values; they take {NUM_BINS}"
+        )
+    lookups = BIN_SAMPLES * ids_per_sample
+    per_row = np.array([1.0, *(1.5 * 2.0 ** (j - 1) for j in range(1, NUM_BINS))])
+    share = np.asarray(bin_lookups, dtype=np.float64)
+    share = share / max(float(share.sum()), 1e-300)
+    rows = np.where(np.asarray(bin_rows) > 0, share * lookups / per_row, 0.0)
+    found = from_histogram(rows.tolist(), share.tolist(), ids_per_sample)
+    fractions = np.asarray(bin_rows, dtype=np.float64)
+    return IdStats(
+        draws=found.draws,
+        unique=found.unique,
+        distinct=found.distinct,
+        bin_rows=tuple((fractions / max(float(fractions.sum()), 1e-300)).tolist()),
+        bin_lookups=tuple(share.tolist()),
+        top_mass=found.top_mass,
+    )
+
+
+def from_sample(ids: Sequence[int] | NDArray[np.int64], ids_per_sample: float) -> IdStats:
+    """From lookups in the order they came: a sample of the table's ids."""
+    drawn = np.asarray(ids)
+    if drawn.size < 2:
+        raise ConfigError(f"ids: a sample of {drawn.size}; give 2 or more, best a whole batch")
+    sizes = np.unique(np.geomspace(2, drawn.size, 16).astype(np.int64))
+    unique = [float(len(np.unique(drawn[:n]))) for n in sizes]
+    _, times = np.unique(drawn, return_counts=True)
+    found = from_histogram([1.0] * len(times), times.tolist(), ids_per_sample)
+    return IdStats(
+        draws=tuple(float(n) for n in sizes),
+        unique=tuple(np.maximum.accumulate(unique).tolist()),
+        distinct=math.inf,
+        bin_rows=found.bin_rows,
+        bin_lookups=found.bin_lookups,
+        top_mass=found.top_mass,
+    )
+
+
+def from_ratios(
+    ratios: Mapping[int, float],
+    ids_per_sample: float,
+    *,
+    distinct: float,
+    bin_rows: Sequence[float],
+    bin_lookups: Sequence[float],
+    top_mass: Sequence[float],
+) -> IdStats:
+    """From distinct ids per lookup by batch size, as ``python -m data stats`` measures them."""
+    draws = [size * ids_per_sample for size in sorted(ratios)]
+    unique = [max(ratios[size] * size * ids_per_sample, 1e-9) for size in sorted(ratios)]
+    rows, lookups = np.asarray(bin_rows, float), np.asarray(bin_lookups, float)
+    return IdStats(
+        draws=tuple(draws),
+        unique=tuple(np.maximum.accumulate(unique).tolist()),
+        distinct=distinct,
+        bin_rows=tuple((rows / max(float(rows.sum()), 1e-300)).tolist()),
+        bin_lookups=tuple((lookups / max(float(lookups.sum()), 1e-300)).tolist()),
+        top_mass=tuple(top_mass),
+    )

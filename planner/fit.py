@@ -1,0 +1,358 @@
+"""From measurements to a profile: weights by least squares, corrections and overlap learned on top.
+
+Weights are non-negative and relative errors count alike for short and
+long phases. A correction is trained per phase and member of an ensemble, each on a resample of the
+tasks; it is a sum of powers of non-negative mixes of the counts, so that more work never costs
+less, and bounded to the ratios that were measured. Errors are told for tasks that were held out.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from planner.cost import TaskCost
+from planner.features import Floats
+from planner.profile import Fusion, Profile
+from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
+from planner.task import Choice, Task
+from planner.work import FEATURES, INDEX, NUM_FEATURES
+from sbpflow.errors import DataError
+from sbpflow.training.step_schedule import (
+    COUNTED_IDS,
+    COUNTS,
+    DENSE_GRADIENTS,
+    IDS,
+    ROW_GRADIENTS,
+    VECTORS,
+)
+
+_GROUPS = ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole")
+_EXPANDED = ("expand_rows", "expand_elements")
+# What the time of a phase can depend on; anything else has weight 0 there.
+TERMS: Mapping[str, tuple[str, ...]] = {
+    "begin": ("always", "batch_ids", "home_sort", "home_unique", "num_unique", "num_local"),
+    "advance": ("always", "home_unique", "num_unique", "num_local"),
+    "look_up": (
+        *("always", "seen_ids", "read_rows", "read_elements", "read_touched", "out_elements"),
+        *(*_GROUPS, "num_stacks"),
+    ),
+    "outputs": ("always", "home_elements", *_EXPANDED, *_GROUPS),
+    "forward": ("always", "dense_macs"),
+    "backward": ("always", "dense_macs"),
+    "push": ("always", "home_elements", *_EXPANDED, "repeat_elements", "whole_elements", *_GROUPS),
+    "collect": ("always", "gradient_in_bytes", "whole_elements", *_GROUPS),
+    "send_dense": ("always", "dense_parameters"),
+    "receive_dense": ("always", "dense_parameters"),
+    "update": (
+        *("always", "update_ids", "update_elements", "step_rows", "step_elements"),
+        *("whole_elements", "square_bytes", "num_stacks", "num_squares"),
+    ),
+    "update_dense": ("always", "dense_parameters"),
+    IDS: ("ids_bytes", "num_id_calls", "num_unique", "num_local"),
+    COUNTS: (),  # waited for together with the ids
+    COUNTED_IDS: ("counted_bytes", "num_unique", "num_local"),
+    VECTORS: ("vector_bytes", "vector_in_bytes", "num_columns", "num_reduce", "num_unique"),
+    ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
+    DENSE_GRADIENTS: ("always", "dense_parameters"),
+    REST: (),  # what is left of whole steps: ``_rest``
+}
+REST_TERMS = ("always", *_GROUPS, "num_stacks", "vector_bytes", "gradient_bytes", "counted_bytes")
+FLOOR_MS = 0.15  # relative errors count less below: clocks and the host's scheduler
+LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
+MEMBERS, EPOCHS = 5, 150
+_POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One plan as it was measured: ``totals`` [D, F] counts, ``phases`` [D, P] ms."""
+
+    sample: int
+    name: str
+    totals: Floats
+    phases: Floats
+    step_ms: float
+    noise: float
+
+
+def empty_profile(world_size: int, backend: str) -> Profile:
+    """Prices nothing: for counting work."""
+    zero = tuple((0.0,) * NUM_PHASES for _ in range(NUM_FEATURES))
+    return Profile(weights=zero, world_size=world_size, backend=backend)
+
+
+def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
+    """[D, F] of a plan."""
+    return TaskCost(empty_profile(task.world_size, task.backend), task).totals(plan)
+
+
+def fit(
+    records: Sequence[Record],
+    *,
+    backend: str,
+    seed: int = 0,
+    about: Mapping[str, str] | None = None,
+    step_factors: Mapping[str, float] | None = None,
+) -> Profile:
+    """A profile from measurements of several tasks on one world; DataError for too few of them."""
+    samples = sorted({record.sample for record in records})
+    if len(samples) < 3:
+        raise DataError(
+            f"calibration: {len(samples)} measured samples; a fit needs 3 at least, let it run on"
+        )
+    held = set(samples[::5]) if len(samples) >= 10 else set[int]()
+    train = [record for record in records if record.sample not in held]
+    errors: dict[str, float] = {}
+    if held:
+        judged = _fit(train, backend, seed)
+        errors = judge(judged, [record for record in records if record.sample in held])
+    final = _fit(records, backend, seed)
+    return Profile(
+        weights=final.weights,
+        world_size=final.world_size,
+        backend=backend,
+        members=final.members,
+        hidden=final.hidden,
+        step_factors=dict(step_factors or {}),
+        errors=errors,
+        sources={"work": "measured", "transfers": "measured", "fusion": "learned from measured"},
+        about=dict(about or {}),
+    )
+
+
+def _fit(records: Sequence[Record], backend: str, seed: int) -> Profile:
+    world_size = records[0].totals.shape[0]
+    matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
+    for name in PHASES:
+        x, y = _examples(records, name)
+        matrix[:, PHASE[name]] = _weights(x, y, TERMS[name])
+    plain = Profile(
+        weights=tuple(tuple(row) for row in matrix.tolist()),
+        world_size=world_size,
+        backend=backend,
+    )
+    members = _ensemble(records, matrix, seed)
+    learned = Profile(
+        weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
+    )
+    learned = learned if members[0] else plain
+    hidden = _hidden(learned, records)
+    matrix[:, PHASE[REST]] = _rest(learned, hidden, records)
+    return replace(learned, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
+
+
+def _rest(profile: Profile, hidden: Mapping[str, float], records: Sequence[Record]) -> Floats:
+    """[F] what steps take beyond the simulation of their phases, by calls and bytes."""
+    said = step_ms(np.stack(predicted_phases(profile, records)), hidden)
+    actual = np.array([record.step_ms for record in records])
+    x = np.stack([record.totals.max(0) for record in records])
+    return _weights(x, actual - said, REST_TERMS, importance=1.0 / actual)
+
+
+def _examples(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
+    """([n, F], [n] ms): per rank for a move; per plan, of the busiest, for a transfer."""
+    place = PHASE[name]
+    if name in MOVES:
+        x = np.concatenate([record.totals for record in records])
+        return x, np.concatenate([record.phases[:, place] for record in records])
+    x = np.stack([record.totals.max(0) for record in records])
+    return x, np.array([record.phases[:, place].max() for record in records])
+
+
+def _weights(
+    x: Floats, y: Floats, terms: Sequence[str], importance: Floats | None = None
+) -> Floats:
+    """[F] non-negative, twice reweighted so that single slow readings do not decide.
+
+    ``importance`` [n] multiplies the errors; by default they are relative ones.
+    """
+    weights = np.zeros(NUM_FEATURES)
+    columns = [INDEX[name] for name in terms]
+    if not columns or not y.any():
+        return weights
+    size = np.maximum(x[:, columns].max(0), 1e-12)
+    scaled = x[:, columns] / size
+    importance = 1.0 / (y + FLOOR_MS) if importance is None else importance
+    robust = np.ones_like(y)
+    found = np.zeros(len(columns))
+    for _ in range(3):
+        factor = importance * robust
+        found = nonnegative_least_squares(scaled * factor[:, None], y * factor)
+        residual = np.abs(scaled @ found - y) * importance
+        usual = max(float(np.median(residual)), 1e-3)
+        robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))
+    weights[columns] = found / size
+    return weights
+
+
+def nonnegative_least_squares(x: Floats, y: Floats, rounds: int = 2000) -> Floats:
+    """The w >= 0 of least |x w - y|^2: coordinate by coordinate on the normal equations."""
+    gram, right = x.T @ x, x.T @ y
+    diagonal = np.maximum(np.diag(gram), 1e-12)
+    found = np.zeros(x.shape[1])
+    for _ in range(rounds):
+        before = found.copy()
+        for place in range(len(found)):
+            step = (right[place] - gram[place] @ found) / diagonal[place]
+            found[place] = max(0.0, found[place] + step)
+        if np.abs(found - before).max() <= 1e-9 * max(float(np.abs(found).max()), 1e-9):
+            break
+    return found
+
+
+def _ensemble(records: Sequence[Record], matrix: Floats, seed: int) -> list[dict[str, Fusion]]:
+    """``MEMBERS`` corrections of every phase that is long enough, each from a resample of tasks."""
+    random = np.random.default_rng(seed)
+    names = sorted({record.sample for record in records})
+    times = np.stack(
+        [np.bincount(random.choice(len(names), len(names)), minlength=len(names))
+         for _ in range(MEMBERS)]
+    )  # fmt: skip
+    of_record = times[:, [names.index(record.sample) for record in records]].astype(np.float64)
+    members: list[dict[str, Fusion]] = [{} for _ in range(MEMBERS)]
+    for name in PHASES:
+        x, y = _examples(records, name)
+        weights = matrix[:, PHASE[name]]
+        linear = x @ weights
+        used = linear > LEAST_LEARNED_MS
+        if y.mean() < LEAST_LEARNED_MS or len(TERMS[name]) < 3 or used.sum() < 20:
+            continue
+        ratio = (y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
+        low, high = np.quantile(ratio, [0.02, 0.98])
+        bounds = (float(np.clip(low, 0.4, 1.0)), float(np.clip(high, 1.0, 2.5)))
+        counted = np.repeat(of_record, x.shape[0] // len(records), axis=1)
+        for member, fusion in zip(members, _train(x, y, weights, counted, bounds), strict=True):
+            member[name] = fusion
+    return members
+
+
+def _train(
+    x: Floats, y: Floats, weights: Floats, counted: Floats, bounds: tuple[float, float]
+) -> list[Fusion]:
+    """Adam on the squared log error of all members at once; starts near the weights themselves.
+
+    ``counted`` [members, n] is how often each example counts for each.
+    """
+    low, high = bounds
+    generator = torch.Generator().manual_seed(7)
+    used = np.flatnonzero(weights > 0)
+    parts = torch.from_numpy(x[:, used] * weights[used]).float()  # ms by term
+    target = torch.from_numpy(y + FLOOR_MS).float().log()
+    share = torch.from_numpy(counted / counted.sum(1, keepdims=True)).float()
+    linear = parts.sum(1)
+    reference = float(linear.median().clamp_min(1e-3))
+    num, powers = len(counted), len(_POWERS)
+    mix = (torch.rand(num, powers, len(used), generator=generator) * 0.2).requires_grad_()
+    scale = torch.full((num, powers), -math.log(powers)).requires_grad_()
+    start = torch.tensor([math.log(p / (2.0 - p)) for p in _POWERS])
+    power = start.repeat(num, 1).requires_grad_()
+    optimizer = torch.optim.Adam([mix, scale, power], lr=0.05)
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        inside = (torch.einsum("nf,mkf->mkn", parts, mix.exp()) / reference).clamp_min(1e-9)
+        raised = inside ** (2.0 * torch.sigmoid(power))[..., None] * scale.exp()[..., None]
+        total = reference * raised.sum(1)
+        kept = torch.maximum(torch.minimum(total, high * linear), low * linear)
+        # A little of the unbounded error, for what lies at a bound has no gradient.
+        error = ((kept + FLOOR_MS).log() - target).square()
+        error = error + 0.1 * ((total + FLOOR_MS).log() - target).square()
+        loss = (error * share).sum() + 1e-3 * (mix.square().mean() + scale.square().mean())
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        wide = np.zeros((num, powers, len(weights)))
+        wide[..., used] = (mix.exp() / reference).numpy() * weights[used]
+        scales = (reference * scale.exp()).tolist()
+        found = (2.0 * torch.sigmoid(power)).tolist()
+    return [
+        Fusion(
+            mix=tuple(tuple(row) for row in wide[number].tolist()),
+            scale=tuple(scales[number]),
+            power=tuple(found[number]),
+            low=low,
+            high=high,
+        )
+        for number in range(num)
+    ]
+
+
+def predicted_phases(profile: Profile, records: Sequence[Record]) -> list[Floats]:
+    """[D, P] for each record."""
+    weights = profile.weights_for(records[0].totals.shape[0])
+    found: list[Floats] = []
+    for record in records:
+        linear = np.maximum(record.totals @ weights, 0.0)
+        learned = profile.corrected(record.totals, linear) if profile.members else linear
+        found.append(learned)
+    return found
+
+
+def _hidden(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
+    """The share of each transfer that overlap hides, by which the measured steps are met best."""
+    phases = np.stack(predicted_phases(profile, records))
+    target = np.log([record.step_ms for record in records])
+
+    def error(shares: Mapping[str, float]) -> float:
+        residual = np.log(step_ms(phases, shares)) - target
+        return float(np.mean(np.minimum(residual**2, 0.25)))
+
+    best: dict[str, float] = dict.fromkeys(TRANSFERS, 0.5)
+    for _, kind in itertools.product(range(2), TRANSFERS):
+        tried = {share: error({**best, kind: share}) for share in _SHARES}
+        best[kind] = min(tried, key=tried.__getitem__)
+    return best
+
+
+def judge(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
+    """Errors on these records: of phases, of steps, of the order of plans within a task.
+
+    ``regret`` is how much slower the plan that is predicted fastest was than the fastest, over the
+    tasks; that of a plan taken at random is beside it.
+    """
+    phases = np.stack(predicted_phases(profile, records))
+    measured = np.stack([record.phases for record in records])
+    steps = step_ms(phases, profile.hidden)
+    actual = np.array([record.step_ms for record in records])
+    errors = {
+        f"{name} relative": float(
+            np.median(
+                np.abs(phases[..., place] - measured[..., place])
+                / (measured[..., place] + FLOOR_MS)
+            )
+        )
+        for name, place in PHASE.items()
+        if measured[..., place].mean() > LEAST_LEARNED_MS
+    }
+    errors["step relative"] = float(np.median(np.abs(steps / actual - 1.0)))
+    errors["noise of steps"] = float(np.median([record.noise for record in records]))
+    regrets: list[float] = []
+    blind: list[float] = []
+    ranks: list[float] = []
+    for sample in sorted({record.sample for record in records}):
+        mine = np.array([record.sample == sample for record in records])
+        if mine.sum() < 3:
+            continue
+        real, said = actual[mine], steps[mine]
+        regrets.append(float(real[said.argmin()] / real.min() - 1.0))
+        blind.append(float(real.mean() / real.min() - 1.0))
+        ranks.append(_spearman(real, said))
+    if regrets:
+        errors |= {
+            "regret": float(np.mean(regrets)),
+            "regret of a random plan": float(np.mean(blind)),
+            "rank correlation": float(np.mean(ranks)),
+        }
+    return errors
+
+
+def _spearman(a: Floats, b: Floats) -> float:
+    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+__all__ = ["FEATURES", "TERMS", "Record", "count_work", "empty_profile", "fit", "judge"]

@@ -1,0 +1,205 @@
+"""``parallel.plan: auto``: from a run's configuration and statistics to the rules of its tables.
+
+The task is read off a plan of the run itself (tables, features, optimizers, dense part), so that
+nothing is said twice. Every rank calls this and gets the same: searches are deterministic, and the
+ranks compare what they will run before they start.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from planner.choose import choose
+from planner.cost import CostModel, Prediction
+from planner.features import IdStats, from_histogram, from_ratios
+from planner.profile import Profile, load
+from planner.task import Choice, DenseWork, Plan, Task, choice_of, plan_to_yaml, rules
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import TableRule
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.errors import ConfigError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.model import Fields
+from sbpflow.run.plan import RunPlan
+from sbpflow.runtime.environment import env_int
+from sbpflow.training.step_schedule import SERIAL
+
+LOG = logging.getLogger(__name__)
+_USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
+
+
+class FieldStats(Protocol):
+    """What ``python -m data stats`` measures of a field."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def distinct(self) -> int: ...
+    @property
+    def bins_rows(self) -> list[int]: ...
+    @property
+    def bins_lookups(self) -> list[int]: ...
+    @property
+    def top_mass(self) -> dict[str, float]: ...
+    @property
+    def unique_ratio(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """The plan, its rules as ``plan_run`` takes them, and what it is expected to take."""
+
+    task: Task
+    plan: Plan
+    prediction: Prediction
+    seconds: float
+
+    @property
+    def rules(self) -> dict[str, TableRule]:
+        return rules(self.plan)
+
+    def yaml(self) -> str:
+        """A file that ``parallel.plan`` takes."""
+        notes = {
+            "predicted_step_ms": round(self.prediction.step_ms, 3),
+            "spread_ms": round(self.prediction.spread_ms, 3),
+            "memory_bytes": list(self.prediction.memory_bytes),
+            "world_size": self.task.world_size,
+            "batch_size": self.task.batch_size,
+        }
+        return plan_to_yaml(self.plan, notes)
+
+    def against(self, measured_ms: float) -> str:
+        """One line for the end of a run."""
+        said = self.prediction.step_ms
+        return (
+            f"predicted {said:.2f} ms (+- {self.prediction.spread_ms:.2f}), measured "
+            f"{measured_ms:.2f} ms ({100 * (said / measured_ms - 1):+.0f} %)"
+        )
+
+
+def plan_tables(
+    config: Config,
+    fields: Fields,
+    stats: Sequence[FieldStats],
+    num_rows: int,
+    *,
+    world_size: int,
+    device_type: str,
+    profile: Profile | None = None,
+) -> PlannedRun:
+    """Choose for a run; ``num_rows`` are the rows of the part that ``stats`` are of.
+
+    ConfigError without a calibration of this machine, PlanError where nothing fits its memory.
+    """
+    start = time.perf_counter()
+    profile = profile or load()
+    whole = {"*": TableRule(sbp="S(0)")}
+    _, draft = plan_run(
+        config, fields, world_size=world_size, device_type=device_type, planned=whole
+    )
+    task = task_of(draft, stats, num_rows, device_bytes(device_type))
+    cost = CostModel(profile).of(task)
+    plan = choose(cost, seed=config.run.seed)
+    found = PlannedRun(
+        task=task,
+        plan=plan,
+        prediction=cost.predict(plan),
+        seconds=time.perf_counter() - start,
+    )
+    LOG.info(
+        "planned %d tables in %.1f s: %.2f ms a step",
+        len(plan),
+        found.seconds,
+        found.prediction.step_ms,
+    )
+    return found
+
+
+def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: int | None) -> Task:
+    """The task of a run, from any plan of it; what ``parallel.tables`` decides is pinned."""
+    tables = plan.embeddings
+    known = {one.name: one for one in stats}
+    features = {feature.name: feature for feature in tables.features}
+    per_sample = {
+        name: known[name].lookups / max(num_rows, 1) if name in known else float(feature.hotness)
+        for name, feature in features.items()
+    }
+    pinned: dict[str, Choice] = {
+        name: choice_of(layout, plan.world_size)
+        for name, layout in plan.layouts.items()
+        if layout.key.startswith("parallel.tables.")
+    }
+    wires = {layout.wire for layout in plan.layouts.values()}
+    parameters = sum(parameter.num_elements(0) for parameter in plan.dense)
+    return Task(
+        outputs=tables.outputs,
+        features=tables.features,
+        stats={
+            table.name: _stats_of(table, known, per_sample)
+            for output in tables.outputs
+            for table in output.tables
+        },
+        world_size=plan.world_size,
+        batch_size=plan.batch_size,
+        optimizer=tables.optimizer,
+        ids_per_sample={name: max(count, 1e-6) for name, count in per_sample.items()},
+        dtype=tables.dtype,
+        row_dtype=tables.row_dtype,
+        wire=next(iter(wires)) if len(wires) == 1 else None,
+        device_type=tables.world.device_type,
+        device_bytes=limit,
+        dense=DenseWork(macs_per_sample=float(parameters), parameters=parameters),
+        overlap=plan.schedule is not SERIAL,
+        pinned=pinned,
+    )
+
+
+def _stats_of(
+    table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
+) -> IdStats:
+    """Of a table: those of its field. Several fields are taken to touch the rows of the largest."""
+    found = [known[name] for name in table.features if name in known]
+    if not found:
+        LOG.warning(
+            "no statistics of %s, a column that the model makes itself; its plan takes all rows of "
+            "%s to be as frequent as each other",
+            ", ".join(table.features),
+            table.name,
+        )
+        return from_histogram([float(table.num_rows)], [1.0], 1.0)
+    largest = max(found, key=lambda one: one.distinct)
+    if not largest.unique_ratio:
+        raise ConfigError(
+            f"parallel.plan: auto: the set is too small for statistics of {largest.name} in a "
+            "batch; it takes 1,024 rows of train or more, or a scheme: parallel.scheme: auto"
+        )
+    return from_ratios(
+        {int(size): ratio for size, ratio in largest.unique_ratio.items()},
+        max(per_sample[largest.name], 1e-6),
+        distinct=float(max(largest.distinct, 1)),
+        bin_rows=largest.bins_rows,
+        bin_lookups=largest.bins_lookups,
+        top_mass=[largest.top_mass[key] for key in sorted(largest.top_mass, key=int)],
+    )
+
+
+def device_bytes(device_type: str) -> int | None:
+    """What one rank may fill: of its GPU, or its share of this machine; ``None`` if unknown."""
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        _, total = torch.cuda.mem_get_info()
+        return int(_USABLE * total)
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    return int(_USABLE * total / max(1, env_int("LOCAL_WORLD_SIZE", 1)))

@@ -1,0 +1,29 @@
+"""Plans timed on the ranks of this machine, in turns, so that a drift of the machine hits all."""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from planner.design import Sample, draw_batches
+from planner.measure import measure
+from planner.tables_file import TablesFile
+from planner.task import Plan
+from sbpflow.boxing.executor import Boxing
+from sbpflow.runtime.world import World
+
+
+def measure_plans(tables: TablesFile, plans: Sequence[Plan], *, rounds: int) -> list[float] | None:
+    """Every rank calls it; rank 0 gets the median ms of a step of each plan over the rounds."""
+    with World.start("auto") as world:
+        if world.device.type == "cpu":
+            torch.set_num_threads(1)
+        boxing = Boxing(world)
+        sample = Sample(task=tables.task(world.size, world.device.type), laws=tables.laws)
+        batches = draw_batches(sample, world.rank, 2, world.device)
+        times: list[list[float]] = [[] for _ in plans]
+        for _ in range(rounds):
+            for mine, plan in zip(times, plans, strict=True):
+                found = measure(boxing, sample.task, plan, batches, repeats=1, overlapped=8)
+                mine.append(found.step_ms)
+        return [statistics.median(mine) for mine in times] if world.rank == 0 else None

@@ -1,0 +1,203 @@
+"""``python -m planner plan | explain | compare``: plans for a ``tables.json`` under a profile.
+
+Each returns the text that is printed.
+"""
+
+import json
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from planner.calibrate import plan_of_tree, plan_tree
+from planner.choose import checked
+from planner.clusters import MACHINES, described
+from planner.command import start_ranks
+from planner.cost import CostModel, TaskCost
+from planner.measured_plans import measure_plans
+from planner.planners import PLANNERS, Planned, make_plan, planner_of
+from planner.profile import Profile, load
+from planner.report import as_html, as_json, as_text, report_of
+from planner.search.problem import price_of
+from planner.search.seeds import families
+from planner.shapes import assignment_of, plan_of, problem_of
+from planner.tables_file import TablesFile, read_tables
+from planner.task import Plan, Shape, plan_from_yaml, plan_to_yaml
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.launch import ArgumentParser
+
+
+def _parser(name: str, says: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=f"python -m planner {name}", description=says)
+    parser.add_argument(
+        "--tables", required=True, help="tables.json; planner/tables_file.py has it"
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="ranks; 2 by default")
+    parser.add_argument(
+        "--profile", help=f"a calibration, or {', '.join(MACHINES)}; this machine's by default"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def plan(argv: Sequence[str]) -> str:
+    """Choose a layout, ranks and an exchange for every table; the YAML goes to ``--output``."""
+    parser = _parser("plan", "Choose where every table lives, and say why.")
+    parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; auto by default")
+    parser.add_argument("--output", help="where parallel.plan finds it, as plan.yaml")
+    parser.add_argument("--report", help="a .txt, .json or .html file beside the printed text")
+    parser.add_argument(
+        "--measure",
+        type=int,
+        default=0,
+        metavar="K",
+        help="run the best K plans, and those with all tables alike, on ranks of this machine",
+    )
+    args = parser.parse_args(argv)
+    cost, tables = _cost(args)
+    planned = make_plan(planner_of(args.planner), cost, seed=args.seed)
+    lines: list[str] = []
+    if args.measure:
+        planned, lines = _measured(args, cost, tables, checked(planned, cost))
+    lines.append(_write(args, cost, planned))
+    checked(planned, cost)
+    return "\n".join(lines)
+
+
+def explain(argv: Sequence[str]) -> str:
+    """What a plan that is there would take, and what would be better for each table."""
+    parser = _parser("explain", "Say what a plan takes, rank by rank, and what would be better.")
+    parser.add_argument("--plan", required=True, help="a YAML of plan, or a person's")
+    parser.add_argument("--report", help="a .txt, .json or .html file beside the printed text")
+    args = parser.parse_args(argv)
+    cost, _ = _cost(args)
+    given = plan_from_yaml(Path(args.plan), cost.task)
+    problem = problem_of(cost)
+    assignment = assignment_of(problem, given)
+    planned = Planned(
+        planner=f"{args.plan}",
+        plan=given,
+        assignment=assignment,
+        priced=price_of(problem, assignment),
+        problem=problem,
+        seconds=0.0,
+    )
+    return _write(args, cost, planned)
+
+
+def compare(argv: Sequence[str]) -> str:
+    """Every planner on the same tables, as the profile prices their plans."""
+    parser = _parser("compare", "Price the plans of all planners, ours and the published ones.")
+    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
+    args = parser.parse_args(argv)
+    cost, _ = _cost(args)
+    rows = [make_plan(planner_of(name), cost, seed=args.seed) for name in args.planners]
+    lines = [f"{'planner':<12} {'predicted ms':>13} {'fits':>5} {'seconds':>8}"]
+    for one in sorted(rows, key=lambda one: one.priced.rank):
+        fits = "yes" if one.priced.feasible else "no"
+        lines.append(f"{one.planner:<12} {one.priced.ms:>13.3f} {fits:>5} {one.seconds:>8.2f}")
+    return "\n".join(lines)
+
+
+def _cost(args: Namespace) -> tuple[TaskCost, TablesFile]:
+    if args.world_size < 1:
+        raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, as 4")
+    tables = read_tables(Path(args.tables))
+    profile = _profile(args.profile)
+    device = "cuda" if profile.backend == "nccl" else "cpu"
+    return CostModel(profile).of(tables.task(args.world_size, device)), tables
+
+
+def _profile(name: str | None) -> Profile:
+    if name is not None and name in MACHINES:
+        return described(name)
+    return load(None if name is None else Path(name))
+
+
+def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
+    """Writes the files that are asked for, also of a plan that does not fit; the report's text."""
+    report = report_of(planned, cost)
+    writers = {".txt": as_text, ".json": as_json, ".html": as_html}
+    if args.report:
+        path = Path(args.report)
+        if path.suffix not in writers:
+            raise ConfigError(f"--report: {path.name}; end its name in {', '.join(writers)}")
+        path.write_text(writers[path.suffix](report), encoding="ascii")
+    if getattr(args, "output", None):
+        notes = {
+            "planner": planned.planner,
+            "predicted_step_ms": round(planned.priced.ms, 4),
+            "lower_bound_ms": round(report.bounds[0].ms, 4),
+            "lower_bound_of": report.bounds[0].kind,
+        }
+        Path(args.output).write_text(plan_to_yaml(planned.plan, notes), encoding="ascii")
+    return as_text(report)
+
+
+def _measured(
+    args: Namespace, cost: TaskCost, tables: TablesFile, planned: Planned
+) -> tuple[Planned, list[str]]:
+    """The fastest as measured of the best K plans and the homogeneous ones."""
+    if set(tables.laws) != {table.name for table in tables.tables}:
+        raise ConfigError(
+            "--measure: draws ids by each table's zipf, and not all have one; give all tables "
+            '"zipf": {"s": .., "q": ..}, or leave --measure out'
+        )
+    plans = _best(planned, cost, args.measure)
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder, "plans.json"), Path(folder, "measured.json")
+        asked.write_text(json.dumps([plan_tree(one) for one in plans.values()]))
+        words = ["measure", "--tables", args.tables, "--plans", str(asked), "--output", str(answer)]
+        if code := start_ranks(words, args.world_size):
+            raise ConfigError(
+                f"--measure: a rank ended with exit code {code}; its message is above"
+            )
+        times = dict(zip(plans, json.loads(answer.read_text()), strict=True))
+    lines = [
+        f"measured {ms:9.3f} ms  {name}" for name, ms in sorted(times.items(), key=lambda t: t[1])
+    ]
+    fastest = min(times, key=lambda name: times[name])
+    assignment = assignment_of(planned.problem, plans[fastest])
+    fastest_plan = replace(
+        planned,
+        plan=plans[fastest],
+        assignment=assignment,
+        priced=price_of(planned.problem, assignment),
+    )
+    return fastest_plan, lines
+
+
+def _best(planned: Planned, cost: TaskCost, count: int) -> dict[str, Plan]:
+    """By name: the best plans met, then every seed with all tables alike that fits."""
+    problem = planned.problem
+    plans: dict[str, Plan] = {f"{planned.planner} 1": planned.plan}
+    if planned.found is None:
+        return plans
+    for place, other in enumerate(planned.found.others[: count - 1]):
+        if price_of(problem, other).feasible:
+            plans[f"{planned.planner} {place + 2}"] = plan_of(cost.task, problem, other)
+    for shape in families(problem):
+        name = f"all {shape}"
+        given = planned.found.plans.get(name)
+        everywhere = isinstance(shape, Shape) and shape.num_shards in (1, problem.num_ranks)
+        if given is not None and everywhere and planned.found.seeds[name].feasible:
+            plans[name] = plan_of(cost.task, problem, given)
+    return plans
+
+
+def measure(argv: Sequence[str]) -> str:
+    """One of the ranks that ``plan --measure`` starts; writes the ms of each plan."""
+    parser = ArgumentParser(
+        prog="python -m planner measure", description="As a rank: time plans one after another."
+    )
+    for name in ("--tables", "--plans", "--output"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    tables = read_tables(Path(args.tables))
+    plans = [plan_of_tree(tree) for tree in json.loads(Path(args.plans).read_text())]
+    times = measure_plans(tables, plans, rounds=args.rounds)
+    if times is not None:
+        Path(args.output).write_text(json.dumps(times))
+    return ""

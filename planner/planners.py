@@ -1,0 +1,149 @@
+"""The planners by name, behind one function: ours, and the published ones to compare with.
+
+``auto`` searches all layouts under the cost model. Of the others, those that learn are trained when
+they are asked for, on tasks drawn by ``planner.workloads`` for the same world and batch, priced as
+the task is; that takes up to a minute.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from planner.cost import TaskCost
+from planner.published.dreamshard import DreamShard
+from planner.published.embark import embark
+from planner.published.greedy import (
+    dim_greedy,
+    lookup_greedy,
+    random_placement,
+    size_greedy,
+    size_lookup_greedy,
+)
+from planner.published.neuroshard import NeuroShard
+from planner.published.setting import Setting
+from planner.search.auto import Effort, Found, search
+from planner.search.problem import Assignment, Priced, Problem, price_of
+from planner.shapes import plan_of, problem_of
+from planner.task import Plan
+from planner.workloads import random_task
+from sbpflow.errors import ConfigError
+
+PlannerName = Literal[
+    "auto",
+    "random",
+    "size",
+    "dim",
+    "lookup",
+    "size-lookup",
+    "embark",
+    "neuroshard",
+    "dreamshard",
+]
+PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
+GREEDY: Mapping[str, Callable[[Setting], Assignment]] = {
+    "random": random_placement,
+    "size": size_greedy,
+    "dim": dim_greedy,
+    "lookup": lookup_greedy,
+    "size-lookup": size_lookup_greedy,
+}
+TRAINING_TASKS = 30
+TRAINING_TABLES = (10, 60)  # of a training task, from .. to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A planner's answer: the plan, its price, and what ``auto`` tells beside."""
+
+    planner: str
+    plan: Plan
+    assignment: Assignment
+    priced: Priced
+    problem: Problem
+    seconds: float
+    found: Found | None = None
+
+
+def planner_of(name: str) -> PlannerName:
+    """ConfigError for a name that is none."""
+    if name not in PLANNERS:
+        raise ConfigError(f"--planner: {name!r}; use {', '.join(PLANNERS)}")
+    return name
+
+
+def make_plan(
+    name: PlannerName, cost: TaskCost, *, seed: int = 0, effort: Effort | None = None
+) -> Planned:
+    """A plan for the cost's task. The best of least excess where nothing fits: ``priced`` says."""
+    start = time.perf_counter()
+    problem = problem_of(cost)
+    setting = Setting(cost.task, problem, seed)
+    found: Found | None = None
+    if name == "auto":
+        found = search(problem, seed=seed, effort=effort, given=published_seeds(setting))
+        assignment = found.assignment
+    else:
+        assignment = published(name, [cost], seed)(setting)
+    return Planned(
+        planner=name,
+        plan=plan_of(cost.task, problem, assignment),
+        assignment=assignment,
+        priced=price_of(problem, assignment),
+        problem=problem,
+        seconds=time.perf_counter() - start,
+        found=found,
+    )
+
+
+def published_seeds(setting: Setting) -> dict[str, Assignment]:
+    """What ``auto`` starts from beside its own seeds: every heuristic that needs no training."""
+    if any(_lacks_whole(setting)):
+        return {}
+    plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}
+    if len(setting.tables) <= 300:
+        plans["embark"] = embark(setting)
+    return plans
+
+
+def _lacks_whole(setting: Setting) -> list[bool]:
+    from planner.shapes import COPIED, WHOLE
+
+    shape = WHOLE if setting.num_ranks > 1 else COPIED
+    return [setting.option(table, shape) is None for table in range(len(setting.tables))]
+
+
+def published(
+    name: PlannerName, like: Sequence[TaskCost], seed: int
+) -> Callable[[Setting], Assignment]:
+    """A published planner, trained if it learns, for tasks like those given."""
+    if name in GREEDY:
+        return GREEDY[name]
+    if name == "embark":
+        return embark
+    settings = training_settings(like, seed)
+    if name == "neuroshard":
+        return NeuroShard.train(settings, seed).plan
+    if name == "dreamshard":
+        return DreamShard.train(settings, seed).plan
+    raise ConfigError(f"--planner: {name!r} is not a published one; use {', '.join(PLANNERS[1:])}")
+
+
+def training_settings(like: Sequence[TaskCost], seed: int) -> list[Setting]:
+    """Tasks to train on: tables from the half of the pool that no comparison draws from."""
+    random = np.random.default_rng(seed)
+    settings: list[Setting] = []
+    for number in range(TRAINING_TASKS):
+        one = like[number % len(like)]
+        task = random_task(
+            seed * TRAINING_TASKS + number,
+            num_tables=int(random.integers(TRAINING_TABLES[0], TRAINING_TABLES[1] + 1)),
+            world_size=one.task.world_size,
+            held_out=False,
+            batch_size=one.task.batch_size,
+        )
+        task = replace(task, overlap=one.task.overlap)
+        settings.append(Setting(task, problem_of(TaskCost(one.profile, task, one.objective)), seed))
+    return settings

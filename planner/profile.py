@@ -1,0 +1,263 @@
+"""What a machine was measured to take, as one value: weights, corrections, links, provenance.
+
+``python -m planner calibrate`` writes one per machine beside the kernel profile in the user's
+cache; ``planner.clusters.described`` makes one from published figures for machines that are not at
+hand, and says of each term that it is assumed.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.features import Floats
+from planner.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
+from planner.work import FEATURES, INDEX, NUM_FEATURES
+from sbpflow.embedding.storage.measure import machine_key
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.cache_dir import cache_dir
+
+FORMAT = 1
+COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """One member's correction of one phase: sum_k scale_k (totals . mix_k) ** power_k.
+
+    All numbers are non-negative, so it rises with every count. ``low`` and ``high`` bound it to
+    what was measured, as factors of the sum without correction.
+    """
+
+    mix: tuple[tuple[float, ...], ...]  # [K, F]
+    scale: tuple[float, ...]
+    power: tuple[float, ...]
+    low: float
+    high: float
+
+    def apply(self, totals: Floats, linear: Floats) -> Floats:
+        """[..] ms from counts [.., F] and their plain sum [..]."""
+        inside = np.maximum(totals @ np.asarray(self.mix).T, 0.0)
+        raised = (inside ** np.asarray(self.power)) @ np.asarray(self.scale)
+        return np.clip(raised, self.low * linear, self.high * linear)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins the ranks. ``measured`` links are inside the weights; others scale them.
+
+    Bandwidths are of one rank, in GB/s, latencies per call and partner in ms.
+    """
+
+    ranks_per_node: int = 0  # 0: one node
+    within_gb_per_s: float = 0.0
+    between_gb_per_s: float = 0.0
+    within_call_ms: float = 0.0
+    between_call_ms: float = 0.0
+
+    def per_byte_ms(self, world_size: int) -> float:
+        """Of a byte that a rank sends evenly to all others; both kinds of links work at once."""
+        near, far = self._shares(world_size)
+        times = [near / self.within_gb_per_s]
+        if far:
+            times.append(far / self.between_gb_per_s)
+        return 1e-6 * max(times)
+
+    def call_ms(self, world_size: int) -> float:
+        """Of one collective over all ranks, whatever it carries."""
+        _, far = self._shares(world_size)
+        rounds = max(world_size - 1, 0)
+        each = self.between_call_ms if far else self.within_call_ms
+        return each * (rounds if rounds < 8 else 8 + np.log2(rounds / 8))
+
+    def _shares(self, world_size: int) -> tuple[float, float]:
+        """Fractions of what a rank sends that stay in its node, and that do not."""
+        per_node = self.ranks_per_node or world_size
+        if world_size <= per_node:
+            return 1.0, 0.0
+        far = (world_size - per_node) / (world_size - 1)
+        return 1.0 - far, far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Prices of one machine and link; JSON on disk.
+
+    ``weights`` [F, P] are ms per count, non-negative, for ``world_size`` ranks. ``members`` are the
+    ensemble: for each, corrections by phase. ``hidden`` is the share of each transfer that overlap
+    hides. ``step_factors`` compare optimizers with the one calibrated. ``sources`` says of each
+    group of terms whether it is measured or assumed, and ``about`` when, where and on what.
+    """
+
+    weights: tuple[tuple[float, ...], ...]
+    world_size: int
+    backend: str
+    members: tuple[Mapping[str, Fusion], ...] = ()
+    hidden: Mapping[str, float] = field(default_factory=dict[str, float])
+    step_factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    buffer_factor: float = 1.0
+    link: Link | None = None
+    errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+    about: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def matrix(self) -> Floats:
+        """[F, P]"""
+        return np.array(self.weights, dtype=np.float64)
+
+    @property
+    def num_members(self) -> int:
+        return len(self.members)
+
+    @property
+    def fusion(self) -> tuple[Mapping[str, Fusion], ...]:
+        return self.members
+
+    def step_factor(self, optimizer: str) -> float:
+        """How an optimizer's step compares; ConfigError if it was not measured."""
+        if not self.step_factors:
+            return 1.0
+        if optimizer not in self.step_factors:
+            raise ConfigError(
+                f"planner: the profile has no {optimizer}, only {', '.join(self.step_factors)}; "
+                f"run python -m planner calibrate --optimizers {optimizer}"
+            )
+        return self.step_factors[optimizer]
+
+    def weights_for(self, world_size: int) -> Floats:
+        """[F, P] for a world of another size: the calls of a transfer grow with its partners.
+
+        With a described link, bytes and calls cost what that link says.
+        """
+        matrix = self.matrix.copy()
+        for kind in TRANSFERS:
+            column = matrix[:, PHASE[kind]]
+            if self.link is not None:
+                _price_link(column, kind, self.link, world_size)
+            elif self.world_size > 1:
+                for name in COUNTED:
+                    column[INDEX[name]] *= (world_size - 1) / (self.world_size - 1)
+        if world_size == 1:
+            matrix[:, [PHASE[kind] for kind in TRANSFERS]] = 0.0
+        return matrix
+
+    def corrected(self, totals: Floats, linear: Floats, member: int | None = None) -> Floats:
+        """[.., P] with the learned corrections, of one member or on average."""
+        out = linear.copy()
+        chosen = self.members if member is None else (self.members[member],)
+        for name in chosen[0]:
+            place = PHASE[name]
+            values = [one[name].apply(totals, linear[..., place]) for one in chosen]
+            out[..., place] = sum(values) / len(values)
+        return out
+
+    def correction_bounds(self) -> tuple[Floats, Floats]:
+        """[P] least and most factors of the correction; 1 where there is none."""
+        low, high = np.ones(NUM_PHASES), np.ones(NUM_PHASES)
+        for member in self.members:
+            for name, fusion in member.items():
+                place = PHASE[name]
+                low[place] = min(low[place], fusion.low)
+                high[place] = max(high[place], fusion.high)
+        return low, high
+
+    def save(self, path: Path) -> None:
+        """The file is replaced as a whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        content = {"format": FORMAT, "features": FEATURES, "phases": PHASES, **asdict(self)}
+        fresh.write_text(json.dumps(content, indent=1), encoding="ascii")
+        fresh.replace(path)
+
+
+def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
+    counted_by = ("ids", "", "counted", "vector", "gradient", "")
+    sent: dict[str, str] = dict(zip(map(str, TRANSFERS), counted_by, strict=True))
+    column[:] = 0.0
+    call = link.call_ms(world_size)
+    if sent[kind]:
+        column[INDEX[f"{sent[kind]}_bytes"]] = link.per_byte_ms(world_size)
+    if kind == "dense gradients":
+        column[INDEX["dense_parameters"]] = 2 * 4 * link.per_byte_ms(world_size)
+        column[INDEX["always"]] = call
+    called = {
+        "ids": ("num_id_calls",),
+        "counts": ("num_unique", "num_local"),
+        "counted ids": ("num_unique", "num_local"),
+        "vectors": ("num_columns", "num_reduce", "num_unique"),
+        "row gradients": ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole"),
+    }
+    for name in called.get(kind, ()):
+        column[INDEX[name]] = call
+
+
+def default_path() -> Path:
+    """Where this machine's calibration is kept."""
+    return cache_dir() / f"planner-{machine_key()}.json"
+
+
+def load(path: Path | None = None) -> Profile:
+    """A profile from a file, by default this machine's; ConfigError if there is none or no such."""
+    path = path or default_path()
+    if not path.is_file():
+        raise ConfigError(
+            f"planner: no calibration at {path}; run python -m planner calibrate (under five "
+            "minutes), or use parallel.scheme: auto, which needs none"
+        )
+    try:
+        tree = json.loads(path.read_text(encoding="ascii"))
+        return _from_tree(tree)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"planner: {path} is no profile of this version ({error}); run python -m planner "
+            "calibrate again"
+        ) from error
+
+
+def _from_tree(tree: Mapping[str, Any]) -> Profile:
+    if tree["format"] != FORMAT or tuple(tree["features"]) != FEATURES:
+        raise ValueError(f"format {tree['format']}, this version has {FORMAT}")
+    if tuple(tree["phases"]) != PHASES:
+        raise ValueError("its phases are others")
+    weights = tuple(tuple(float(x) for x in row) for row in tree["weights"])
+    if len(weights) != NUM_FEATURES or any(len(row) != NUM_PHASES for row in weights):
+        raise ValueError(f"weights are not [{NUM_FEATURES}, {NUM_PHASES}]")
+    members = tuple(
+        {
+            name: Fusion(
+                mix=tuple(tuple(row) for row in one["mix"]),
+                scale=tuple(one["scale"]),
+                power=tuple(one["power"]),
+                low=one["low"],
+                high=one["high"],
+            )
+            for name, one in member.items()
+        }
+        for member in tree["members"]
+    )
+    link = Link(**tree["link"]) if tree["link"] else None
+    known = ("hidden", "step_factors", "errors", "sources", "about")
+    return Profile(
+        weights=weights,
+        world_size=int(tree["world_size"]),
+        backend=str(tree["backend"]),
+        members=members,
+        buffer_factor=float(tree["buffer_factor"]),
+        link=link,
+        **{name: dict(tree[name]) for name in known},
+    )
+
+
+def weights_from(terms: Mapping[str, Mapping[str, float]]) -> tuple[tuple[float, ...], ...]:
+    """[F, P] from {phase: {feature: ms}}; what is not named costs nothing."""
+    matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
+    for phase, row in terms.items():
+        for name, value in row.items():
+            matrix[INDEX[name], PHASE[phase]] = value
+    return tuple(tuple(row) for row in matrix.tolist())

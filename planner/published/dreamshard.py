@@ -1,0 +1,227 @@
+"""DreamShard: a cost network from measured placements, a policy trained on what it estimates.
+
+Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
+``training.py``). A table's 21 features pass an MLP and are summed per device; heads give forward,
+exchange and backward of a device, a fourth the whole placement from the maximum over devices. The
+policy places tables by falling predicted cost, with a probability per device that has room, and
+learns by REINFORCE from the cost network's estimate alone. As there, it does not see which table it
+places: the order has to tell it. Between the updates, placements of the policy are measured and
+the cost network is trained on all measured so far.
+Differences: measurements are this machine's prices of whole plans; they are divided by the mean of
+the first ones, since the rates were chosen for milliseconds of another machine; rows, sizes and
+pooling are logarithms scaled by the training tables in place of each task's own; devices without
+room get no probability in training, too; episodes of a batch run side by side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.published.nets import Scaling, mlp, sums
+from planner.published.setting import NUM_FEATURES, Setting
+from planner.search.problem import Assignment, Ints
+
+LATENT = 32
+ENTROPY = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How much is measured and trained; the source's defaults."""
+
+    iterations: int = 10
+    placements: int = 10  # measured in each iteration
+    cost_steps: int = 300
+    batch: int = 64
+    policy_steps: int = 10
+    episodes: int = 10  # in each
+
+
+class Net(nn.Module):
+    """The cost network and the policy, with the widths of the source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = mlp(NUM_FEATURES, 128, LATENT, last=True)
+        self.heads = nn.ModuleList(mlp(LATENT, 64, 1) for _ in range(3))
+        self.overall = mlp(LATENT, 64, 1)
+        self.policy_table = mlp(NUM_FEATURES, 128, LATENT, last=True)
+        self.policy_cost = mlp(3, 64, 32, last=True)
+        self.policy = nn.Linear(LATENT + 32, 1)
+
+    def parts(self, summed: Tensor) -> Tensor:
+        """[.., LATENT] of devices -> [.., 3]: forward, exchange, backward."""
+        return torch.cat([head(summed) for head in self.heads], dim=-1)
+
+    def whole(self, summed: Tensor) -> Tensor:
+        """[.., devices, LATENT] -> [..]: a placement's cost."""
+        return self.overall(summed.amax(dim=-2)).squeeze(-1)
+
+    def logits(self, policy_sums: Tensor, cost_sums: Tensor) -> Tensor:
+        """[.., devices] from the sums of both embeddings of the tables placed so far."""
+        with torch.no_grad():
+            costs = self.parts(cost_sums)
+        both = torch.cat([policy_sums, self.policy_cost(costs)], dim=-1)
+        return self.policy(both).squeeze(-1)
+
+
+@dataclass
+class DreamShard:
+    """The trained networks, and the scale that their costs are in."""
+
+    net: Net
+    scaling: Scaling
+    unit_ms: float = 1.0
+    losses: list[float] = field(default_factory=list[float])
+
+    @staticmethod
+    def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
+        """From tasks to train on, each with the prices that stand for measurements."""
+        return _Training(settings, seed, amount or Amount()).run()
+
+    def plan(self, setting: Setting) -> Assignment:
+        """The most likely device for every table, one after another."""
+        with torch.no_grad():
+            devices, _, _ = self.episodes(setting, 1, None)
+        return setting.whole(devices[0])
+
+    def features(self, setting: Setting) -> Tensor:
+        return self.scaling.apply(setting.features)
+
+    def order(self, features: Tensor) -> Ints:
+        """Tables by falling predicted cost of each alone."""
+        with torch.no_grad():
+            alone = self.net.parts(self.net.table(features)).sum(-1)
+        return np.argsort(-alone.numpy(), kind="stable")
+
+    def episodes(
+        self, setting: Setting, count: int, generator: torch.Generator | None
+    ) -> tuple[Ints, Tensor, Tensor]:
+        """Placements side by side: devices [count, T], log-probabilities and entropies [count].
+
+        Drawn with ``generator``, or the most likely without.
+        """
+        features, size = self.features(setting), setting.num_ranks
+        cost, policy = self.net.table(features).detach(), self.net.policy_table(features)
+        cost_sums = torch.zeros(count, size, LATENT)
+        policy_sums = torch.zeros(count, size, LATENT)
+        room = torch.from_numpy(np.tile(setting.room_bytes, (count, 1)))
+        held = torch.from_numpy(setting.held_bytes)
+        devices = np.zeros((count, len(features)), dtype=np.int64)
+        likely, entropy = torch.zeros(count), torch.zeros(count)
+        for table in self.order(features).tolist():
+            legal = room >= held[table]
+            legal |= ~legal.any(dim=1, keepdim=True) & (room == room.amax(dim=1, keepdim=True))
+            logits = self.net.logits(policy_sums, cost_sums).masked_fill(~legal, -torch.inf)
+            log_p = functional.log_softmax(logits, dim=-1)
+            p = log_p.exp()
+            if generator is None:
+                chosen = log_p.argmax(dim=-1)
+            else:
+                chosen = torch.multinomial(p, 1, generator=generator).squeeze(1)
+            one_hot = functional.one_hot(chosen, size).float()
+            likely = likely + (log_p.masked_fill(~legal, 0.0) * one_hot).sum(-1)
+            entropy = entropy - (p * log_p.masked_fill(~legal, 0.0)).sum(-1)
+            cost_sums = cost_sums + one_hot[..., None] * cost[table]
+            policy_sums = policy_sums + one_hot[..., None] * policy[table]
+            room = room - one_hot.double() * held[table]
+            devices[:, table] = chosen.numpy()
+        return devices, likely, entropy
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A measured placement: its costs in units, [devices, 3] and the whole."""
+
+    features: Tensor
+    devices: Tensor
+    parts: Tensor
+    whole: float
+
+
+class _Training:
+    def __init__(self, settings: Sequence[Setting], seed: int, amount: Amount) -> None:
+        self.settings, self.amount = settings, amount
+        self.generator = torch.Generator().manual_seed(seed)
+        self.random = np.random.default_rng(seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            net = Net()
+        every = np.concatenate([setting.features for setting in settings])
+        self.model = DreamShard(net, Scaling.of(every))
+        self.samples: list[_Sample] = []
+
+    def run(self) -> DreamShard:
+        optimizer = torch.optim.Adam(self.model.net.parameters(), lr=5e-4)
+        total = self.amount.iterations
+        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / total)
+        for _ in range(total):
+            self._measure()
+            for _ in range(self.amount.cost_steps):
+                self._learn_cost(optimizer)
+            for _ in range(self.amount.policy_steps):
+                self._learn_policy(optimizer)
+            decay.step()
+        return self.model
+
+    def _any(self) -> Setting:
+        return self.settings[int(self.random.integers(len(self.settings)))]
+
+    def _measure(self) -> None:
+        found = []
+        for _ in range(self.amount.placements):
+            setting = self._any()
+            with torch.no_grad():
+                devices, _, _ = self.model.episodes(setting, 1, self.generator)
+            found.append((setting, devices[0], setting.measure(setting.whole(devices[0]))))
+        if not self.samples:
+            self.model.unit_ms = float(np.mean([measured.priced.ms for _, _, measured in found]))
+        for setting, devices, measured in found:
+            parts = np.stack([measured.forward, measured.exchange, measured.backward], axis=1)
+            self.samples.append(
+                _Sample(
+                    features=self.model.features(setting),
+                    devices=torch.from_numpy(devices),
+                    parts=torch.from_numpy(parts / self.model.unit_ms).float(),
+                    whole=measured.priced.ms / self.model.unit_ms,
+                )
+            )
+
+    def _learn_cost(self, optimizer: torch.optim.Optimizer) -> None:
+        numbers = self.random.integers(len(self.samples), size=self.amount.batch)
+        drawn = [self.samples[int(n)] for n in numbers]
+        net = self.model.net
+        first = np.cumsum([0, *(len(one.parts) for one in drawn)])
+        devices = torch.cat([one.devices + n for one, n in zip(drawn, first[:-1], strict=True)])
+        latents = net.table(torch.cat([one.features for one in drawn]))
+        summed = sums(latents, devices, int(first[-1]))
+        of = torch.repeat_interleave(torch.arange(len(drawn)), torch.from_numpy(np.diff(first)))
+        largest = torch.zeros(len(drawn), LATENT).index_reduce(0, of, summed, "amax")
+        whole = torch.tensor([one.whole for one in drawn])
+        loss = (net.overall(largest).squeeze(-1) - whole).square().mean()
+        parts = torch.cat([one.parts for one in drawn])
+        loss = loss + (net.parts(summed) - parts).square().mean(0).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        self.model.losses.append(float(loss.detach()))
+
+    def _learn_policy(self, optimizer: torch.optim.Optimizer) -> None:
+        setting = self._any()
+        devices, likely, entropy = self.model.episodes(
+            setting, self.amount.episodes, self.generator
+        )
+        with torch.no_grad():
+            latents = self.model.net.table(self.model.features(setting))
+            placed = functional.one_hot(torch.from_numpy(devices), setting.num_ranks).float()
+            reward = -self.model.net.whole(placed.transpose(1, 2) @ latents)
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+        steps = devices.shape[1]
+        loss = -(likely * advantage).mean() / steps - ENTROPY * entropy.mean() / steps
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

@@ -1,0 +1,120 @@
+"""The search as a whole: seeds, local search from the best, an exact model on the way.
+
+What it returns is never worse, as the model prices it, than any seed. The same problem, seed and
+effort give the same plan: budgets are counted in insertions, not in seconds.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.search.exact import linear_optimum
+from planner.search.insertion import Inserter
+from planner.search.local import LocalSearch, weights_of
+from planner.search.problem import Assignment, Priced, Problem, check_assignment, price_of
+from planner.search.seeds import families, greedy, homogeneous, mixed, partly_copied
+
+STARTS = 4  # seeds that local search improves before it keeps to one
+MIXED = 4  # shapes, the best alone, that are tried in pairs
+MANY_TABLES = 400  # beyond it only the quickest seeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to search: ``insertions`` of local search, and seconds of the exact model.
+
+    ``exact_time`` is in CP-SAT's deterministic units, about a second each; 0 leaves it out.
+    """
+
+    insertions: int
+    exact_time: float
+
+    @staticmethod
+    def of(problem: Problem) -> "Effort":
+        """What keeps 200 tables x 16 ranks under 10 s and 1000 x 128 under 60 s on a 2026 Xeon."""
+        size = problem.num_tables * problem.num_ranks
+        insertions = max(400, min(4000, 40 * problem.num_tables))
+        return Effort(insertions=insertions, exact_time=0.5 if size <= 800 else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best plan; by name every seed (``plans``) and what it was priced at (``seeds``).
+
+    ``others`` are the next best plans met, for a measurement to choose among.
+    """
+
+    assignment: Assignment
+    priced: Priced
+    seeds: Mapping[str, Priced]
+    plans: Mapping[str, Assignment]
+    others: tuple[Assignment, ...]
+    insertions: int
+    seconds: float
+
+
+def search(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    effort: Effort | None = None,
+    given: Mapping[str, Assignment] | None = None,
+) -> Found:
+    """The plan of least time that fits; the one of least excess if none does.
+
+    ``given`` are further plans to start from, by name.
+    """
+    start = time.perf_counter()
+    effort = effort or Effort.of(problem)
+    inserter = Inserter(problem, most_priced=24 if problem.num_ranks <= 32 else 10)
+    weights = weights_of(problem, inserter)
+    plans: dict[str, Assignment] = {}
+    for name, plan in (given or {}).items():
+        check_assignment(problem, plan)
+        plans[name] = plan
+    plans |= greedy(problem, weights, inserter)
+    if problem.num_tables <= MANY_TABLES:
+        alike = dict(homogeneous(problem, weights))
+        rank = {name: price_of(problem, plan).rank for name, plan in alike.items()}
+        order = sorted(zip(families(problem), alike, strict=True), key=lambda one: rank[one[1]])
+        leading = [shape for shape, _ in order[:MIXED]]
+        plans |= alike
+        plans |= partly_copied(problem, weights, leading)
+        plans |= mixed(problem, weights, leading)
+    priced = {name: price_of(problem, plan) for name, plan in plans.items()}
+    local = LocalSearch(problem, inserter, weights, seed)
+    best = _starts(plans, priced)
+    pool = [local.improve(plan, effort.insertions // 8) for plan in best]
+    if effort.exact_time:
+        leader = min(pool, key=lambda plan: price_of(problem, plan).rank)
+        exact = linear_optimum(problem, leader, exact_time=effort.exact_time, seed=seed)
+        if exact is not None:
+            pool.append(exact.assignment)
+    pool.sort(key=lambda plan: price_of(problem, plan).rank)
+    pool.insert(0, local.improve(pool[0], effort.insertions - local.insertions))
+    pool += best
+    unique = sorted(dict.fromkeys(pool), key=lambda plan: price_of(problem, plan).rank)
+    return Found(
+        assignment=unique[0],
+        priced=price_of(problem, unique[0]),
+        seeds=priced,
+        plans=plans,
+        others=tuple(unique[1:]),
+        insertions=local.insertions,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> list[Assignment]:
+    """The best few seeds that differ in time, so that not all are the same plan renamed."""
+    chosen: list[Assignment] = []
+    seen: set[tuple[float, float]] = set()
+    for name in sorted(plans, key=lambda name: priced[name].rank):
+        rank = priced[name].rank
+        place = (round(rank[0], 3), round(rank[1], 9))
+        if place not in seen:
+            seen.add(place)
+            chosen.append(plans[name])
+        if len(chosen) == STARTS:
+            break
+    return chosen

@@ -1,0 +1,194 @@
+"""The best way to add one table to a plan: every option, on the ranks that suit it.
+
+The heart of the search: greedy construction, re-insertion and the runner-up of a report are all
+this one question. A cheap score per rank picks where shards would go, and the full model prices
+what is left.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.search.problem import Floats, Ints, Key, Move, Option, Problem, State
+
+# Share of the mean load, next to the maximum, in what the search minimises: the time of a step is
+# a maximum over ranks and does not see most moves; this makes it fall as work gets less and evener.
+EVENNESS = 0.05
+RANKS_TRIED = 3  # ranks on which a whole table is priced by the full model, of those scored best
+NO_ROOM = 1e6  # milliseconds for a memory exceeded by a rank's whole limit
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """A move with what the search minimises (``goal``, milliseconds) and the step's time."""
+
+    goal: float
+    ms: float
+    move: Move
+
+
+def goal_of(problem: Problem, totals: Floats, phases: Floats, ms: Floats) -> Floats:
+    """What the search minimises, [N], of totals [N, ranks, F] and phases [N, ranks, P]."""
+    even = np.sqrt(np.mean(np.square(phases), axis=1)).sum(axis=-1)
+    excess = problem.excess(totals)
+    return ms + EVENNESS * even + NO_ROOM * excess / problem.limit_bytes.mean()
+
+
+def goal(state: State) -> float:
+    """``goal_of`` of a whole plan."""
+    phases = state.problem.pricing.rank_ms(state.totals)[None]
+    ms = state.problem.pricing.combine(phases)
+    return float(goal_of(state.problem, state.totals[None], phases, ms)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A table's options as arrays: ``rows`` [R, features], one per shard that differs, and home.
+
+    ``first[k]`` is the row of the first shard of option ``numbers[k]``, -1 if it has none.
+    """
+
+    numbers: tuple[int, ...]
+    rows: Floats
+    owner: Ints
+    first: tuple[int, ...]
+    keys: tuple[tuple[Key, ...], ...]
+
+
+class Inserter:
+    """Prices insertions into states of one problem.
+
+    ``allowed`` [table] -> numbers of the options to try; all by default. ``most_priced`` bounds the
+    moves per table that the full model prices, which is what takes the time on many ranks.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        allowed: tuple[tuple[int, ...], ...] | None = None,
+        most_priced: int = 24,
+    ) -> None:
+        self.problem = problem
+        self.most_priced = most_priced
+        fits = tuple(
+            tuple(n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks)
+            for options in problem.options
+        )
+        if allowed is not None:
+            fits = tuple(
+                tuple(n for n in mine if n in chosen)
+                for mine, chosen in zip(fits, allowed, strict=True)
+            )
+        self._tried = [self._of(table, numbers) for table, numbers in enumerate(fits)]
+
+    def _of(self, table: int, numbers: tuple[int, ...]) -> _Tried:
+        rows: list[Floats] = []
+        owner: list[int] = []
+        first: list[int] = []
+        for place, number in enumerate(numbers):
+            option = self.problem.options[table][number]
+            first.append(len(rows) if option.num_shards else -1)
+            for shard in option.shards[: 1 if option.alike else None]:
+                rows.append(option.home + shard)
+                owner.append(place)
+        options = self.problem.options[table]
+        return _Tried(
+            numbers=numbers,
+            rows=np.array(rows).reshape(len(rows), self.problem.base.shape[1]),
+            owner=np.array(owner, dtype=np.int64),
+            first=tuple(first),
+            keys=tuple(options[n].keys(tuple(range(options[n].num_shards))) for n in numbers),
+        )
+
+    def ranked(
+        self, state: State, table: int, avoid: frozenset[object] = frozenset()
+    ) -> list[Insertion]:
+        """Insertions of ``table`` into ``state``, best first, of the options that score well.
+
+        Options whose keys are in ``avoid`` are left out unless nothing remains.
+        """
+        options = self.problem.options[table]
+        moves = self._moves(state, table)
+        if avoid:
+            kept = [one for one in moves if avoid.isdisjoint(options[one.option].keys(one.ranks))]
+            moves = kept or moves
+        return self._priced(state, table, moves)
+
+    def best(self, state: State, table: int, avoid: frozenset[object] = frozenset()) -> Insertion:
+        return self.ranked(state, table, avoid)[0]
+
+    def quick(self, state: State, table: int) -> Move:
+        """The move that scores best, not priced: for tables of one option."""
+        return self._moves(state, table)[0]
+
+    def _moves(self, state: State, table: int) -> list[Move]:
+        """For every option the ranks that suit it, several for a whole table; best scores first."""
+        tried = self._tried[table]
+        found: list[tuple[float, Move]] = []
+        scores = self._scores(state, tried)
+        orders = np.argsort(scores, axis=1, kind="stable") if len(scores) else scores
+        for number, first in zip(tried.numbers, tried.first, strict=True):
+            if first < 0:  # copied ones have no score: always kept, first
+                found.append((-1.0, Move(number, ())))
+                continue
+            option = self.problem.options[table][number]
+            if option.alike:
+                found += self._alike(option, number, scores[first], orders[first])
+            else:
+                found.append(self._unlike(option, number, scores[first:]))
+        found.sort(key=lambda one: one[0])
+        return [move for _, move in found[: self.most_priced]]
+
+    def _scores(self, state: State, tried: _Tried) -> Floats:
+        """[rows, ranks]: by how much a rank would raise the maxima, its load, its lack of room."""
+        if not len(tried.rows):
+            return np.zeros((0, self.problem.num_ranks))
+        problem = self.problem
+        added = tried.rows.copy()
+        for place, keys in enumerate(tried.keys):
+            for key in keys:
+                if key not in state.present:
+                    added[tried.owner == place, key[0]] += 1.0
+        totals = state.totals[None] + added[:, None]
+        before, after = problem.pricing.rank_ms(state.totals), problem.pricing.rank_ms(totals)
+        above = np.maximum(after - before.max(axis=0), 0.0).sum(axis=-1)
+        held = problem.pricing.memory(totals)
+        lacking = np.maximum(held - problem.limit_bytes, 0.0) / problem.limit_bytes.mean()
+        return above + EVENNESS * after.sum(axis=-1) + NO_ROOM * lacking
+
+    def _alike(
+        self, option: Option, number: int, scores: Floats, order: Ints
+    ) -> list[tuple[float, Move]]:
+        """Equal shards go to the ranks that score best; a whole table tries several."""
+        count = option.num_shards
+        if option.whole:
+            return [(float(scores[r]), Move(number, (int(r),))) for r in order[:RANKS_TRIED]]
+        chosen = order[:count]
+        ranks = tuple(sorted(int(rank) for rank in chosen))
+        return [(float(scores[chosen].max()), Move(number, ranks))]
+
+    def _unlike(self, option: Option, number: int, scores: Floats) -> tuple[float, Move]:
+        """Shards that differ: the heaviest first, each to the best rank that has none yet."""
+        taken: dict[int, int] = {}  # shard -> rank
+        worst = 0.0
+        count = option.num_shards
+        for shard in sorted(range(count), key=lambda s: -float(scores[s].min())):
+            free = scores[shard].copy()
+            free[list(taken.values())] = np.inf
+            taken[shard] = int(np.argmin(free))
+            worst = max(worst, float(free[taken[shard]]))
+        return worst, Move(number, tuple(taken[shard] for shard in range(count)))
+
+    def _priced(self, state: State, table: int, moves: list[Move]) -> list[Insertion]:
+        problem, options = self.problem, self.problem.options[table]
+        totals = np.repeat(state.totals[None], len(moves), axis=0)
+        for place, move in zip(totals, moves, strict=True):
+            option = options[move.option]
+            place += state.added(option, move.ranks)
+            if move.ranks:
+                place[list(move.ranks)] += option.shards
+        phases = problem.pricing.rank_ms(totals)
+        ms = problem.pricing.combine(phases)
+        goals = goal_of(problem, totals, phases, ms)
+        order = np.argsort(goals, kind="stable")
+        return [Insertion(float(goals[n]), float(ms[n]), moves[n]) for n in order]

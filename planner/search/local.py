@@ -1,0 +1,204 @@
+"""Local search on the full model: take some tables out, put each back where it is best, repeat.
+
+Ruin and recreate [Schrimpf et al., J. Computational Physics 2000] with the moves that a step's
+shape asks for: tables of the ranks that are slowest, of one rank pair, of one group as a whole, or
+drawn at random; and exchanges of two tables between ranks. A worse plan is accepted within a
+threshold that falls to nothing. The same seed and the same number of insertions give the same plan.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.search.insertion import Inserter, goal, goal_of
+from planner.search.problem import Assignment, Floats, Key, Move, Problem, State
+
+START_THRESHOLD = 0.02  # of the goal: how much worse an accepted plan may be at first
+LARGEST_RUIN = 12  # tables
+GROUP_RUIN = 0.02  # of all ruins: a whole group, moved elsewhere
+SWAP_SHARE = 0.3
+
+
+def build(
+    problem: Problem, inserter: Inserter, order: Sequence[int], start: Sequence[Move] = ()
+) -> State:
+    """A whole plan by inserting tables in ``order``, each where it is best then."""
+    state = State(problem, start)
+    for table in order:
+        state.add(table, inserter.best(state, table).move)
+    return state
+
+
+def lay_out(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
+    """As ``build`` by scores alone: for an inserter that leaves no choice but that of ranks."""
+    state = State(problem)
+    for table in order:
+        state.add(table, inserter.quick(state, table))
+    return state
+
+
+def weights_of(problem: Problem, inserter: Inserter) -> Floats:
+    """[tables]: the milliseconds of a table alone, laid as is best then; what is large goes first.
+
+    Summed over ranks and phases, so that a table is not light because it is split.
+    """
+    empty = State(problem)
+    before = problem.pricing.rank_ms(empty.totals).sum()
+    found = np.zeros(problem.num_tables)
+    for table in range(problem.num_tables):
+        move = inserter.best(empty, table).move
+        empty.add(table, move)
+        found[table] = problem.pricing.rank_ms(empty.totals).sum() - before
+        empty.remove(table)
+    return found
+
+
+class LocalSearch:
+    """Improves plans of one problem; every random choice comes from ``seed``."""
+
+    def __init__(self, problem: Problem, inserter: Inserter, weights: Floats, seed: int) -> None:
+        self.problem, self.inserter, self.weights = problem, inserter, weights
+        self.random = np.random.default_rng(seed)
+        self.insertions = 0
+
+    def improve(self, start: Assignment, insertions: int) -> Assignment:
+        """The best plan met in that many insertions, ``start`` among them."""
+        state = State(self.problem, start)
+        current = goal(state)
+        best, best_rank = start, state.price().rank
+        used, first = 0, self.insertions
+        while used < insertions:
+            threshold = START_THRESHOLD * current * (1.0 - used / insertions) ** 2
+            if self.random.random() < SWAP_SHARE:
+                found = self._swap(state, current + threshold)
+                self.insertions += 2
+            else:
+                found = self._ruin(state, current + threshold)
+            if found is not None:
+                current = found
+                rank = state.price().rank
+                if rank < best_rank:
+                    best, best_rank = state.assignment(), rank
+            used = self.insertions - first
+        return best
+
+    def _ruin(self, state: State, limit: float) -> float | None:
+        """One ruin and recreation; the goal reached, or None and the plan as it was."""
+        before = list(state.moves)
+        avoid: frozenset[object] = frozenset()
+        if self.random.random() < GROUP_RUIN and len(state.present) > 1:
+            key = self._any_key(state)
+            tables = [t for t, move in enumerate(before) if move and key in self._keys(t, move)]
+            avoid = frozenset((key,))
+        else:
+            tables = self._chosen(state)
+        for table in tables:
+            state.remove(table)
+        noise = self.random.uniform(0.8, 1.25, len(tables))
+        order = np.argsort(-self.weights[tables] * noise, kind="stable")
+        reached = 0.0
+        for place in order:
+            insertion = self.inserter.best(state, tables[place], avoid)
+            state.add(tables[place], insertion.move)
+            reached = insertion.goal
+        self.insertions += len(tables)
+        if reached < limit:
+            return reached
+        for table in tables:
+            state.remove(table)
+        for table in tables:
+            move = before[table]
+            if move is not None:
+                state.add(table, move)
+        return None
+
+    def _keys(self, table: int, move: Move) -> tuple[Key, ...]:
+        return self.problem.options[table][move.option].keys(move.ranks)
+
+    def _any_key(self, state: State) -> Key:
+        keys = sorted(state.present, key=repr)
+        return keys[int(self.random.integers(len(keys)))]
+
+    def _chosen(self, state: State) -> list[int]:
+        """Tables to take out: of the slowest rank of some phase and another rank, or any."""
+        most = max(2, min(LARGEST_RUIN, self.problem.num_tables // 3))
+        count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
+        if self.random.random() < 0.3:
+            return self._drawn(range(self.problem.num_tables), count)
+        phases = self.problem.pricing.rank_ms(state.totals)
+        heavy = phases.max(axis=0)
+        phase = int(self.random.choice(len(heavy), p=heavy / heavy.sum()))
+        slowest = int(phases[:, phase].argmax())
+        other = int(self.random.integers(self.problem.num_ranks))
+        near = [
+            table
+            for table, move in enumerate(state.moves)
+            if move is not None and (slowest in move.ranks or other in move.ranks)
+        ]
+        return self._drawn(near or range(self.problem.num_tables), count)
+
+    def _drawn(self, tables: Sequence[int], count: int) -> list[int]:
+        chosen = self.random.choice(len(tables), min(count, len(tables)), replace=False)
+        return [tables[int(place)] for place in chosen]
+
+    def _swap(self, state: State, limit: float) -> float | None:
+        """The best exchange of a whole table on the slowest rank with one elsewhere, if any."""
+        options = self.problem.options
+        whole = {
+            table: move.ranks[0]
+            for table, move in enumerate(state.moves)
+            if move is not None and options[table][move.option].whole
+        }
+        phases = self.problem.pricing.rank_ms(state.totals)
+        slowest = int(phases[:, int(self.random.integers(phases.shape[1]))].argmax())
+        mine = [table for table, rank in whole.items() if rank == slowest]
+        others = [table for table, rank in whole.items() if rank != slowest]
+        if not mine or not others:
+            return None
+        one = mine[int(self.random.integers(len(mine)))]
+        others = self._drawn(others, 64)
+        goals = self._swap_goals(state, one, others, whole, phases)
+        place = int(np.argmin(goals))
+        if goals[place] >= limit:
+            return None
+        return self._exchange(state, one, others[place], limit)
+
+    def _swap_goals(
+        self,
+        state: State,
+        one: int,
+        others: list[int],
+        whole: dict[int, int],
+        phases: Floats,
+    ) -> Floats:
+        def row(table: int) -> Floats:
+            move = state.moves[table]
+            return self.problem.options[table][move.option].shards[0] if move else phases[0] * 0
+
+        here = whole[one]
+        change = np.stack([row(table) for table in others]) - row(one)
+        places = np.arange(len(others))
+        there = np.array([whole[table] for table in others])
+        totals = np.repeat(state.totals[None], len(others), axis=0)
+        totals[:, here] += change
+        totals[places, there] -= change
+        rows = np.stack([totals[:, here], totals[places, there]], axis=1)
+        changed = self.problem.pricing.rank_ms(rows)
+        after = np.repeat(phases[None], len(others), axis=0)
+        after[:, here] = changed[:, 0]
+        after[places, there] = changed[:, 1]
+        return goal_of(self.problem, totals, after, self.problem.pricing.combine(after))
+
+    def _exchange(self, state: State, one: int, other: int, limit: float) -> float | None:
+        """Two whole tables change places; undone if keys that hang on ranks make it too dear."""
+        first, second = state.remove(one), state.remove(other)
+        state.add(one, Move(first.option, second.ranks))
+        state.add(other, Move(second.option, first.ranks))
+        reached = goal(state)
+        if reached < limit:
+            return reached
+        state.remove(one)
+        state.remove(other)
+        state.add(one, first)
+        state.add(other, second)
+        return None

@@ -1,0 +1,232 @@
+"""A planning problem as arrays: what each way to lay a table adds to the ranks, and what sums cost.
+
+A table's move is an ``Option`` and the ranks that hold its shards. All that an option does to a
+rank is a row of features that adds up over tables; a ``Pricing`` turns a rank's sums into the
+milliseconds of its phases, and the phases of all ranks into the time of a step. So a change of
+plan is a subtraction and an addition, and thousands of them are priced in one call. Pure
+arithmetic: nothing here knows the engine.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.errors import PlanError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """One way to lay a table, its ranks left open.
+
+    ``shape`` names it. ``shards`` [S, features] is what each shard adds to the rank that holds it;
+    ``home`` [features] is added to every rank, for the samples it feeds. A copied table has no
+    shards: all of it is in ``home``. ``keys(ranks)`` are what tables can have in common (a group, a
+    storage): feature ``key[0]`` of every rank is the number of distinct keys with that number in
+    the plan.
+    """
+
+    shape: Hashable
+    shards: Floats
+    home: Floats
+    keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
+    alike: bool = True  # all shards add about the same
+
+    @property
+    def num_shards(self) -> int:
+        return int(self.shards.shape[0])
+
+    @property
+    def whole(self) -> bool:
+        """On one rank, which may be any."""
+        return self.num_shards == 1
+
+
+class Pricing(Protocol):
+    """A cost model as the search sees it. Times are milliseconds.
+
+    Both functions grow with every feature and every phase: more work never makes a step shorter.
+    """
+
+    def rank_ms(self, totals: Floats) -> Floats:
+        """[.., features] -> [.., phases], rank by rank."""
+        ...
+
+    def combine(self, phases: Floats) -> Floats:
+        """[N, ranks, phases] -> [N]: the time of a step."""
+        ...
+
+    def memory(self, totals: Floats) -> Floats:
+        """[.., features] -> [..]: bytes held, a sum over features."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Tables with their options, ranks with their memory, and what sums cost.
+
+    ``options`` has the allowed ones of every table, ``limit_bytes`` [ranks] what a rank may hold.
+    ``base`` [ranks, features] and the keys ``present`` are there before any of these tables: what
+    tables that are not to be moved add. PlanError for a table without an option that this many
+    ranks can hold.
+    """
+
+    names: tuple[str, ...]
+    options: tuple[tuple[Option, ...], ...]
+    limit_bytes: Floats
+    pricing: Pricing
+    base: Floats = field(repr=False)
+    present: tuple[Key, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.names or len(self.names) != len(self.options):
+            raise PlanError(
+                f"{len(self.names)} tables with options for {len(self.options)}; give one table or "
+                "more, each with its options"
+            )
+        for name, options in zip(self.names, self.options, strict=True):
+            if all(option.num_shards > self.num_ranks for option in options):
+                raise PlanError(
+                    f"table {name}: no layout is allowed on {self.num_ranks} ranks; allow whole "
+                    "tables, S(0) or B"
+                )
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.names)
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.limit_bytes.shape[0])
+
+    def excess(self, totals: Floats) -> Floats:
+        """[.., ranks, features] -> [..]: bytes beyond the limits, over all ranks."""
+        return np.maximum(self.pricing.memory(totals) - self.limit_bytes, 0.0).sum(axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A table laid as its ``option``-th option, with shard s on ``ranks[s]``; no rank if copied."""
+
+    option: int
+    ranks: tuple[int, ...]
+
+
+Assignment = tuple[Move, ...]  # a move per table: a whole plan
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A plan's time, its phases [ranks, phases], and bytes held and in excess."""
+
+    ms: float
+    phases: Floats
+    memory: Floats
+    excess_bytes: float
+
+    @property
+    def feasible(self) -> bool:
+        return self.excess_bytes <= 0.0
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Plans sort by this: those that fit first, then by time."""
+        return (self.excess_bytes, self.ms)
+
+
+class State:
+    """A plan under search: the sums of all ranks, kept up to date while tables come and go."""
+
+    def __init__(self, problem: Problem, assignment: Sequence[Move] = ()) -> None:
+        self.problem = problem
+        self.totals = problem.base.copy()
+        self.moves: list[Move | None] = [None] * problem.num_tables
+        self.present: dict[Key, int] = dict.fromkeys(problem.present, 1)
+        for table, move in enumerate(assignment):
+            self.add(table, move)
+
+    def add(self, table: int, move: Move) -> None:
+        option = self.problem.options[table][move.option]
+        self.totals += option.home
+        if move.ranks:
+            self.totals[list(move.ranks)] += option.shards
+        for key in option.keys(move.ranks):
+            count = self.present.get(key, 0)
+            self.present[key] = count + 1
+            if not count:
+                self.totals[:, key[0]] += 1.0
+        self.moves[table] = move
+
+    def remove(self, table: int) -> Move:
+        move = self.moves[table]
+        if move is None:
+            raise PlanError(f"table {self.problem.names[table]} is not placed")
+        option = self.problem.options[table][move.option]
+        self.totals -= option.home
+        if move.ranks:
+            self.totals[list(move.ranks)] -= option.shards
+        for key in option.keys(move.ranks):
+            self.present[key] -= 1
+            if not self.present[key]:
+                del self.present[key]
+                self.totals[:, key[0]] -= 1.0
+        self.moves[table] = None
+        return move
+
+    def added(self, option: Option, ranks: tuple[int, ...]) -> Floats:
+        """[features] that every rank gets by a table: at home, and by keys that are new."""
+        extra = option.home
+        fresh = [key[0] for key in option.keys(ranks) if key not in self.present]
+        if fresh:
+            extra = extra.copy()
+            for feature in fresh:
+                extra[feature] += 1.0
+        return extra
+
+    def assignment(self) -> Assignment:
+        found = tuple(move for move in self.moves if move is not None)
+        if len(found) != len(self.moves):
+            raise PlanError("a table is not placed yet")
+        return found
+
+    def price(self) -> Priced:
+        phases = self.problem.pricing.rank_ms(self.totals)
+        return Priced(
+            ms=float(self.problem.pricing.combine(phases[None])[0]),
+            phases=phases,
+            memory=self.problem.pricing.memory(self.totals),
+            excess_bytes=float(self.problem.excess(self.totals)),
+        )
+
+
+def price_of(problem: Problem, assignment: Sequence[Move]) -> Priced:
+    """The price of a whole plan."""
+    return State(problem, assignment).price()
+
+
+def totals_of(problem: Problem, plans: Sequence[Assignment]) -> Floats:
+    """[plans, ranks, features]"""
+    return np.stack([State(problem, plan).totals for plan in plans])
+
+
+def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
+    """PlanError unless every table has an option of its own and distinct ranks of this world."""
+    if len(assignment) != problem.num_tables:
+        raise PlanError(f"a plan of {len(assignment)} tables for {problem.num_tables}")
+    for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
+        if not 0 <= move.option < len(options):
+            raise PlanError(f"table {name}: option {move.option} of {len(options)}")
+        option, ranks = options[move.option], set(move.ranks)
+        if len(move.ranks) != option.num_shards or len(ranks) != len(move.ranks):
+            raise PlanError(
+                f"table {name}: {option.shape} has {option.num_shards} shards, on ranks "
+                f"{list(move.ranks)}; give each shard a rank of its own"
+            )
+        if outside := sorted(ranks - set(range(problem.num_ranks))):
+            raise PlanError(f"table {name}: ranks {outside} outside a world of {problem.num_ranks}")

@@ -1,0 +1,130 @@
+"""Which shapes of a table a planner tries, and a task as the arrays that the search works on.
+
+Every layout and exchange of the engine (``sbpflow/embedding/plan/exchanges.py``), cut evenly into
+powers of two or one part per rank. Which ranks hold the parts is the search's business.
+"""
+
+from collections.abc import Callable, Collection
+from functools import cache
+
+import numpy as np
+
+from planner.cost import TaskCost
+from planner.search.problem import Assignment, Key, Move, Option, Problem
+from planner.task import Choice, Plan, Shape, Task
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.errors import PlanError
+
+COPIED = Shape("B", "local")
+WHOLE = Shape("B", "columns")
+LEAST_COLUMNS = 4  # of a column shard: 16 bytes of float32, a quarter of a cache line
+NO_LIMIT = 1e18  # bytes
+ALIKE = 0.01  # shards that differ by less, as a row more does, count as equal when ranks are chosen
+
+
+def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
+    """All shapes to try for a table, the simplest first."""
+    size = task.world_size
+    if size == 1:
+        return (COPIED,)
+    found = [COPIED, WHOLE, Shape("S(0)", "unique"), Shape("S(0)", "reduce")]
+    cuts = _cuts(size)
+    columns = [cut for cut in cuts if table.dim // cut >= LEAST_COLUMNS]
+    rows = [cut for cut in cuts if cut <= table.num_rows]
+    found += [Shape("S(1)", "columns", (1, cut)) for cut in columns]
+    found += [Shape("S(0)", "unique", (cut, 1)) for cut in rows]
+    found += [Shape("S(0)", "reduce", (cut, 1)) for cut in rows]
+    found += [
+        Shape("(S(0), S(1))", "reduce", (row, column))
+        for row in rows
+        for column in columns
+        if row * column <= size
+    ]
+    return tuple(found)
+
+
+def table_wise(shape: Shape) -> bool:
+    """Whether a table of this shape is whole on one rank: the space of most published planners."""
+    return shape == WHOLE or shape == COPIED
+
+
+def _cuts(size: int) -> list[int]:
+    """2, 4, 8, .. below ``size``, and ``size``."""
+    powers = [2**n for n in range(1, size.bit_length()) if 2**n < size]
+    return [*powers, size]
+
+
+def problem_of(model: TaskCost, allowed: Callable[[Shape], bool] | None = None) -> Problem:
+    """The search's problem of a model's task; pinned tables are part of its base.
+
+    ``allowed`` narrows the shapes. PlanError for a table that none is left for.
+    """
+    task, size = model.task, model.task.world_size
+    base = np.tile(model.base(), (size, 1))
+    present: list[Key] = []
+    names: list[str] = []
+    options: list[tuple[Option, ...]] = []
+    for table in task.tables:
+        pinned = task.pinned.get(table.name)
+        if pinned is not None:
+            option = _option(model, table, pinned.shape)
+            ranks = () if pinned.shape.copied else pinned.ranks
+            base += option.home
+            base[list(ranks)] += option.shards
+            present += [key for key in option.keys(ranks) if key not in present]
+            continue
+        shapes = [shape for shape in shapes_of(task, table) if allowed is None or allowed(shape)]
+        names.append(table.name)
+        options.append(tuple(_option(model, table, shape) for shape in shapes))
+    for key in present:
+        base[:, key[0]] += 1.0
+    return Problem(
+        names=tuple(names),
+        options=tuple(options),
+        limit_bytes=np.full(size, NO_LIMIT if task.device_bytes is None else task.device_bytes),
+        pricing=model,
+        base=base,
+        present=tuple(present),
+    )
+
+
+def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
+    cost = model.shape_cost(table, shape)
+    shards = cost.shards
+    return Option(
+        shape=shape,
+        shards=shards,
+        home=cost.home,
+        keys=cache(cost.keys),
+        alike=not len(shards) or bool(np.allclose(shards, shards[:1], rtol=ALIKE, atol=0.0)),
+    )
+
+
+def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
+    """The plan that an assignment stands for, pinned tables included, in the task's order."""
+    found: Plan = dict(task.pinned)
+    world = tuple(range(task.world_size))
+    for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
+        shape = options[move.option].shape
+        if not isinstance(shape, Shape):
+            raise PlanError(f"table {name}: {shape!r} is no shape of a task")
+        found[name] = Choice(shape, move.ranks or world)
+    return {table.name: found[table.name] for table in task.tables}
+
+
+def assignment_of(problem: Problem, plan: Plan) -> Assignment:
+    """The assignment of a plan; PlanError where a table's shape is not among its options."""
+    moves: list[Move] = []
+    for name, options in zip(problem.names, problem.options, strict=True):
+        choice = plan[name]
+        number = option_number(options, choice.shape)
+        if number is None:
+            tried = ", ".join(str(option.shape) for option in options)
+            raise PlanError(f"table {name}: {choice.shape} is not among the options: {tried}")
+        moves.append(Move(number, choice.ranks if options[number].num_shards else ()))
+    return tuple(moves)
+
+
+def option_number(options: Collection[Option], shape: Shape) -> int | None:
+    """Which of the options has this shape."""
+    return next((n for n, option in enumerate(options) if option.shape == shape), None)

@@ -1,0 +1,160 @@
+"""``tables.json``: a model's tables for ``python -m planner``, without a data set.
+
+    {"batch_size": 8192, "optimizer": "rowwise_adagrad", "device_gb": 16,
+     "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
+                 "zipf": {"s": 1.05, "q": 2.0}}]}
+
+``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default) and ``device_gb`` (no limit)
+may be left out. A table says how its ids repeat by one of three keys: ``zipf`` (the k-th row has a
+share proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
+DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids in their order).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from planner.design import Law
+from planner.features import IdStats, from_bins, from_sample, zipf_mandelbrot
+from planner.task import Task
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.errors import ConfigError
+
+KEYS = ("batch_size", "optimizer", "device_gb", "tables")
+TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
+LAWS = ("zipf", "bins", "sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablesFile:
+    """What the file says; ``laws`` of the tables that have a ``zipf``."""
+
+    tables: tuple[TableConfig, ...]
+    features: tuple[FeatureConfig, ...]
+    ids_per_sample: Mapping[str, float]
+    stats: Mapping[str, IdStats]
+    laws: Mapping[str, Law]
+    batch_size: int
+    optimizer: SparseOptimizer
+    device_bytes: int | None
+
+    def task(self, world_size: int, device_type: str = "cpu") -> Task:
+        return Task(
+            outputs=(OutputConfig(name="tables", tables=self.tables),),
+            features=self.features,
+            stats=self.stats,
+            world_size=world_size,
+            batch_size=self.batch_size,
+            optimizer=self.optimizer,
+            ids_per_sample=self.ids_per_sample,
+            device_type=device_type,
+            device_bytes=self.device_bytes,
+        )
+
+
+def read_tables(path: Path) -> TablesFile:
+    """ConfigError naming the table and the key that is wrong."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--tables: {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"--tables: {path} is not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a {type(tree).__name__}; use an object with a list of tables")
+    _known(str(path), cast("dict[str, Any]", tree), KEYS)
+    listed = cast("Any", tree).get("tables")
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(f'{path}: tables: none; give one or more, as [{{"name": "C1", ..}}]')
+    parts = [_table(f"{path}: tables[{n}]", one) for n, one in enumerate(cast("Any", listed))]
+    names = [table.name for table, *_ in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{path}: tables: {', '.join(twice)} named twice; give each its own name")
+    gb = cast("Any", tree).get("device_gb")
+    limit = None if gb is None else int(1e9 * _number(f"{path}: device_gb", gb, least=0.0))
+    optimizer = cast("Any", tree).get("optimizer", "rowwise_adagrad")
+    if optimizer not in get_args(SparseName):
+        raise ConfigError(
+            f"{path}: optimizer: {optimizer!r}; use {', '.join(get_args(SparseName))}"
+        )
+    return TablesFile(
+        tables=tuple(table for table, *_ in parts),
+        features=tuple(feature for _, feature, *_ in parts),
+        ids_per_sample={feature.name: ids for _, feature, ids, _, _ in parts},
+        stats={table.name: stats for table, _, _, stats, _ in parts},
+        laws={table.name: law for table, _, _, _, law in parts if law is not None},
+        batch_size=int(
+            _number(f"{path}: batch_size", cast("Any", tree).get("batch_size"), least=1)
+        ),
+        optimizer=SparseOptimizer(name=optimizer, lr=0.05),
+        device_bytes=limit,
+    )
+
+
+_Table = tuple[TableConfig, FeatureConfig, float, IdStats, Law | None]
+
+
+def _table(where: str, tree: object) -> _Table:
+    if not isinstance(tree, dict):
+        raise ConfigError(f'{where}: {tree!r}; use an object such as {{"name": "C1", "rows": 100}}')
+    given = cast("dict[str, Any]", tree)
+    _known(where, given, TABLE_KEYS)
+    name = str(given.get("name") or "")
+    if not name:
+        raise ConfigError(f'{where}.name: not given; for example "C1"')
+    rows = int(_number(f"{where}.rows", given.get("rows"), least=1))
+    dim = int(_number(f"{where}.dim", given.get("dim"), least=1))
+    ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
+    stats, law = _stats(where, given, rows, ids)
+    hotness = max(1, -int(-ids // 1))
+    feature = FeatureConfig(name=name, hotness=hotness, ragged=hotness != ids)
+    return (
+        TableConfig(name=name, features=(name,), num_rows=rows, dim=dim),
+        feature,
+        ids,
+        stats,
+        law,
+    )
+
+
+def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[IdStats, Law | None]:
+    laws = [key for key in LAWS if key in given]
+    if len(laws) != 1:
+        raise ConfigError(
+            f"{where}: {' and '.join(laws) or 'nothing'} says how ids repeat; give one of "
+            f'{", ".join(LAWS)}, for example "zipf": {{"s": 1.05, "q": 2.0}}'
+        )
+    value = given[laws[0]]
+    if laws[0] == "sample":
+        return from_sample([int(one) for one in value], ids), None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{where}.{laws[0]}: {value!r}; it is an object, see planner/tables_file.py"
+        )
+    tree = cast("dict[str, Any]", value)
+    if laws[0] == "bins":
+        _known(f"{where}.bins", tree, ("rows", "lookups"))
+        return from_bins(tree.get("rows", []), tree.get("lookups", []), ids), None
+    _known(f"{where}.zipf", tree, ("s", "q"))
+    s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)
+    q = _number(f"{where}.zipf.q", tree.get("q", 0.0), least=-1e-9)
+    return zipf_mandelbrot(rows, s, q, ids), Law(s=s, q=q)
+
+
+def _number(key: str, value: object, *, least: float) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not value > least - (least >= 1)
+    ):
+        bound = f"{least:g} or more" if least >= 1 else "above 0" if least == 0.0 else "0 or more"
+        raise ConfigError(f"{key}: {value!r}; use a number, {bound}")
+    return float(value)
+
+
+def _known(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+    if unknown := sorted(set(tree) - set(keys)):
+        raise ConfigError(f"{where}: {', '.join(unknown)} not known; use {', '.join(keys)}")

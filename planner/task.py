@@ -1,0 +1,255 @@
+"""What a planner decides and on what: a task, a shape for every table, the ranks that hold it.
+
+Values only. The engine compiles a plan (``embedding_plan``), so what is legal here is what is legal
+there, and a plan is written as the rules a person would write under ``parallel.tables``.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from planner.features import IdStats
+from sbpflow.config.table_plan import read_table_plan
+from sbpflow.config.table_rules import ParallelConfig, TableRule, WireDtype, resolve_table_layouts
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.exchanges import Exchange
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.errors import ConfigError
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, format_nd_sbp
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a table is cut and how its ids and vectors travel; on which ranks is left open.
+
+    ``parts`` are (row parts, column parts). ``B`` with ``local`` is a copy on every rank of the
+    world, ``B`` with ``columns`` the whole table on one rank.
+    """
+
+    sbp: str
+    exchange: Exchange
+    parts: tuple[int, int] = (1, 1)
+
+    @property
+    def copied(self) -> bool:
+        """Whether all ranks hold all of it."""
+        return self.exchange == "local"
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that a choice of this shape names; 1 for a copy, which names all."""
+        return self.parts[0] * self.parts[1]
+
+    def __str__(self) -> str:
+        parts = "" if self.num_shards == 1 else " " + "x".join(map(str, self.parts))
+        return f"{self.sbp} {self.exchange}{parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A shape on ranks: those of the shards in row-major order, or all of the world for a copy."""
+
+    shape: Shape
+    ranks: tuple[int, ...]
+
+    def rule(self) -> TableRule:
+        """As ``parallel.tables`` takes it."""
+        shape = self.shape
+        if shape.copied:
+            return TableRule(sbp="B", exchange="local")
+        ranks: tuple[int | tuple[int, ...], ...] = self.ranks
+        if shape.sbp.startswith("("):
+            width = shape.parts[1]
+            ranks = tuple(
+                self.ranks[start : start + width] for start in range(0, len(self.ranks), width)
+            )
+        return TableRule(sbp=shape.sbp, ranks=ranks, exchange=shape.exchange)
+
+
+Plan = dict[str, Choice]
+
+
+def choice_of(given: TableLayout, world_size: int) -> Choice:
+    """The choice that a resolved layout stands for; ConfigError if it cuts unevenly."""
+    layout = given.layout
+    if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
+        raise ConfigError(f"{given.key}: {layout} has sizes; planners cut evenly, leave them out")
+    ranks, kinds = layout.placement.ranks, layout.nd_sbp
+    if len(kinds) == 2:
+        rows, columns = layout.placement.shape
+        return Choice(Shape(format_nd_sbp(kinds), "reduce", (rows, columns)), ranks)
+    if isinstance(kinds[0], Split):
+        parts = (len(ranks), 1) if kinds[0].dim == 0 else (1, len(ranks))
+        return Choice(Shape(str(kinds[0]), given.exchange, parts), ranks)
+    whole = world_size > 1 and len(ranks) == 1
+    return Choice(Shape("B", "columns" if whole else "local"), ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseWork:
+    """The dense part of a model, per sample and in all: what every plan of a task shares."""
+
+    macs_per_sample: float = 0.0
+    parameters: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The tables of a model, a batch and a world; everything that a plan is priced by.
+
+    ``stats`` is per table; ``ids_per_sample`` per feature where it is below ``hotness`` (ragged).
+    ``device_bytes`` is what each rank may fill, ``None`` for no limit; ``batch_size`` is global.
+    ``pinned`` tables keep the choice that is given for them.
+    """
+
+    outputs: tuple[OutputConfig, ...]
+    features: tuple[FeatureConfig, ...]
+    stats: Mapping[str, IdStats]
+    world_size: int
+    batch_size: int
+    optimizer: SparseOptimizer
+    ids_per_sample: Mapping[str, float] = field(default_factory=dict[str, float])
+    dtype: torch.dtype = torch.float32
+    row_dtype: torch.dtype = torch.float32
+    wire: torch.dtype | None = None
+    device_type: str = "cpu"
+    device_bytes: int | None = None
+    dense: DenseWork = DenseWork()
+    overlap: bool = True
+    pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.batch_size < self.world_size:
+            raise ConfigError(
+                f"task: {self.batch_size} samples over {self.world_size} ranks; give each rank one "
+                "at least, for example 4096 samples over 4 ranks"
+            )
+        if missing := [table.name for table in self.tables if table.name not in self.stats]:
+            raise ConfigError(
+                f"task: no statistics of ids for {', '.join(missing[:5])}; give each table some, "
+                "for example zipf_mandelbrot(num_rows, 1.05, 2.0, ids_per_sample=1)"
+            )
+
+    @cached_property
+    def tables(self) -> tuple[TableConfig, ...]:
+        """In the order of the outputs."""
+        return tuple(table for output in self.outputs for table in output.tables)
+
+    @cached_property
+    def output_of(self) -> dict[str, OutputConfig]:
+        """By table name."""
+        return {table.name: output for output in self.outputs for table in output.tables}
+
+    @cached_property
+    def _feature(self) -> dict[str, FeatureConfig]:
+        return {feature.name: feature for feature in self.features}
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+    @property
+    def world(self) -> Placement:
+        return Placement.line(self.device_type, self.world_size)
+
+    def lookups(self, table: TableConfig) -> float:
+        """Ids of a batch, on average."""
+        per_sample = sum(
+            self.ids_per_sample.get(name, float(self._feature[name].hotness))
+            for name in table.features
+        )
+        return self.batch_size * per_sample
+
+    def ragged(self, table: TableConfig) -> bool:
+        """Whether its ids come as lists."""
+        return any(
+            self._feature[name].ragged or self._feature[name].weighted for name in table.features
+        )
+
+    def optimizer_of(self, table: TableConfig) -> SparseOptimizer:
+        return table.optimizer or self.optimizer
+
+    def check(self, plan: Mapping[str, Choice]) -> None:
+        """Raise ConfigError unless the plan has every table, once, and the engine can run it."""
+        names = {table.name for table in self.tables}
+        if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
+            raise ConfigError(
+                f"plan: tables {', '.join(lost[:5])} are in one of task and plan only; a plan has "
+                "a choice for every table of its task"
+            )
+        embedding_plan(self, plan)
+
+
+def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
+    """As ``parallel.tables``: exact names as patterns."""
+    return {escape(name): choice.rule() for name, choice in plan.items()}
+
+
+def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
+    """What the engine makes of a plan; ConfigError where it cannot."""
+    wire: WireDtype | None = None
+    if task.wire is not None and task.wire != task.dtype:
+        wire = "bfloat16" if task.wire == torch.bfloat16 else "float16"
+    parallel = ParallelConfig(tables=rules(plan), exchange_dtype=wire)
+    layouts = resolve_table_layouts(
+        parallel,
+        {table.name: table.shape for table in task.tables},
+        {},
+        task.world_size,
+        task.device_type,
+    )
+    return plan_embeddings(
+        task.outputs,
+        layouts,
+        features=task.features,
+        optimizer=task.optimizer,
+        dtype=task.dtype,
+        world=task.world,
+        backend=task.backend,
+        batch_size=task.batch_size,
+        row_dtype=task.row_dtype,
+    )
+
+
+def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = None) -> str:
+    """As a person would write it: the most frequent rule for ``*``, then the exceptions.
+
+    ``notes``, such as the predicted step, are kept beside the tables; readers ignore them.
+    """
+    texts = {name: _rule_tree(choice.rule()) for name, choice in plan.items()}
+    common = Counter(yaml.safe_dump(tree) for tree in texts.values()).most_common(1)
+    shared: dict[str, Any] | None = None
+    if common and common[0][1] > 1:
+        shared = yaml.safe_load(common[0][0])
+    tables: dict[str, Any] = {} if shared is None else {"*": shared}
+    tables |= {escape(name): tree for name, tree in texts.items() if tree != shared}
+    content: dict[str, Any] = {"tables": tables}
+    if notes:
+        content["notes"] = dict(notes)
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
+
+
+def plan_from_yaml(path: Path, task: Task) -> Plan:
+    """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
+    parallel = ParallelConfig(tables=read_table_plan(path))
+    shapes = {table.name: table.shape for table in task.tables}
+    layouts = resolve_table_layouts(parallel, shapes, {}, task.world_size, task.device_type)
+    return {name: choice_of(layout, task.world_size) for name, layout in layouts.items()}
+
+
+def _rule_tree(rule: TableRule) -> dict[str, Any]:
+    tree: dict[str, Any] = {"sbp": rule.sbp}
+    if rule.ranks is not None:
+        tree["ranks"] = [list(rank) if isinstance(rank, tuple) else rank for rank in rule.ranks]
+    if rule.exchange is not None:
+        tree["exchange"] = rule.exchange
+    return tree

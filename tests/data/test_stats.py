@@ -1,0 +1,42 @@
+"""Measures of tables against counts made by hand."""
+
+import numpy as np
+
+from data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
+from data.format.shards import write_shard
+from data.stats import batch_counts, compute_stats
+
+
+def set_of_ids(folder, ids):
+    """One field; the train part has these ids."""
+    folder.mkdir()
+    shards = {}
+    for split in SPLITS:
+        mine = ids if split == "train" else ids[:1]
+        words = np.zeros((len(mine), 2), dtype=np.int32)
+        words[:, 1] = mine
+        shards[split] = [shard_entry(write_shard(folder, f"{split}-0.npy", words))]
+    fields = [{"name": "C1", "rows": 100}]
+    write_manifest(folder, {"source": "test", "dense": [], "fields": fields, "splits": shards})
+    return load_manifest(folder)
+
+
+def test_bins_count_the_rows_of_one_batch_by_their_lookups(tmp_path):
+    ids = np.array([5] * 9 + [6] * 8 + [7] * 2 + [8, 9])
+    (stats,) = compute_stats(set_of_ids(tmp_path / "set", ids))
+    assert stats.bins_samples == 21
+    assert stats.bins_rows == [2, 1, 0, 1, 1] + [0] * 12  # 1, 2, 3-4, 5-8, 9-16
+    assert stats.bins_lookups == [2, 2, 0, 8, 9] + [0] * 12
+    assert stats.distinct == 5
+
+
+def test_bins_are_of_65536_samples_and_their_last_is_open(tmp_path):
+    ids = np.full(70_000, 3)
+    ids[:30_000] = np.arange(30_000) % 90 + 5
+    manifest = set_of_ids(tmp_path / "set", ids)
+    samples, counts = batch_counts(manifest)
+    assert samples == 65_536
+    assert counts["C1"].sum() == 65_536
+    (stats,) = compute_stats(manifest)
+    assert stats.bins_rows[16] == 1
+    assert stats.bins_lookups[16] == counts["C1"][-1] > 2**15

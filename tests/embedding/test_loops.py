@@ -1,0 +1,147 @@
+"""Compiled loops over lists of ids: what torch makes of them, value for value."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from sbpflow.embedding.ids import addresses, reader
+from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
+from sbpflow.embedding.ids.batch_ids import Bags
+from sbpflow.embedding.ids.reader import IdReader
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.errors import DataError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
+
+pytest.importorskip("numba", reason="the loops are numba's")
+CPU = torch.device("cpu")
+SAMPLES, ROWS = 23, (41, 90)
+FEATURES = (
+    FeatureConfig(name="a", hotness=7, ragged=True),
+    FeatureConfig(name="b", hotness=2),
+    FeatureConfig(name="c", hotness=4, ragged=True, weighted=True),
+)
+
+
+def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error"):
+    features = [f if weighted else FeatureConfig(name=f.name, hotness=f.hotness, ragged=True)
+                for f in FEATURES]  # fmt: skip
+    # Lists and a matrix in one table: b goes along as lists of two.
+    tables = [
+        TableConfig(name="t.a", features=("a", "b"), num_rows=ROWS[0], dim=4, pooling=pooling),
+        TableConfig(name="t.c", features=("c",), num_rows=ROWS[1], dim=4, pooling=pooling),
+    ]
+    line = Placement.line("cpu", size)
+    layouts = {
+        t.name: TableLayout(layout=Layout(line, (Split(0),)), exchange=exchange) for t in tables
+    }
+    return plan_embeddings(
+        [OutputConfig(name="deep", tables=tuple(tables))],
+        layouts,
+        features=features,
+        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+        dtype=torch.float32,
+        world=line,
+        backend="gloo",
+        batch_size=SAMPLES * size,
+        out_of_range=policy,
+    )
+
+
+def make_ids(plan, seed, *, high=5):
+    random = torch.Generator().manual_seed(seed)
+    ids = {}
+    for feature in plan.features:
+        if not feature.ragged:
+            ids[feature.name] = torch.randint(0, high, (SAMPLES, feature.hotness), generator=random)
+            continue
+        lengths = torch.randint(0, feature.hotness + 1, (SAMPLES,), generator=random)
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        values = torch.randint(0, high, (int(ends[-1]),), generator=random, dtype=torch.int32)
+        weights = torch.randn(values.shape, generator=random) if feature.weighted else None
+        ids[feature.name] = Bags(values, ends, weights)
+    return ids
+
+
+def without_loops(monkeypatch, make):
+    """What ``make`` gives where numba is not installed."""
+    with monkeypatch.context() as patch:
+        for module in (addresses, reader):
+            patch.setattr(module, "find_loops", lambda _: None)
+        return make()
+
+
+def equal(one, other):
+    for name in ("addresses", "offsets", "weights"):
+        a, b = getattr(one, name), getattr(other, name)
+        assert (a is None) == (b is None), name
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b)), name
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+def test_addresses_are_those_of_torch(monkeypatch, size, pooling, weighted):
+    for exchange in ("unique", "reduce"):
+        plan = make_plan(size, exchange, weighted=weighted, pooling=pooling)
+        ids = IdReader(plan, 0, CPU).read(make_ids(plan, size, high=5))
+        (stack,) = (stack for group in plan.groups for stack in group.stacks if stack.ragged)
+        for kind in (torch.int32, torch.int64):
+            own = partial(OwnerAddresses, stack, size, CPU, address_dtype=kind)
+            equal(own().access(ids), without_loops(monkeypatch, own).access(ids))
+        for rank in range(min(size, 4)):
+            local = partial(LocalAddresses, stack, rank, CPU)
+            slow = without_loops(monkeypatch, local)
+            for pooled in (False, True):
+                equal(local().access(ids, pooled=pooled), slow.access(ids, pooled=pooled))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_lists_are_read_as_by_torch(monkeypatch, weighted):
+    plan = make_plan(2, "unique", weighted=weighted)
+    ids = make_ids(plan, 1)
+    fast = IdReader(plan, 0, CPU)
+    monkeypatch.setattr(fast, "_checked", None)  # which the slow way alone asks
+    slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
+    one, other = fast.read(ids).lists, slow.read(ids).lists
+    assert torch.equal(one.lengths, other.lengths)
+    assert torch.equal(one.values, other.values)
+    assert one.values.dtype == other.values.dtype
+    assert (one.weights is None) == (not weighted)
+    assert not weighted or torch.equal(one.weights, other.weights)
+
+
+@pytest.mark.parametrize("policy", ["clamp", "hash", "error"])
+def test_a_bad_id_among_many_is_found(monkeypatch, policy):
+    plan = make_plan(2, "unique", policy=policy)
+    for place in (0, -1):
+        ids = make_ids(plan, 2)
+        ids["c"].values[place] = ROWS[1]
+        fast = IdReader(plan, 0, CPU)
+        slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
+        if policy == "error":
+            with pytest.raises(DataError, match=f"field c: id {ROWS[1]} in row"):
+                fast.read(ids)
+            continue
+        assert torch.equal(fast.read(ids).lists.values, slow.read(ids).lists.values)
+        assert fast.out_of_range.tolist() == slow.out_of_range.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [([0, 9, 4], "sample 0 has 9 ids"), ([1, 2, 4], "offsets run from 1"),
+     ([0, 2, 3], "offsets run from 0 to 3"), ([0, 3, 2, 4], "different numbers of samples")],
+)  # fmt: skip
+def test_bad_offsets_are_told_as_before(offsets, message):
+    plan = make_plan(2, "unique", weighted=False)
+    ids = {
+        "a": Bags(torch.tensor([1, 2, 3, 4]), torch.tensor(offsets)),
+        "b": Bags(torch.tensor([1, 2]), torch.tensor([0, 1, 2])),
+        "c": Bags(torch.tensor([1, 2]), torch.tensor([0, 1, 2])),
+    }
+    with pytest.raises(DataError, match=message):
+        IdReader(plan, 0, CPU).read(ids)

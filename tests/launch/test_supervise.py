@@ -1,0 +1,78 @@
+"""The loop around a job: starts again what failed, passes signals on, gives up in the end."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOOP = Path(__file__).resolve().parents[2] / "examples" / "supervise.sh"
+
+
+def start(folder: Path, job: str, **settings: str) -> subprocess.Popen[str]:
+    (folder / "job.sh").write_text(job)
+    return subprocess.Popen(
+        [LOOP, "sh", "job.sh"],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "WAIT_S": "0", **settings},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
+    job = "echo x >> starts; [ $(wc -l < starts) -ge 3 ] || exit 3"
+    process = start(tmp_path, job)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert (tmp_path / "starts").read_text().split() == ["x"] * 3
+    assert told.splitlines() == [
+        "supervise: ended with code 3, starts again in 0 s (19 restarts left)",
+        "supervise: ended with code 3, starts again in 0 s (18 restarts left)",
+    ]
+
+
+def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
+    process = start(tmp_path, "echo x >> starts; exit 2", RESTARTS="2")
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert (tmp_path / "starts").read_text().split() == ["x"] * 3
+    assert told.endswith("supervise: ended with code 2, and no restart is left of 2\n")
+
+
+def test_starts_that_lasted_do_not_count(tmp_path):
+    job = "echo x >> starts; [ $(wc -l < starts) -ge 4 ] || exit 3"
+    process = start(tmp_path, job, RESTARTS="1", SHORT_S="0")
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_sigterm_is_passed_on_and_the_job_may_save_first(tmp_path):
+    job = "trap 'echo saved > saved; exit 130' TERM; touch ready; while :; do sleep 0.05; done"
+    process = start(tmp_path, job)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert (tmp_path / "saved").read_text() == "saved\n"
+    assert process.returncode == 130
+    assert "starts again" not in told
+
+
+def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
+    (tmp_path / "hang.py").write_text(
+        "import pathlib, signal, subprocess, sys\n"
+        "if pathlib.Path('once').exists(): sys.exit(0)\n"
+        "pathlib.Path('once').touch()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "rank = subprocess.Popen(['sleep', '1.5'])\n"
+        "rank.wait()\n"
+        "signal.pause()\n"
+    )
+    process = start(tmp_path, f"exec {sys.executable} hang.py", STUCK_S="1")
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert told.splitlines() == [
+        "supervise: its ranks are gone for 1 s, it is ended",
+        "supervise: ended with code 137, starts again in 0 s (19 restarts left)",
+    ]

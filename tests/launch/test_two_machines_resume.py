@@ -1,0 +1,109 @@
+"""Training on two machines in the loop of examples/supervise.sh: cut, killed and slowed links."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.machines import ROOT, Machine, needs_namespaces, two_machines
+
+pytestmark = [needs_namespaces, pytest.mark.slow]
+
+STEPS = 400
+LINK_TIMEOUT_S = 8
+END_S = 240  # of a whole case on a loaded machine; the waits of a job are below 60 s
+CONFIG = ROOT / "configs" / "scheme3.yaml"
+
+
+class Job:
+    """The same command on both machines, each in its loop; files are on a disk that both see."""
+
+    def __init__(self, machines: tuple[Machine, Machine], data: Path, folder: Path) -> None:
+        self.machines, self.data, self.folder = machines, data, folder
+        for machine in machines:
+            self.start(machine)
+
+    def start(self, machine: Machine) -> None:
+        words = [
+            *("train_wdl.py", "--config", str(CONFIG), f"data.path={self.data}"),
+            *(f"run.dir={self.folder / 'run'}", "data.batch_size=100", "model.hidden=[16]"),
+            *("train.epochs=1000", f"train.max_steps={STEPS}", "train.eval_every=0"),
+            *("train.log_every=1", "checkpoint.every=20", "data.loader=memmap"),
+            *(f"parallel.timeout_s={LINK_TIMEOUT_S}", "parallel.kernel=torch"),
+        ]
+        machine.supervise(words, self.folder / f"log{machine.number}", STUCK_S="10")
+
+    def step(self) -> int:
+        """The newest step that was reported."""
+        lines = self._events()
+        return max((line["step"] for line in lines if line["event"] == "step"), default=0)
+
+    def _events(self) -> list[dict]:
+        path = self.folder / "run" / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def wait(self, done: Callable[[], bool], what: str) -> float:
+        begin = time.monotonic()
+        while not done():
+            assert time.monotonic() - begin < END_S, f"{what}; {self.said()[-4000:]}"
+            time.sleep(0.2)
+        return time.monotonic() - begin
+
+    def finish(self) -> list[float]:
+        """Both loops ended well; the loss of every step, of which there is one line each."""
+        self.wait(
+            lambda: all(one.process is not None and one.process.poll() is not None
+                        for one in self.machines),
+            "the loops did not end",
+        )  # fmt: skip
+        assert [one.process.returncode for one in self.machines] == [0, 0], self.said()
+        steps = [line for line in self._events() if line["event"] == "step"]
+        assert [line["step"] for line in steps] == list(range(2, STEPS + 1))
+        return [line["loss"] for line in steps]
+
+    def said(self) -> str:
+        return "\n".join(
+            f"--- machine {one.number}\n{(self.folder / f'log{one.number}').read_text()}"
+            for one in self.machines
+        )
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    with two_machines() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def undisturbed(synth_set: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run that nothing happens to."""
+    with two_machines() as both:
+        return Job(both, synth_set, tmp_path_factory.mktemp("undisturbed")).finish()
+
+
+@pytest.mark.parametrize("fault", ["cut", "killed", "slow"])
+def test_a_supervised_job_on_two_machines_goes_on(
+    machines, synth_set, tmp_path, undisturbed, fault
+):
+    job = Job(machines, synth_set, tmp_path)
+    job.wait(lambda: job.step() >= 60, "it did not start")
+    if fault == "cut":
+        machines[1].pull_cable()
+        job.wait(lambda: job.said().count("supervise: ended with code") >= 2, "they did not end")
+        assert job.said().count("died or does not answer") >= 2
+        machines[1].plug_in()
+    elif fault == "killed":  # and replaced by another that runs the same command
+        machines[1].kill()
+        job.wait(lambda: "supervise: ended with code" in job.said(), "the other did not end")
+        assert "died or does not answer" in job.said()
+        job.start(machines[1])
+    else:
+        machines[0].slow_down("2mbit")
+        time.sleep(3)
+        machines[0].slow_down("1gbit")
+    assert job.finish() == undisturbed
+    restarts = job.said().count("starts again")
+    assert restarts == 0 if fault == "slow" else restarts >= 1

@@ -1,0 +1,61 @@
+"""Small tasks and plans for the planner's tests."""
+
+import numpy as np
+
+from planner.design import Law, Sample
+from planner.features import zipf_mandelbrot
+from planner.task import Choice, Plan, Shape, Task
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+
+WORLD = (0, 1, 2, 3)
+
+
+def make_task(world_size=4, batch_size=512, rows=(4000, 50, 900, 3000, 700, 6000, 800, 100), dim=8):
+    """A table per entry of ``rows``, the second of three ids a sample, skewed."""
+    tables = tuple(
+        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=count, dim=dim)
+        for n, count in enumerate(rows)
+    )
+    hotness = [3 if n == 1 else 1 for n in range(len(rows))]
+    return Task(
+        outputs=(OutputConfig(name="fields", tables=tables),),
+        features=tuple(FeatureConfig(name=f"f{n}", hotness=h) for n, h in enumerate(hotness)),
+        stats={
+            table.name: zipf_mandelbrot(table.num_rows, 0.9, 5.0, float(h))
+            for table, h in zip(tables, hotness, strict=True)
+        },
+        world_size=world_size,
+        batch_size=batch_size,
+        optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
+    )
+
+
+def laws_of(task):
+    """The laws that ``make_task`` takes statistics from."""
+    return Sample(task=task, laws={table.name: Law(s=0.9, q=5.0) for table in task.tables})
+
+
+def every_shape() -> list[Choice]:
+    """One of each kind, on four ranks."""
+    return [
+        Choice(Shape("B", "local"), WORLD),
+        Choice(Shape("B", "local"), WORLD),
+        Choice(Shape("B", "columns"), (1,)),
+        Choice(Shape("S(0)", "reduce", (2, 1)), (0, 2)),
+        Choice(Shape("S(0)", "unique", (4, 1)), WORLD),
+        Choice(Shape("S(1)", "columns", (1, 4)), WORLD),
+        Choice(Shape("(S(0), S(1))", "reduce", (2, 2)), WORLD),
+        Choice(Shape("S(0)", "unique", (1, 1)), (3,)),
+    ]
+
+
+def mixed_plan(task) -> Plan:
+    """``every_shape``, table by table."""
+    return {table.name: one for table, one in zip(task.tables, every_shape(), strict=True)}
+
+
+def random_plan(task, seed) -> Plan:
+    """Shapes of ``every_shape`` in any order."""
+    random, shapes = np.random.default_rng(seed), every_shape()
+    return {t.name: shapes[int(random.integers(len(shapes)))] for t in task.tables}

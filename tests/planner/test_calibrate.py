@@ -1,0 +1,236 @@
+"""Calibration on two ranks: what is measured, kept and fitted; memory as predicted."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from planner.calibrate import QUICK, Journal, calibrate, plan_of_tree, plan_tree
+from planner.cost import CostModel
+from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
+from planner.fit import TERMS, Record, count_work, fit, judge, nonnegative_least_squares
+from planner.measure import MoveTimer, make_trainer, measure
+from planner.profile import load, weights_from
+from planner.ranks import gather_texts
+from planner.simulate import NUM_PHASES, PHASE, PHASES, step_ms
+from planner.task import Choice, Shape
+from planner.work import INDEX, MEMORY
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import DataError
+from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
+
+SETTINGS = replace(
+    QUICK,
+    seconds=0.0,
+    plans_per_sample=2,
+    picks_per_round=1,
+    most_rows=500,
+    repeats=1,
+    overlapped=1,
+)
+
+
+def calibrate_twice(world, path):
+    """On every rank; the second goes on with what the first wrote."""
+    boxing, counts = Boxing(world), []
+    for _ in range(2):
+        profile = calibrate(boxing, SETTINGS, path)
+        counts.append(len(path.read_text().splitlines()))
+    if profile is not None:
+        profile.save(path.with_suffix(".json"))
+    return counts, profile is not None
+
+
+def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
+    path = tmp_path / "measured.jsonl"
+    (counts, first), (_, second) = ranks(2, calibrate_twice, path)
+    assert (first, second) == (True, False)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert counts[0] == counts[1] == len(lines) == 3 * 2 + 3  # nothing is measured twice
+    assert len({(one["sample"], one["name"]) for one in lines}) == len(lines)
+    assert any(one["name"].startswith("pick 1.") for one in lines)
+    assert any(one["name"].startswith("all ") for one in lines)
+    one = lines[0]
+    assert plan_tree(plan_of_tree(one["plan"])) == one["plan"]
+    assert np.array(one["phases"]).shape == (2, NUM_PHASES)
+    assert one["step_ms"] > 0
+    profile = load(tmp_path / "measured.json")
+    assert profile.about["plans"] == str(len(lines))
+    assert profile.world_size == 2
+    assert (profile.matrix >= 0).all()
+    task = make_task(world_size=2)
+    plan = {table.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for table in task.tables}
+    assert CostModel(profile).of(task).predict(plan).step_ms > 0
+
+
+def test_the_journal_of_another_machine_is_not_taken(tmp_path):
+    path = tmp_path / "measured.jsonl"
+    entry = {"sample": 1, "name": "a", "facts": {"cpu": "one"}}
+    path.write_text(json.dumps(entry) + "\n" + '{"cut off')
+    assert set(Journal(path, {"cpu": "one"}).entries) == {(1, "a")}
+    assert not Journal(path, {"cpu": "other"}).entries
+
+
+def test_samples_are_the_same_wherever_they_are_drawn():
+    one, other = (draw_sample(5, 2, "cpu", "sgd") for _ in range(2))
+    assert one.task.tables == other.task.tables
+    ids = [draw_batches(one, 1, 1, torch.device("cpu"))[0].ids for _ in range(2)]
+    assert torch.equal(*ids)
+    widths = [feature.hotness for feature in one.task.features]
+    for table, columns in zip(one.task.tables, ids[0].split(widths, 1), strict=True):
+        assert int(columns.max()) < table.num_rows
+    names = [name for name, _ in draw_plans(one, 5, 8)]
+    assert names == [name for name, _ in draw_plans(other, 5, 8)]
+    assert any(name.startswith("all ") for name in names)
+    assert all(
+        shape.copied or shape.num_shards <= 4
+        for table in one.task.tables
+        for shape in shapes_for(table, 4)
+    )
+
+
+def texts_of(world):
+    return gather_texts(Boxing(world), "x" * (10 ** (world.rank + 1)))
+
+
+def test_texts_of_any_length_reach_all_ranks(ranks):
+    assert [[len(text) for text in one] for one in ranks(2, texts_of)] == [[10, 100]] * 2
+
+
+def move_names(world):
+    """Moves with time, of one serial step; and the bytes that travelled against those counted."""
+    boxing, task = Boxing(world), make_task(world_size=2, rows=(2000, 500))
+    plan = {table.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for table in task.tables}
+    sample = laws_of(task)
+    trainer = make_trainer(boxing, task, plan)
+    batches = draw_batches(sample, world.rank, 2, world.device)
+    trainer.step(batches[0])
+    world.log.clear()
+    with MoveTimer(boxing) as timer:
+        trainer.move_watch = timer
+        trainer.step(batches[1])
+    sent = sum(r.bytes_sent for r in world.log.records if r.step_id.endswith("bwd/vectors"))
+    counted = count_work(task, plan)[world.rank, INDEX["gradient_bytes"]]
+    return timer.times, sent, counted, world.on_wait is None
+
+
+def test_every_move_of_a_step_is_timed_and_bytes_are_as_counted(ranks):
+    for times, sent, counted, let_go in ranks(2, move_names):
+        assert set(times) == set(PHASES)
+        moved = {name for name, ms in times.items() if ms > 0}
+        assert {"begin", "look_up", "forward", "backward", "push", "update"} <= moved
+        assert {"ids", "vectors", "row gradients", "dense gradients"} <= moved
+        assert sent == pytest.approx(counted, rel=0.1)
+        assert let_go
+
+
+def peak_and_prediction(world):
+    """Growth of this process by a plan of 50 MB of tables, and what is predicted."""
+    boxing = Boxing(world)
+    task = make_task(world_size=2, batch_size=2048, rows=(400_000, 50, 300_000), dim=16)
+    plan = {
+        "t0": Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)),
+        "t1": Choice(Shape("B", "local"), (0, 1)),
+        "t2": Choice(Shape("B", "columns"), (1,)),
+    }
+    sample = laws_of(task)
+    batches = draw_batches(sample, world.rank, 2, world.device)
+    measure(boxing, task, plan, batches, repeats=1, overlapped=1)  # what is there once
+    found = measure(boxing, task, plan, batches, repeats=1, overlapped=1)
+    cost = CostModel(load_nothing()).of(task)
+    return found.peak_bytes, cost.memory(cost.totals(plan)).tolist()
+
+
+def load_nothing():
+    from planner.fit import empty_profile
+
+    return empty_profile(2, "gloo")
+
+
+def test_predicted_memory_is_what_the_ranks_took(ranks):
+    peak, predicted = ranks(2, peak_and_prediction)[0]
+    for took, said in zip(peak, predicted, strict=True):
+        assert said == pytest.approx(took, rel=0.25)
+    assert predicted[1] > predicted[0] + 15e6  # the whole table is on rank 1
+
+
+# Fitting
+
+
+def test_non_negative_least_squares_finds_the_weights_and_no_negative_ones():
+    random = np.random.default_rng(2)
+    x = random.random((80, 5))
+    true = np.array([2.0, 0.0, 0.5, 0.0, 3.0])
+    np.testing.assert_allclose(nonnegative_least_squares(x, x @ true), true, atol=1e-4)
+    found = nonnegative_least_squares(x, x @ np.array([1.0, -2.0, 0.5, 0.0, 1.0]))
+    assert found[1] == 0.0
+    assert (found >= 0).all()
+
+
+def made_records(noise, samples=12):
+    """Steps of a machine whose prices are known, with plans of as many tasks."""
+    terms = {
+        "begin": {"always": 0.3, "home_sort": 2e-5},
+        "look_up": {"read_rows": 4e-5, "read_elements": 3e-6, "num_stacks": 0.3},
+        "push": {"home_elements": 4e-6, "expand_elements": 6e-6},
+        "update": {"step_elements": 2e-5, "update_ids": 3e-5, "always": 0.2},
+        "vectors": {"vector_bytes": 4e-6, "num_unique": 0.3, "num_columns": 0.2},
+        "row gradients": {"gradient_bytes": 4e-6, "num_unique": 0.2},
+    }
+    weights = np.array(weights_from(terms))
+    random = np.random.default_rng(4)
+    records = []
+    for sample in range(samples):
+        rows = tuple(int(x) for x in np.exp(random.uniform(3, 9, 8)))
+        task = make_task(batch_size=int(random.choice([512, 2048, 4096])), rows=rows)
+        plans = [mixed_plan(task), *(random_plan(task, 10 * sample + n) for n in range(5))]
+        for number, plan in enumerate(plans):
+            totals = count_work(task, plan)
+            exact = totals @ weights
+            exact[:, PHASE["update"]] *= (exact[:, PHASE["update"]] / 3.0) ** 0.15  # not linear
+            noisy = exact * np.exp(random.normal(0, noise, exact.shape))
+            step = float(step_ms(exact[None], {"vectors": 0.5})[0])
+            records.append(
+                Record(
+                    sample=sample,
+                    name=f"plan {number}",
+                    totals=totals,
+                    phases=noisy,
+                    step_ms=step * float(np.exp(random.normal(0, noise))),
+                    noise=noise,
+                )
+            )
+    return records
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit(made_records(0.03), backend="gloo")
+
+
+def test_a_fit_predicts_steps_and_chooses_well_on_tasks_it_has_not_seen(fitted):
+    assert fitted.errors["step relative"] < 0.08
+    assert fitted.errors["regret"] < 0.03 < fitted.errors["regret of a random plan"]
+    assert fitted.errors["rank correlation"] > 0.8
+
+
+def test_a_correction_learns_what_the_sum_cannot_say(fitted):
+    fresh = made_records(0.0, samples=14)[12 * 6 :]  # two further tasks
+    with_it = judge(fitted, fresh)["update relative"]
+    without = judge(replace(fitted, members=()), fresh)["update relative"]
+    assert with_it < 0.7 * without
+
+
+def test_weights_are_of_terms_that_the_phase_can_depend_on(fitted):
+    for phase, terms in TERMS.items():
+        used = {name for name, place in INDEX.items() if fitted.matrix[place, PHASE[phase]] > 0}
+        if terms:
+            assert used <= set(terms)
+    assert fitted.matrix[MEMORY].sum() == 0
+
+
+def test_too_few_tasks_are_refused():
+    with pytest.raises(DataError, match="a fit needs 3 at least"):
+        fit(made_records(0.0, samples=2), backend="gloo")

@@ -1,0 +1,217 @@
+"""Counts, prices and the simulated step: against the engine's own plan, and for what must hold."""
+
+import numpy as np
+import pytest
+
+from planner.clusters import described
+from planner.cost import CostModel, TaskCost
+from planner.fit import count_work
+from planner.profile import Fusion, Profile, load, weights_from
+from planner.simulate import NUM_PHASES, PHASE, SCHEDULES, max_of_sums, step_ms, sum_of_maxima
+from planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
+from planner.work import INDEX, MEMORY, NUM_FEATURES
+from sbpflow.errors import ConfigError
+from sbpflow.training.step_schedule import IDS, OVERLAPPED, SERIAL, VECTORS
+from tests.planner.tasks import every_shape, make_task, mixed_plan, random_plan
+
+TASK = make_task()
+
+
+def price(profile=None, task=TASK):
+    return CostModel(profile or described("h100-dgx")).of(task)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_memory_and_groups_are_those_of_the_engines_plan(seed):
+    plan = random_plan(TASK, seed)
+    totals, engine = count_work(TASK, plan), embedding_plan(TASK, plan)
+    held = [0] * TASK.world_size
+    for stack in (stack for group in engine.groups for stack in group.stacks):
+        for rank in range(TASK.world_size):
+            held[rank] += sum(4 * (one.num_elements + one.num_rows) for one in stack.shards(rank))
+    assert totals[:, MEMORY].tolist() == held  # rows, and a number of rowwise Adagrad for each
+    groups = sum(
+        totals[0, INDEX[name]]
+        for name in ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole")
+    )
+    assert groups == len(engine.groups)
+    assert totals[0, INDEX["num_stacks"]] == sum(len(group.stacks) for group in engine.groups)
+
+
+@pytest.mark.parametrize(
+    "choice", [one for one in every_shape() if one.shape.exchange in ("columns", "reduce")], ids=str
+)
+def test_bytes_of_vectors_are_those_of_the_engines_steps(choice):
+    task = make_task(rows=(3000, 60, 800))
+    plan = {table.name: choice for table in task.tables}
+    totals, engine = count_work(task, plan), embedding_plan(task, plan)
+    for name, steps in (
+        ("vector_bytes", engine.forward_steps(task.batch_size)),
+        ("gradient_bytes", engine.push_steps(task.batch_size)),
+        ("ids_bytes", engine.id_steps(task.batch_size)),
+    ):
+        sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
+        np.testing.assert_allclose(totals[:, INDEX[name]], sent, rtol=0.01, err_msg=name)
+
+
+def test_totals_are_the_base_and_what_each_table_adds():
+    cost, plan = price(), mixed_plan(TASK)
+    totals = np.tile(cost.base(), (4, 1))
+    keys = set()
+    for table in TASK.tables:
+        choice = plan[table.name]
+        one = cost.shape_cost(table, choice.shape)
+        assert one.shards.shape == (
+            0 if choice.shape.copied else choice.shape.num_shards,
+            NUM_FEATURES,
+        )
+        totals += one.home
+        for rank, shard in zip(choice.ranks, one.shards, strict=False):
+            totals[rank] += shard
+        keys |= set(one.keys(choice.ranks))
+    for key in keys:
+        totals[:, key[0]] += 1
+    np.testing.assert_allclose(cost.totals(plan), totals)
+    assert (totals >= -1e-6).all()
+
+
+def test_prices_of_many_plans_are_those_of_each():
+    cost = price()
+    plans = [random_plan(TASK, seed) for seed in range(5)]
+    np.testing.assert_allclose(cost.cost(plans), [cost.predict(p).step_ms for p in plans])
+
+
+def test_a_plan_that_is_written_is_read_again(tmp_path):
+    plan, path = mixed_plan(TASK), tmp_path / "tables.yaml"
+    path.write_text(plan_to_yaml(plan, {"predicted_step_ms": 1.5}))
+    assert plan_from_yaml(path, TASK) == plan
+    alike = {
+        table.name: Choice(Shape("S(0)", "unique", (4, 1)), (0, 1, 2, 3)) for table in TASK.tables
+    }
+    text = plan_to_yaml(alike)
+    assert text.count("S(0)") == 1  # one pattern for all
+    path.write_text(text)
+    assert plan_from_yaml(path, TASK) == alike
+
+
+def test_a_plan_that_the_engine_cannot_run_is_refused():
+    plan = mixed_plan(TASK)
+    plan["t2"] = Choice(Shape("B", "columns"), (0, 1))
+    with pytest.raises(ConfigError, match="a copied table is on all ranks"):
+        TASK.check(plan)
+    del plan["t2"]
+    with pytest.raises(ConfigError, match="tables t2 are in one of task and plan only"):
+        TASK.check(plan)
+
+
+# The simulated step
+
+
+def phases(**ms):
+    """[1, 2 ranks, P]"""
+    found = np.zeros((1, 2, NUM_PHASES))
+    for name, values in ms.items():
+        found[0, :, PHASE[name.replace("_", " ") if name not in PHASE else name]] = values
+    return found
+
+
+def test_serial_steps_add_everything_up():
+    given = phases(begin=(1, 2), look_up=(3, 1), update=(2, 2), vectors=(4, 4))
+    # Rank 1 ends its look-up at 3, rank 0 at 4; vectors 4 more, then the update.
+    assert step_ms(given, {}, SERIAL) == pytest.approx([4 + 4 + 2])
+
+
+def test_what_travels_ahead_is_hidden_behind_the_moves_between():
+    given = phases(look_up=(1, 1), outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(4, 4))
+    assert step_ms(given, {IDS: 1.0}, OVERLAPPED) == pytest.approx([7.0])
+    assert step_ms(given, {IDS: 0.0}, OVERLAPPED) == pytest.approx([11.0])
+    longer = phases(look_up=(1, 1), outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(9, 9))
+    # The ids of the next batch leave after look_up and must be there before the next one: 7 for
+    # the first step, whose ids are there, 10 for each after it.
+    assert step_ms(longer, {IDS: 1.0}, OVERLAPPED) == pytest.approx([(7 + 10 + 10) / 3])
+
+
+def test_transfers_take_turns_on_the_link():
+    both = phases(look_up=(1, 1), vectors=(5, 5), ids=(5, 5), outputs=(1, 1))
+    alone = phases(look_up=(1, 1), vectors=(5, 5), outputs=(1, 1))
+    hidden = {VECTORS: 1.0, IDS: 1.0}
+    assert step_ms(both, hidden)[0] > step_ms(alone, hidden)[0] + 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_phase_gets_longer_and_the_step_shorter(seed, overlap):
+    random = np.random.default_rng(seed)
+    given = random.random((1, 3, NUM_PHASES)) * 5
+    hidden = {IDS: 0.5, VECTORS: float(random.random())}
+    more = np.repeat(given, NUM_PHASES, 0)
+    for phase in range(NUM_PHASES):
+        more[phase, random.integers(3), phase] += random.random() * 4
+    schedule = SCHEDULES[overlap]
+    assert (step_ms(more, hidden, schedule) >= step_ms(given, hidden, schedule) - 1e-9).all()
+    assert (sum_of_maxima(more) >= sum_of_maxima(given)).all()
+    assert (max_of_sums(more) >= max_of_sums(given)).all()
+
+
+# Profiles
+
+
+def learned(low=0.5, high=2.0):
+    random = np.random.default_rng(3)
+    mix = random.random((2, NUM_FEATURES)) * 1e-4
+    fusion = Fusion(
+        mix=tuple(map(tuple, mix.tolist())), scale=(1.0, 2.0), power=(0.8, 1.3), low=low, high=high
+    )
+    weights = weights_from(
+        {"update": {"step_rows": 1e-4, "always": 0.2}, "look_up": {"read_rows": 1e-4}}
+    )
+    return Profile(weights=weights, world_size=2, backend="gloo", members=({"update": fusion},) * 2)
+
+
+def test_corrections_are_bounded_and_never_fall_with_more_work():
+    cost = price(learned())
+    random = np.random.default_rng(0)
+    totals = random.random((200, NUM_FEATURES)) * 10 ** random.uniform(0, 5, (200, NUM_FEATURES))
+    ms = cost.rank_ms(totals)
+    plain = cost.rank_ms(totals, corrected=False)
+    low, high = cost.bounds
+    assert (ms >= low * plain - 1e-9).all()
+    assert (ms <= high * plain + 1e-9).all()
+    assert (ms[:, PHASE["update"]] != plain[:, PHASE["update"]]).any()
+    more = cost.rank_ms(totals + random.random(totals.shape) * totals)
+    assert (more >= ms - 1e-9).all()
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "profile.json"
+    learned().save(path)
+    again = load(path)
+    assert again == learned()
+    np.testing.assert_allclose(again.weights_for(2), learned().weights_for(2))
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 99, "features": [], "phases": []}'])
+def test_what_is_no_profile_says_what_makes_one(tmp_path, content):
+    path = tmp_path / "profile.json"
+    with pytest.raises(ConfigError, match="calibrate"):
+        load(path)
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="run python -m planner calibrate again"):
+        load(path)
+
+
+def test_calls_cost_more_among_more_ranks_and_nothing_alone():
+    weights = weights_from({"vectors": {"num_unique": 0.5, "vector_bytes": 1e-6}})
+    profile = Profile(weights=weights, world_size=2, backend="gloo")
+    column = PHASE["vectors"]
+    assert profile.weights_for(4)[INDEX["num_unique"], column] == pytest.approx(1.5)
+    assert profile.weights_for(4)[INDEX["vector_bytes"], column] == pytest.approx(1e-6)
+    assert profile.weights_for(1)[:, column].sum() == 0
+
+
+def test_an_optimizer_that_was_not_measured_is_named():
+    profile = Profile(
+        weights=learned().weights, world_size=2, backend="gloo", step_factors={"sgd": 1.0}
+    )
+    with pytest.raises(ConfigError, match="--optimizers rowwise_adagrad"):
+        TaskCost(profile, TASK).totals(mixed_plan(TASK))

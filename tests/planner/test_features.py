@@ -1,0 +1,93 @@
+"""What tables' ids are described by, against ids that were drawn."""
+
+import numpy as np
+import pytest
+
+from planner.features import (
+    BIN_SAMPLES,
+    NUM_BINS,
+    from_bins,
+    from_histogram,
+    from_ratios,
+    from_sample,
+    zipf_mandelbrot,
+)
+from sbpflow.errors import ConfigError
+
+ROWS, S, Q = 20_000, 1.1, 3.0
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    share = (np.arange(1, ROWS + 1) + Q) ** -S
+    random = np.random.default_rng(1)
+    return random.choice(ROWS, BIN_SAMPLES, p=share / share.sum())
+
+
+def unique(ids, count):
+    return len(np.unique(ids[:count]))
+
+
+@pytest.mark.parametrize("count", [100, 3000, 65_536])
+def test_a_law_touches_as_many_rows_as_draws_from_it(drawn, count):
+    law = zipf_mandelbrot(ROWS, S, Q, 1.0)
+    assert law.touched(count) == pytest.approx(unique(drawn, count), rel=0.08)
+    assert law.distinct == ROWS
+    assert law.touched(1e12) <= ROWS
+
+
+def test_the_bins_of_a_law_are_those_of_a_drawn_batch(drawn):
+    law = zipf_mandelbrot(ROWS, S, Q, 1.0)
+    _, times = np.unique(drawn, return_counts=True)
+    place = np.ceil(np.log2(times)).astype(int)  # 1 -> 0, 2 -> 1, 3-4 -> 2, 5-8 -> 3
+    rows = np.bincount(place, minlength=NUM_BINS) / len(times)
+    lookups = np.bincount(place, weights=times, minlength=NUM_BINS) / BIN_SAMPLES
+    np.testing.assert_allclose(law.bin_rows, rows, atol=0.02)
+    np.testing.assert_allclose(law.bin_lookups, lookups, atol=0.03)
+    np.testing.assert_allclose(
+        law.top_mass[1:3], [np.sort(times)[-k:].sum() / BIN_SAMPLES for k in (16, 1024)], atol=0.03
+    )
+
+
+@pytest.mark.parametrize("count", [500, 10_000])
+def test_bins_samples_and_ratios_say_the_same(drawn, count):
+    _, times = np.unique(drawn, return_counts=True)
+    place = np.ceil(np.log2(times)).astype(int)
+    rows = np.bincount(place, minlength=NUM_BINS)
+    lookups = np.bincount(place, weights=times, minlength=NUM_BINS)
+    truth = unique(drawn, count)
+    assert from_sample(drawn, 1.0).touched(count) == pytest.approx(truth, rel=0.05)
+    assert from_bins(rows, lookups, 1.0).touched(count) == pytest.approx(truth, rel=0.15)
+    ratios = {n: unique(drawn, n) / n for n in (1024, 4096, 16384, 65536)}
+    measured = from_ratios(
+        ratios, 1.0, distinct=ROWS, bin_rows=rows, bin_lookups=lookups, top_mass=(0, 0, 0, 0)
+    )
+    assert measured.touched(count) == pytest.approx(truth, rel=0.1)
+
+
+def test_even_ids_touch_what_chance_says():
+    even = from_histogram([1000.0], [1.0], 1.0)
+    assert even.touched(1000) == pytest.approx(1000 * (1 - np.exp(-1)), rel=0.02)
+    assert even.touched(0) == 0.0
+    assert even.touched(1) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_more_lookups_never_touch_fewer_rows(seed):
+    random = np.random.default_rng(seed)
+    law = zipf_mandelbrot(int(random.integers(2, 5000)), random.random() * 1.5, 2.0, 1.0)
+    found = [law.touched(x) for x in np.geomspace(0.5, 1e9, 200)]
+    assert (np.diff(found) >= -1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: from_sample([1], 1.0), "give 2 or more"),
+        (lambda: from_bins([1.0], [1.0], 1.0), "they take 17"),
+        (lambda: from_histogram([5.0], [0.0], 1.0), "give rows"),
+    ],
+)
+def test_what_describes_no_ids_is_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()

@@ -1,0 +1,47 @@
+"""The fault table of docs/operations.md and the tests say the same."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+TABLE = PAGE.split("\n## Faults\n")[1]
+ROWS = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| `(tests/[\w/]+\.py)::(\w+)` \|$", TABLE, re.M)
+WHOLLY = ("tests/launch/test_faults.py", "tests/launch/test_two_machines.py")
+
+
+def sources(file: str) -> dict[str, str]:
+    """The text of each test in a file."""
+    text = (ROOT / file).read_text()
+    return {
+        node.name: ast.get_source_segment(text, node) or ""
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def bare(text: str) -> str:
+    """Without what quotes strings, makes patterns of them, and breaks lines."""
+    return re.sub(r"[\\\"']|\bf(?=\")|\s+", "", text).lower()
+
+
+def test_every_row_of_the_table_was_read():
+    lines = [line for line in TABLE.splitlines() if line.startswith("| ")]
+    assert len(ROWS) == len(lines) - 1 >= 20  # less the head
+    assert len({name for *_, name in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize(("seen", "file", "name"), [(r[1], r[3], r[4]) for r in ROWS])
+def test_a_row_says_what_its_test_sees(seen, file, name):
+    source = bare(sources(file)[name])
+    for said in re.findall(r"`([^`]+)`", seen):
+        if not said.startswith(("python -m", "data.", "parallel.", "--")):  # something to use
+            assert bare(said) in source, said
+
+
+@pytest.mark.parametrize("file", WHOLLY)
+def test_every_test_of_a_fault_has_a_row(file):
+    assert set(sources(file)) <= {row[4] for row in ROWS if row[3] == file}

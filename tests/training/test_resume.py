@@ -1,0 +1,167 @@
+"""A run that was interrupted goes on as if it had not been; another one is refused, or moved."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train
+from sbpflow.checkpoint.folder import list_checkpoints, read_run
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.errors import ConfigError
+from sbpflow.training.trainer import Trainer
+
+CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
+
+
+class Interrupted(Exception):
+    """What stands for a kill: nothing of the run gets to do anything afterwards."""
+
+
+def words(synth_set, folder, *more):
+    return [
+        f"data.path={synth_set}",
+        f"run.dir={folder}",
+        "model.hidden=[16]",
+        "model.dropout=0.4",
+        "data.batch_size=500",  # 4,800 rows: ten steps an epoch, the last of 300
+        "data.loader=memmap",
+        "optimizer.sparse.name=lazy_adam",
+        "optimizer.schedule.warmup_steps=15",
+        "train.epochs=2",
+        "train.eval_every=6",
+        "train.log_every=1",
+        "train.plateau={metric: logloss, patience: 1, factor: 0.5}",
+        "checkpoint.every=4",
+        *more,
+    ]
+
+
+def run(synth_set, folder, *more):
+    return train.main(["--config", CONFIG, *words(synth_set, folder, *more)])
+
+
+def interrupt(monkeypatch, step):
+    """Before the step: what was trained since the last checkpoint is lost."""
+    real = Trainer.step
+
+    def until(self, batches, ahead=None):
+        if self.num_steps == step:
+            raise Interrupted
+        return real(self, batches, ahead)
+
+    monkeypatch.setattr(Trainer, "step", until)
+
+
+def events(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ("event", "step", "loss", "auc", "logloss", "epoch", "split", "lr_sparse", "val_auc")
+    return [{key: event[key] for key in kept if key in event} for event in found]
+
+
+@pytest.fixture(scope="module")
+def whole(synth_set, tmp_path_factory):
+    """The run that is not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(synth_set, folder) == 0
+    return folder
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
+    expected = events(whole)
+    assert [e["step"] for e in expected if e["event"] == "step"] == list(range(1, 21))
+    for at in (2, 7, 11, 18):  # before the first checkpoint; then in either epoch
+        interrupted(synth_set, tmp_path, monkeypatch, at)
+    assert [e["step"] for e in events(tmp_path)][-1] == 18
+    assert run(synth_set, tmp_path) == 0
+    assert events(tmp_path) == expected
+    assert [path.name for path in tmp_path.iterdir() if "previous" in path.name] == ["previous-1"]
+    one, two = (open_checkpoint(folder / "checkpoints" / "step-20") for folder in (whole, tmp_path))
+    assert one.tensors.keys() == two.tensors.keys()
+    for name in one.tensors:
+        assert one.tensor(name).equal(two.tensor(name)), name
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-20", "step-16", "step-12"]
+    assert read_run(tmp_path / "checkpoints")["status"] == "finished"
+    assert (tmp_path / "checkpoints" / "data" / "manifest.json").is_file()
+
+
+def interrupted(synth_set, folder, monkeypatch, at=9):
+    with monkeypatch.context() as patch:
+        interrupt(patch, at)
+        with pytest.raises(Interrupted):
+            run(synth_set, folder)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    synth_set, whole, tmp_path, monkeypatch, capfd
+):
+    interrupted(synth_set, tmp_path, monkeypatch)
+    file = tmp_path / "checkpoints" / "step-8" / "rank-0.bin"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 16
+    file.write_bytes(raw)
+    assert run(synth_set, tmp_path) == 0
+    said = capfd.readouterr().err
+    assert "step-8/rank-0.bin: damaged at bytes" in said
+    assert "goes on after step 4" in said
+    assert events(tmp_path) == events(whole)
+
+
+def test_nothing_goes_on_where_no_checkpoint_is_good(synth_set, tmp_path, monkeypatch):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    (tmp_path / "checkpoints" / "step-4" / "index.json").unlink()
+    with pytest.raises(ConfigError, match=r"resume=never"):
+        run(synth_set, tmp_path)
+
+
+def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypatch):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    with pytest.raises(ConfigError) as caught:
+        run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
+    said = str(caught.value)
+    del caught  # its frames hold the lock
+    assert "run.seed was 7 and is 8" in said
+    assert "optimizer.sparse.lr was 0.001 and is 0.5" in said
+    assert "log_every" not in said
+    assert "checkpoint.resume=never" in said
+    # What does not change a loss may differ; what the file has by then stays.
+    assert run(synth_set, tmp_path, "train.max_steps=6", "parallel.kernel=torch") == 0
+    assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
+    assert (tmp_path / "previous-1" / "checkpoints" / "step-4" / "index.json").is_file()
+    assert run(synth_set, tmp_path, "train.max_steps=5") == 0
+    assert (tmp_path / "previous-2" / "checkpoints" / "step-5" / "index.json").is_file()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
+        "step-5",
+        "step-4",
+    ]
+
+
+def test_a_path_goes_on_whatever_its_run_was(synth_set, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole / "checkpoints", tmp_path / "from")
+    for path in list_checkpoints(tmp_path / "from")[:2]:
+        shutil.rmtree(path)
+    elsewhere = f"checkpoint.dir={tmp_path / 'own'}"
+    resume = f"checkpoint.resume={tmp_path / 'from'}"
+    assert run(synth_set, tmp_path / "b", resume, elsewhere) == 0
+    found = [e for e in events(tmp_path / "b") if e["event"] == "step"]
+    assert found == [e for e in events(whole) if e["event"] == "step" and e["step"] > 12]
+    with pytest.raises(ConfigError, match=r"is in checkpoint\.dir"):
+        run(synth_set, tmp_path / "b", elsewhere, f"checkpoint.resume={tmp_path / 'own/step-20'}")
+    with pytest.raises(ConfigError, match=r"tables/deep\.C1: saved as .*, this run has"):
+        run(synth_set, tmp_path / "c", resume, "model.embedding_dim=8")
+    with pytest.raises(ConfigError, match=r"lacks tables/deep.C1/sum,.* it has tables/deep.C1/exp"):
+        run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")
+    with pytest.raises(ConfigError, match="is no folder with"):
+        run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
+
+
+def test_nothing_is_saved_where_that_was_asked_for(synth_set, tmp_path):
+    assert run(synth_set, tmp_path, "checkpoint.every=0", "train.max_steps=2") == 0
+    assert not (tmp_path / "checkpoints").exists()
