@@ -215,9 +215,9 @@ def _optimum(judge: Setting) -> dict[str, object]:
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
     """Paired differences with ours in logarithms, 95 % intervals, gaps closed, successes."""
     found: dict[str, object] = {"tasks": len(rows)}
-    names = list(rows[0]["ms"])  # type: ignore[call-overload]
+    names = list(rows[0]["ms"])
     for name in names:
-        pairs = [(row["ms"][name], row["ms"]["auto"]) for row in rows]  # type: ignore[index]
+        pairs = [(row["ms"][name], row["ms"]["auto"]) for row in rows]
         both = [math.log(other / ours) for other, ours in pairs if other and ours]
         if not both:
             continue
@@ -228,7 +228,7 @@ def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
             "interval": [round(math.expm1(mean - half), 4), round(math.expm1(mean + half), 4)],
             "fits": round(sum(other is not None for other, _ in pairs) / len(pairs), 3),
             "seconds": round(
-                statistics.mean(row["seconds"][name] for row in rows),  # type: ignore[index]
+                statistics.mean(row["seconds"][name] for row in rows),
                 3,
             ),
         }
@@ -242,11 +242,7 @@ def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | None:
-    values = [
-        row["ms"][name] / row[key] - 1  # type: ignore[index,operator]
-        for row in rows
-        if row["ms"][name] and row.get(key)  # type: ignore[index]
-    ]
+    values = [row["ms"][name] / row[key] - 1 for row in rows if row["ms"][name] and row.get(key)]
     return round(statistics.mean(values), 4) if values else None
 
 
@@ -255,10 +251,10 @@ def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
     shares: list[float] = []
     for row in rows:
         ms = row["ms"]
-        greedy = [ms[one] for one in GREEDY if one != "random" and ms.get(one)]  # type: ignore
-        ours, best = ms[name], row["best_known_ms"]  # type: ignore[index]
-        if greedy and ours and min(greedy) > best * 1.0001:  # type: ignore[operator]
-            shares.append((min(greedy) - ours) / (min(greedy) - best))  # type: ignore[operator]
+        greedy = [ms[one] for one in GREEDY if one != "random" and ms.get(one)]
+        ours, best = ms[name], row["best_known_ms"]
+        if greedy and ours and min(greedy) > best * 1.0001:
+            shares.append((min(greedy) - ours) / (min(greedy) - best))
     return round(statistics.mean(shares), 3) if shares else None
 
 

@@ -7,35 +7,41 @@ plans are "not told apart" where the interval holds 0. The rank correlation of w
 predicts with what the clock says is over the plans of a task.
 """
 
+import argparse
 import json
 import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.network import start_ranks
+from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.record import Results
 from planner.calibrate import plan_of_tree, plan_tree
 from planner.cost import CostModel
 from planner.design import Law, Sample, draw_batches
 from planner.measure import dense_work_of, make_trainer
 from planner.planners import GREEDY, make_plan, published
-from planner.profile import load
+from planner.profile import Profile, load
 from planner.published.setting import Setting
+from planner.ranks import gather_texts
 from planner.search.problem import Assignment, price_of
 from planner.search.seeds import families
 from planner.shapes import plan_of
-from planner.task import DenseWork, Task
+from planner.task import DenseWork, Plan, Task
 from planner.workloads import Drawn, make_task, split_pool
 from sbpflow.boxing.executor import Boxing
 from sbpflow.runtime.world import World
 from sbpflow.training.step_schedule import OVERLAPPED
 
 BATCH = 4096
-MOST_ROWS = 200_000
+MOST_ROWS, MOST_IDS = 50_000, 20.0
 LEAST_ROUNDS, MOST_ROUNDS = 5, 60
 TOLD_APART = 0.03
 LEARNED = ("neuroshard", "dreamshard", "autoshard")
@@ -43,20 +49,17 @@ LEARNED = ("neuroshard", "dreamshard", "autoshard")
 
 def make_sample(number: int, world_size: int) -> Sample:
     """10 to 60 held-out tables of the pool, cut to what two ranks hold, with their laws."""
-    from dataclasses import replace
-
-    import numpy as np
 
     random = np.random.default_rng([number, 77])
     half = split_pool(held_out=True)
-    count = int(random.choice([10, 26, 60]))
+    count = int(random.choice([10, 26, 40]))
     drawn: list[Drawn] = []
     for place in random.choice(len(half), count, replace=False):
         one = half[int(place)]
         rows = min(one.num_rows, MOST_ROWS)
-        pooling = min(one.pooling, 20.0)
+        pooling = min(one.pooling, MOST_IDS)
         drawn.append(replace(one, num_rows=rows, active=rows, pooling=pooling))
-    dims = [int(d) for d in random.choice([8, 16, 32, 64], count)]
+    dims = [int(d) for d in random.choice([8, 16, 32], count)]
     task = make_task(drawn, dims, world_size=world_size, batch_size=BATCH)
     macs, parameters = dense_work_of(sum(dims))
     task = replace(task, dense=DenseWork(macs_per_sample=macs, parameters=parameters))
@@ -64,9 +67,17 @@ def make_sample(number: int, world_size: int) -> Sample:
     return Sample(task=task, laws=laws)
 
 
-def plans_of(task: Task, profile_name: str | None) -> dict[str, tuple[dict, float]]:
-    """name -> (plan, predicted ms): ours, its re-measured alternatives, and everyone else's."""
-    profile = load(Path(profile_name) if profile_name else None)
+def planners_of(profile: Profile) -> dict[str, Callable[[Setting], Assignment]]:
+    """Everyone else, trained once for two ranks and this batch."""
+    cost = CostModel(profile).of(make_sample(0, 2).task)
+    found = {name: published(name, [cost], 0) for name in (*GREEDY, "embark", *LEARNED)}
+    return {**found, "torchrec": torchrec_plan}
+
+
+def plans_of(
+    task: Task, profile: Profile, planners: dict[str, Callable[[Setting], Assignment]]
+) -> dict[str, tuple[Plan, float]]:
+    """name -> (plan, predicted ms): ours, its next best, everyone else's, all tables alike."""
     cost = CostModel(profile).of(task)
     ours = make_plan("auto", cost)
     problem, found = ours.problem, ours.found
@@ -75,14 +86,8 @@ def plans_of(task: Task, profile_name: str | None) -> dict[str, tuple[dict, floa
     plans: dict[str, Assignment] = {"auto": ours.assignment}
     for place, other in enumerate(found.others[:3]):
         plans[f"auto {place + 2}"] = other
-    for name in (*GREEDY, "embark", *LEARNED):
-        plans[name] = published(name, [cost], 0)(setting)
-    try:
-        from benchmarks.peer_torchrec_planner import torchrec_plan
-
-        plans["torchrec"] = torchrec_plan(setting)
-    except (ImportError, ValueError, RuntimeError) as error:
-        print(f"torchrec: {type(error).__name__}: {str(error)[:200]}")
+    for name, planner in planners.items():
+        plans[name] = planner(setting)
     for shape in families(problem):
         if f"all {shape}" in found.plans:
             plans[f"all {shape}"] = found.plans[f"all {shape}"]
@@ -97,9 +102,11 @@ def run_steps(
 ) -> None:
     results = Results(f"planner_steps_{link or 'loopback'}", recorded=recorded)
     correlations: list[float] = []
+    prices = load(Path(profile) if profile else None)
+    planners = planners_of(prices)
     for number in range(tasks):
         sample = make_sample(number, 2)
-        plans = plans_of(sample.task, profile)
+        plans = plans_of(sample.task, prices, planners)
         distinct: dict[str, str] = {}  # plan as JSON -> the first name that has it
         for name, (plan, _) in plans.items():
             distinct.setdefault(json.dumps(plan_tree(plan), sort_keys=True), name)
@@ -114,7 +121,7 @@ def run_steps(
             name: distinct[json.dumps(plan_tree(plans[name][0]), sort_keys=True)] for name in plans
         }
         row = _compared(plans, times, same)
-        correlations.append(row["spearman"])  # type: ignore[arg-type]
+        correlations.append(row["spearman"])
         results.add(
             benchmark="steps",
             number=number,
@@ -131,7 +138,7 @@ def run_steps(
 
 
 def _compared(
-    plans: dict[str, tuple[dict, float]], times: dict[str, list[float]], same: dict[str, str]
+    plans: dict[str, tuple[Plan, float]], times: dict[str, list[float]], same: dict[str, str]
 ) -> dict[str, object]:
     """Of every plan: predicted and median ms, and how much slower than ours, with the interval."""
     found: dict[str, object] = {}
@@ -176,11 +183,11 @@ def spearman(one: list[float], other: list[float]) -> float:
     return round(statistics.correlation(ranks(one), ranks(other)), 3) if len(one) > 2 else 0.0
 
 
-def work(args: object) -> None:
+def work(args: argparse.Namespace) -> None:
     """One rank: all plans of a task in turns."""
     torch.set_num_threads(1)
-    sample = make_sample(args.task, 2)  # type: ignore[attr-defined]
-    plans = [plan_of_tree(tree) for tree in json.loads(Path(args.plans).read_text())]  # type: ignore
+    sample = make_sample(args.task, 2)
+    plans = [plan_of_tree(tree) for tree in json.loads(Path(args.plans).read_text())]
     with World.start("cpu") as world:
         boxing = Boxing(world)
         batches = draw_batches(sample, world.rank, 2, world.device)
@@ -188,17 +195,17 @@ def work(args: object) -> None:
         for trainer in trainers:
             trainer.schedule = OVERLAPPED
         times: list[list[float]] = [[] for _ in plans]
-        stop = time.monotonic() + args.seconds  # type: ignore[attr-defined]
+        stop = time.monotonic() + args.seconds
         for number in range(MOST_ROUNDS + 1):
             for turn in range(len(plans)):
                 place = (turn + number) % len(plans)
                 ms = _timed(world, trainers[place], batches)
                 if number:
                     times[place].append(ms)
-            if number >= LEAST_ROUNDS and _enough(world, times, stop):
+            if number >= LEAST_ROUNDS and _enough(boxing, times, stop):
                 break
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps(times))  # type: ignore[attr-defined]
+            Path(args.output).write_text(json.dumps(times))
 
 
 def _timed(world: World, trainer: object, batches: list) -> float:
@@ -206,22 +213,19 @@ def _timed(world: World, trainer: object, batches: list) -> float:
     world.barrier()
     start = time.perf_counter()
     for step in range(4):
-        trainer.step(batches[step % 2], batches[(step + 1) % 2] if step < 3 else None)  # type: ignore
+        trainer.step(batches[step % 2], batches[(step + 1) % 2] if step < 3 else None)
     world.barrier()
     return 1e3 * (time.perf_counter() - start) / 4
 
 
-def _enough(world: World, times: list[list[float]], stop: float) -> bool:
+def _enough(boxing: Boxing, times: list[list[float]], stop: float) -> bool:
     """Whether all are told apart or the time is over; rank 0 decides."""
     widest = max(difference(mine, times[0])[1] for mine in times[1:]) if len(times) > 1 else 0.0
-    over = torch.tensor([float(widest < TOLD_APART or time.monotonic() > stop)])
-    torch.distributed.broadcast(over, 0)
-    return bool(over.item())
+    over = widest < TOLD_APART or time.monotonic() > stop
+    return gather_texts(boxing, str(over))[0] == "True"
 
 
 def main() -> None:
-    import argparse
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", required=True)
     parser.add_argument("--task", type=int)
