@@ -3,8 +3,8 @@
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 7       one of each kind
 
-Kinds: SIGKILL of one rank, of all, while a checkpoint is being written, while a run starts (imports,
-the meeting of the ranks, loading, the first rows); SIGTERM and SIGINT to all ranks. The losses of
+Kinds: SIGKILL of one rank, of all, while a checkpoint is written, while a run starts (imports, the
+meeting of the ranks, loading, the first rows); SIGTERM and SIGINT to all ranks. The losses of
 every step and the final scores must equal, bit for bit, those of a run that nobody interrupts.
 """
 
@@ -60,7 +60,7 @@ class Ranks:
 
 def make_set(folder: Path) -> None:
     """A small prepared set."""
-    words = ["synth", "--rows", "4000", "--output", str(folder), "--format", "prepared"]
+    words = ["synth", "--rows", "4000", "--vocab-scale", "0.0005", "--output", str(folder)]
     subprocess.run([sys.executable, "-m", "data", *words], check=True, cwd=ROOT)
 
 
@@ -204,7 +204,7 @@ def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]
 
 def main() -> None:
     """As the module says."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description="Kill a run at random moments, and go on.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
