@@ -3,7 +3,7 @@
 Composes configuration, data, model and loop; has no logic of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sbpflow.config.schema import Config
     from sbpflow.run.job import Job
     from sbpflow.run.resume import Resumed
+    from sbpflow.training.loop import Reporter
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
@@ -25,8 +26,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     return train(args.config, args.overrides)
 
 
-def train(path: str, overrides: Sequence[str]) -> int:
-    """Train as the configuration at ``path`` says, with ``key=value`` overrides."""
+def train(
+    path: str, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
+) -> int:
+    """Train as the configuration at ``path`` says, with ``key=value`` overrides.
+
+    ``tracker(rank)`` makes a reporter of the caller's own, told on every rank beside the run's.
+    """
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
@@ -92,7 +98,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
     )
     job = build_job(config, spec, plan, boxing)
     run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
-    _fit(config, manifest, job, loaders, run, planned)
+    _fit(config, manifest, job, loaders, run, planned, tracker)
     for loader in loaders.values():
         loader.close()
     lock.close()
@@ -107,10 +113,10 @@ def _fit(
     loaders: "Mapping[str, RowLoader]",
     run: "Resumed",
     planned: "PlannedRun | None",
+    tracker: "Callable[[int], Reporter] | None",
 ) -> None:
     """Train, score and report; the job is as it was left, where it goes on."""
     from data.format.keep import keep_without_rows
-    from planner.for_run import TABLE_PLAN_FILE
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.run.checkpoints import Checkpoints
     from sbpflow.run.explain import format_plan
@@ -120,6 +126,8 @@ def _fit(
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
     from sbpflow.training.report import Report
+    from sbpflow.training.reporters import Reporters
+    from sbpflow.training.run_folder import TABLE_PLAN_FILE
 
     boxing, world = job.boxing, job.boxing.world
     with Report(
@@ -149,7 +157,7 @@ def _fit(
             config.train,
             boxing=boxing,
             watch=health.LossWatch(boxing, manifest.dense),
-            reporter=report,
+            reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
             checkpoints=checkpoints,
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )

@@ -30,7 +30,6 @@ from sbpflow.runtime.environment import env_int
 from sbpflow.training.step_schedule import SERIAL
 
 LOG = logging.getLogger(__name__)
-TABLE_PLAN_FILE = "tables.yaml"
 _USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
 
 

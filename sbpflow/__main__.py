@@ -1,4 +1,4 @@
-"""``python -m sbpflow explain | doctor | predict | export | checkpoint``.
+"""``python -m sbpflow explain | report | doctor | predict | export | checkpoint``.
 
 A composition root: it may import every package.
 """
@@ -99,6 +99,22 @@ def explain(argv: Sequence[str]) -> int:
         print()
     else:
         print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write a page of curves and tables of one or more runs, and say where."""
+    parser = ArgumentParser(
+        prog="python -m sbpflow report",
+        description="Write one HTML file that shows runs side by side and needs no network.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (its run.dir)")
+    parser.add_argument("--output", type=Path, help="the file; RUN/report.html of the first run")
+    args = parser.parse_args(argv)
+
+    from sbpflow.run.report_page import write_report
+
+    print(write_report([Path(run) for run in args.runs], args.output))
     return 0
 
 
@@ -310,6 +326,7 @@ def main() -> int:
 
     commands = {
         "explain": explain,
+        "report": report,
         "doctor": doctor,
         "predict": predict,
         "export": export,

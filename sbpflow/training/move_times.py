@@ -17,8 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sbpflow.runtime.world import World
-
-TRACE_FILE = "trace-rank{rank}.json"
+from sbpflow.training.run_folder import TRACE_FILE
 
 
 class MoveWatch(Protocol):

@@ -30,6 +30,7 @@ from sbpflow.training.run_folder import (
     PLAN_FILE,
     RUN_FILES,
     START_FILE,
+    TRACE_FILE,
     set_aside,
 )
 
@@ -78,7 +79,8 @@ class MetricsWriter:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = set_aside(folder, RUN_FILES) if going_on is None else None
+        names = [*RUN_FILES, *(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))]
+        earlier = set_aside(folder, names) if going_on is None else None
         if earlier is not None:
             logger.info("what an earlier run left in %s is now in %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
@@ -370,4 +372,6 @@ def _block(title: str, body: str) -> str:
 def _show(value: Value) -> str:
     if value is None:
         return "none"
+    if isinstance(value, list):
+        return ", ".join(_show(one) for one in value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

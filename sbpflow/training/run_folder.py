@@ -16,8 +16,19 @@ METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
 PLAN_FILE = "plan.json"  # the plan that a run followed; run/plan_file.py reads and writes it
+TABLE_PLAN_FILE = "tables.yaml"  # what parallel.plan: auto chose, as parallel.plan takes it
+TRACE_FILE = "trace-rank{rank}.json"  # of the steps of train.profile
+REPORT_FILE = "report.html"  # written on demand by run/report_page.py
 CHECKPOINTS_FOLDER = "checkpoints"
-RUN_FILES = (METRICS_FILE, BOARD_FOLDER, PLAN_FILE, START_FILE, CHECKPOINTS_FOLDER)
+RUN_FILES = (
+    METRICS_FILE,
+    BOARD_FOLDER,
+    PLAN_FILE,
+    TABLE_PLAN_FILE,
+    START_FILE,
+    REPORT_FILE,
+    CHECKPOINTS_FOLDER,
+)
 
 
 class RunLock:

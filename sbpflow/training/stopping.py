@@ -82,9 +82,12 @@ class Stopper:
 
     def why(self, step: int) -> str:
         """One line on the end of the run."""
+        best, delta = self.best, ""
+        if best.min_delta:
+            delta = f" by more than {best.min_delta:g}"
         return (
-            f"at step {step}, after {self.best.waited} evaluations of val in a row without a "
-            f"better {self.config.metric} than {self.best.value:.6g} at step {self.best.step}"
+            f"at step {step}, after {best.waited} evaluations of val in a row without a "
+            f"better {best.metric} than {best.value:.6g} at step {best.step}{delta}"
         )
 
 

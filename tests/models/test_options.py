@@ -12,6 +12,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
+from sbpflow.run.plain_model import plain_model
 from sbpflow.runtime import compiler
 from sbpflow.tensor import ops
 from tests.models.twins import MODELS, STEPS, config_of, twin_run
@@ -225,6 +226,31 @@ def test_the_plain_form_can_be_exported(name):
     program = torch.export.export(module, (vectors, dense), dynamic_shapes=shapes)
     found = program.module()({key: one[:7] for key, one in vectors.items()}, dense[:7])
     torch.testing.assert_close(found.squeeze(1).detach(), logits[:7], rtol=1e-10, atol=1e-12)
+
+
+def plain_of_a_run(world, name):
+    """Logits of a trained job, and of the module that is made of its state."""
+    job = make_job(world, config_of(name, "1"))
+    batches = make_batches(5, 30)
+    for batch in batches:
+        job.trainer.step(batch)
+    state = job.state()
+
+    def read(key):
+        (one,) = state[key].rectangles
+        return one.values.reshape(state[key].shape)
+
+    spec = MODELS[name].spec(FIELDS)
+    module = plain_model(spec, job.plan.embeddings, read, num_dense=3, seed=7)
+    with torch.no_grad():
+        found = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
+    return found.numpy(), job.trainer.predict(batches[0]).numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trained_model_is_exported_with_its_running_statistics(ranks, name):
+    ((found, logits),) = ranks(1, plain_of_a_run, name)
+    np.testing.assert_allclose(found, logits, rtol=1e-10, atol=1e-12)
 
 
 def on_a_device(world, name):

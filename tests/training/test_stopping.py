@@ -45,6 +45,7 @@ def test_patience_counts_evaluations_in_a_row():
     assert (stopper.best.value, stopper.best.step) == (0.72, 4)
     assert stopper.why(6) == (
         "at step 6, after 2 evaluations of val in a row without a better auc than 0.72 at step 4"
+        " by more than 0.01"
     )
 
 

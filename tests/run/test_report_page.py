@@ -1,0 +1,204 @@
+"""The report page: what it shows of runs, and that it needs nothing beside it."""
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.run.plan_file import plan_to_json
+from sbpflow.run.report_charts import Series, line_chart, ticks
+from sbpflow.run.report_data import read_runs
+from sbpflow.run.report_page import write_report
+from tests.training.wdl_case import FIELDS, make_config
+
+START = datetime(2026, 3, 1, tzinfo=UTC)
+
+
+def events(scale: float = 1.0) -> list[dict[str, Any]]:
+    moves = {"move_look_up_ms": 2.0, "move_forward_ms": 3.0, "step_ms": 7.0, "data_ms": 1.0}
+    found: list[dict[str, Any]] = [
+        {
+            "event": "step",
+            "step": step,
+            "loss": scale / step,
+            "samples_per_s": 1000.0,
+            "lr_sparse": 0.05,
+            "lr_dense": 0.001,
+            "grad_norm": 2.5,
+            **moves,
+        }
+        for step in (10, 20, 30)
+    ]
+    found.append({"event": "eval", "step": 30, "split": "val", "num_rows": 50, "auc": 0.7125})
+    found.append(
+        {
+            "event": "calibration",
+            "step": 30,
+            "split": "test",
+            "rows": [25, 25],
+            "predicted": [0.1, 0.4],
+            "observed": [0.2, 0.3],
+        }
+    )
+    found.append(
+        {
+            "event": "slice",
+            "step": 30,
+            "split": "test",
+            "column": "C<1>",
+            "num_rows": 12,
+            "auc": 0.65,
+            "value": 7,
+            "logloss": 0.5,
+            "calibration_ratio": 1.25,
+        }
+    )
+    final = {"auc": 0.75, "logloss": 0.4, "samples_per_s": 900.0, "steps": 30, "val_auc": 0.7125}
+    sums = {"predicted": 310.25, "positives": 300, "calibration": 1.0342}
+    found.append({"event": "final", **final, **sums, "peak_memory_bytes": [3 << 30, 1 << 30]})
+    return [
+        {**event, "time": (START + timedelta(seconds=40 * n)).isoformat()}
+        for n, event in enumerate(found)
+    ]
+
+
+def write(folder: Path, lines: list[dict[str, Any]], *, plan: bool = True, dim: int = 16) -> Path:
+    folder.mkdir(parents=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text, encoding="ascii")
+    (folder / "start.txt").write_text(
+        f"config:\n  model:\n    embedding_dim: {dim}\n    name: wdl\nversions:\n  torch 2\n"
+    )
+    if plan:
+        from sbpflow.run.build_plan import plan_run
+
+        _, planned = plan_run(make_config("1", "sgd"), FIELDS, world_size=2, device_type="cpu")
+        (folder / "plan.json").write_text(plan_to_json(planned))
+    return folder
+
+
+class Page(HTMLParser):
+    """Text, titles of sections, and every address that the page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.sections: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self._open and self._open[-1] == "h2":
+            self.sections.append(data)
+            self._open.pop()
+
+
+def test_a_page_has_every_part_and_loads_nothing(tmp_path):
+    one = write(tmp_path / "one", events())
+    two = write(tmp_path / "two", events(2.0), dim=32)
+    file = write_report([one, two])
+    assert file == one / "report.html"
+    text = file.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.addresses == []
+    assert not re.search(r"https?:|url\(|@import|<script", text)
+    assert page.sections == [
+        "Results",
+        "Loss",
+        "AUC of val",
+        "Learning rates and gradients",
+        "Speed",
+        "Calibration",
+        "Slices",
+        "Layouts",
+        "Transfers",
+        "Memory",
+        "Settings that differ",
+    ]
+    for part in (
+        "0.75000",  # test AUC
+        "310.2 of 300",  # both sums
+        "0:04:00",  # from the first event to the last
+        "deep.C1",
+        "S(1)@[0, 1]",
+        "3.00 GiB",  # peak
+        "model.embedding_dim",
+        "32",
+        "C<1>",  # and so escaped
+        "7.00 ms",
+    ):
+        assert part in page.texts, part
+    assert text.count("<polyline") == 2 * (2 + 2 + 2 + 1 + 2 + 1)  # of each run
+
+
+def test_a_run_that_has_little_shows_what_it_has(tmp_path):
+    run = write(tmp_path / "run", events()[:2], plan=False)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "ti')
+    output = tmp_path / "page.html"
+    text = write_report([run], output).read_text(encoding="utf-8")
+    for note in (
+        "line 3 of metrics.jsonl, the last, is cut off",
+        "the run did not reach its end, or has not yet",
+        "no plan.json: no layouts, no planned memory",
+    ):
+        assert note in text
+    assert "Layouts" not in text
+    assert "Loss" in text
+
+
+def test_folders_that_are_no_runs_are_named(tmp_path):
+    run = write(tmp_path / "runs" / "one", events())
+    with pytest.raises(ConfigError, match=r"runs has no metrics\.jsonl.*did you mean .*runs/one\?"):
+        write_report([tmp_path / "runs"])
+    with pytest.raises(ConfigError, match=r"runs/one is there twice"):
+        write_report([run, run])
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], "{}", *lines[1:]]))
+    with pytest.raises(DataError, match=r"line 2 is no event of a run \(KeyError\)"):
+        write_report([run])
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="has no events yet"):
+        write_report([run])
+
+
+def test_a_plan_of_another_version_is_told(tmp_path):
+    run = write(tmp_path / "run", events(), plan=False)
+    (run / "plan.json").write_text('{"format": 0, "sha256": "", "plan": {}}')
+    text = write_report([run]).read_text(encoding="utf-8")
+    assert "plan.json is not shown: plan: is not what a run wrote" in text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    folders = [write(tmp_path / name / "run", events(), plan=False) for name in ("a", "b")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "want"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (3, 12, [4, 6, 8, 10, 12]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_ticks_are_round_and_within(low, high, want):
+    assert ticks(low, high) == pytest.approx(want)
+
+
+def test_a_chart_of_one_point_or_none():
+    assert line_chart("t", "step", [Series("a", [], 0)]) == ""
+    one = line_chart("t", "step", [Series("a", [(3.0, 0.5)], 0)])
+    assert one.count("<circle") == 1
+    assert "nan" not in one

@@ -1,0 +1,118 @@
+"""The time of each move, and a Chrome trace of some steps with the bytes that they sent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbpflow.config.schema import Config, TrainConfig
+from sbpflow.errors import ConfigError
+from sbpflow.run.explain import describe
+from sbpflow.runtime.world import World
+from sbpflow.training.health import LossWatch
+from sbpflow.training.loop import fit
+from sbpflow.training.move_times import MoveTimes, StepProfiler, peak_memory_bytes
+from tests.training.test_health import Split
+from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
+
+
+class Keeping:
+    """A reporter that keeps the figures of every interval."""
+
+    def __init__(self) -> None:
+        self.extra: list[Any] = []
+
+    def step(self, step: int, loss: float, samples_per_s: float, extra: Any) -> None:
+        self.extra.append(extra)
+
+    def advance(self, step: int, loss: float) -> None:
+        pass
+
+    def evaluation(self, split: str, step: int, evaluation: Any) -> None:
+        pass
+
+
+def traced(world: World, config: Config, folder: str, steps: tuple[int, int], last: int) -> Any:
+    job = make_job(world, config)
+    kept, profiler = Keeping(), StepProfiler.of(steps, Path(folder), world)
+    was = world.log.enabled
+    fit(
+        job.trainer,
+        {"train": Split(world, make_batches(last + 2, 30)[:last])},
+        TrainConfig(eval_every=0, log_every=2),
+        boxing=job.boxing,
+        watch=LossWatch(job.boxing, FIELDS.dense),
+        reporter=kept,
+        profiler=profiler,
+    )
+    assert world.log.enabled == was
+    planned = {
+        step["id"]: step["bytes_per_rank"][world.rank] for step in describe(job.plan)["steps"]
+    }
+    return {"extra": kept.extra, "planned": planned, "peak": peak_memory_bytes(world.device)}
+
+
+def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
+    config = make_config("1", "sgd")
+    results = ranks(2, traced, config, str(tmp_path), (3, 4), 6)
+    moves = [move["move"] for move in describe_moves(config)]
+    for rank, result in enumerate(results):
+        trace = json.loads((tmp_path / f"trace-rank{rank}.json").read_text())
+        assert (trace["rank"], trace["world_size"]) == (rank, 2)
+        told = [event for event in trace["traceEvents"] if "transfers" in event.get("args", {})]
+        told.sort(key=lambda event: event["ts"])
+        assert [e["name"] for e in told] == moves * 2  # of steps 3 and 4
+        assert [e["args"]["step"] for e in told] == [3] * len(moves) + [4] * len(moves)
+        for event in told:
+            args = event["args"]
+            assert args["bytes_sent"] == sum(one["bytes_sent"] for one in args["transfers"])
+            for one in args["transfers"]:
+                assert one["bytes_sent"] == result["planned"][one["id"]]
+        sent = {one["id"] for event in told for one in event["args"]["transfers"]}
+        assert sent == set(result["planned"])
+        assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])
+        # A move is inside its step.
+        step = next(e for e in trace["traceEvents"] if e.get("name") == "step 3")
+        assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in told[: len(moves)])
+        assert result["peak"] > 1 << 20
+
+
+def describe_moves(config: Config) -> Any:
+    from sbpflow.run.build_plan import plan_run
+
+    _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    return describe(plan)["schedule"]
+
+
+def test_the_moves_of_an_interval_add_up_to_less_than_its_steps(ranks):
+    extra = ranks(2, traced, make_config("3", "sgd"), "unused", (99, 99), 99)[0]["extra"]
+    assert not Path("unused").exists()
+    for figures in extra[-3:]:
+        parts = [value for name, value in figures.items() if name.startswith("move_")]
+        assert len(parts) == 12
+        assert 0.5 * figures["step_ms"] < sum(parts) + figures["data_ms"] < figures["step_ms"]
+
+
+def refused(world: World) -> str:
+    with pytest.raises(ConfigError) as caught:
+        traced(world, make_config("dp", "sgd"), "unused", (7, 9), 6)
+    return str(caught.value)
+
+
+def test_a_trace_behind_the_last_step_is_refused(ranks):
+    (message,) = ranks(1, refused)
+    assert message == "train.profile: begins at step 7, the run has 6; for example [4, 6]"
+
+
+def test_times_are_taken_once():
+    times = MoveTimes()
+    for _ in range(2):
+        with times.move("forward"):
+            pass
+    with pytest.raises(KeyError), times.move("backward"):
+        raise KeyError
+    taken = times.take()
+    assert set(taken) == {"forward", "backward"}
+    assert all(seconds >= 0 for seconds in taken.values())
+    assert times.take() == {}
