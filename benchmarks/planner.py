@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
     python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
+    python -m benchmarks.planner speed [--profile FILE]
 
 ``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners see one
 half of what a calibration measured (every other sample of its journal), plans are judged by a model
@@ -30,7 +31,7 @@ from planner.clusters import MACHINES, described
 from planner.cost import CostModel, TaskCost
 from planner.design import draw_sample
 from planner.fit import Record, count_work, fit
-from planner.planners import GREEDY, published, published_seeds, training_settings
+from planner.planners import GREEDY, make_plan, published, published_seeds, training_settings
 from planner.profile import Profile, load
 from planner.published.autoshard import AutoShard
 from planner.published.dreamshard import DreamShard
@@ -305,6 +306,35 @@ def _embark(args: argparse.Namespace, models: Models, results: Results) -> None:
     results.add(benchmark="cell", workloads=list(EMBARK), ranks=8, **summary(rows))
 
 
+def speed(args: argparse.Namespace) -> None:
+    """Seconds to plan, and the gap to the bound."""
+    models = _one(args.profile)
+    results = Results("planner_speed", recorded=args.recorded)
+    for num_tables, size, batch in (
+        (26, 2, 8192),
+        (50, 4, 8192),
+        (200, 16, 8192),
+        (1000, 128, 65536),
+    ):
+        task = random_task(
+            0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
+        )
+        start, busy = time.perf_counter(), time.process_time()
+        found = make_plan("auto", CostModel(models.seen).of(task))
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        limit = bound(found.problem, found.assignment)
+        results.add(
+            benchmark="speed",
+            tables=num_tables,
+            ranks=size,
+            seconds=round(seconds, 2),
+            cpu_seconds=round(busy, 2),
+            predicted_ms=found.priced.ms,
+            gap=round(limit.gap, 4),
+            bound_kind=limit.kind,
+        )
+
+
 def _one(name: str | None) -> Models:
     profile = described(name) if name in MACHINES else load(Path(name) if name else None)
     return Models(profile, profile, f"the model that planners see: {name or 'this machine'}")
@@ -312,7 +342,7 @@ def _one(name: str | None) -> Models:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["objective", "steps"])
+    parser.add_argument("what", choices=["objective", "steps", "speed"])
     parser.add_argument("--journal", help="what a calibration measured: two models of its halves")
     parser.add_argument("--profile")
     parser.add_argument("--tasks", type=int, default=6, help="of steps")
@@ -338,7 +368,7 @@ def main() -> None:
             recorded=args.recorded,
         )
         return
-    objective(args)
+    {"objective": objective, "speed": speed}[args.what](args)
 
 
 if __name__ == "__main__":

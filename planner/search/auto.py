@@ -42,7 +42,7 @@ class Effort:
 
     @staticmethod
     def of(problem: Problem) -> "Effort":
-        """What keeps 200 tables x 16 ranks under 10 s and 1000 x 128 under 60 s on a 2026 Xeon."""
+        """Aims at 10 s for 200 tables x 16 ranks and a minute for 1000 x 128, on one idle core."""
         size = problem.num_tables * problem.num_ranks
         most = max(2000, 6_400_000 // size)
         insertions = max(800, min(4000, 40 * problem.num_tables, most))
