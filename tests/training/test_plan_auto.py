@@ -15,7 +15,7 @@ import train
 from data import fields_of, load_manifest
 from data.stats import load_stats
 from models.registry import MODELS
-from planner.for_run import TABLE_PLAN_FILE, plan_tables
+from planner.for_run import plan_tables
 from planner.profile import Profile, default_path, weights_from
 from planner.task import embedding_plan, rules
 from sbpflow.config.load import load_config
@@ -24,6 +24,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.plan_file import plan_from_json
+from sbpflow.training.run_folder import TABLE_PLAN_FILE
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
