@@ -50,7 +50,7 @@ def calibrated(tmp_path, monkeypatch):
 
 
 @cache
-def planned(synth_set, words=(), given=None):
+def planned(synth_set, words=(), prices=()):
     config = load_config(
         CONFIG, [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", *words], models=MODELS
     )
@@ -62,7 +62,7 @@ def planned(synth_set, words=(), given=None):
         manifest.splits["train"],
         world_size=2,
         device_type="cpu",
-        profile=given or profile(),
+        profile=profile(*prices),
     )
     return config, fields_of(manifest), found
 
@@ -101,8 +101,8 @@ def test_the_task_of_a_run_is_what_the_run_has(synth_set):
 
 
 def test_a_plan_follows_what_the_machine_is_priced_at(synth_set):
-    _, _, dear_bytes = planned(synth_set, given=profile(step_row=1e-9, vector_byte=1e-3))
-    _, _, dear_rows = planned(synth_set, given=profile(step_row=10.0, vector_byte=1e-12))
+    _, _, dear_bytes = planned(synth_set, prices=(1e-9, 1e-3))
+    _, _, dear_rows = planned(synth_set, prices=(10.0, 1e-12))
     sent = [sum(one.prediction.sent_bytes) for one in (dear_bytes, dear_rows)]
     assert sent[0] < sent[1]
     assert dear_bytes.plan != dear_rows.plan
