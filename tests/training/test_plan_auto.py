@@ -15,7 +15,7 @@ import train
 from data import fields_of, load_manifest
 from data.stats import load_stats
 from models.registry import MODELS
-from planner.for_run import TABLE_PLAN_FILE, plan_tables
+from planner.for_run import plan_tables
 from planner.profile import Profile, default_path, weights_from
 from planner.task import embedding_plan, rules
 from sbpflow.config.load import load_config
@@ -24,6 +24,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.plan_file import plan_from_json
+from sbpflow.training.run_folder import TABLE_PLAN_FILE
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
@@ -49,7 +50,7 @@ def calibrated(tmp_path, monkeypatch):
 
 
 @cache
-def planned(synth_set, words=(), given=None):
+def planned(synth_set, words=(), prices=()):
     config = load_config(
         CONFIG, [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", *words], models=MODELS
     )
@@ -61,7 +62,7 @@ def planned(synth_set, words=(), given=None):
         manifest.splits["train"],
         world_size=2,
         device_type="cpu",
-        profile=given or profile(),
+        profile=profile(*prices),
     )
     return config, fields_of(manifest), found
 
@@ -100,8 +101,8 @@ def test_the_task_of_a_run_is_what_the_run_has(synth_set):
 
 
 def test_a_plan_follows_what_the_machine_is_priced_at(synth_set):
-    _, _, dear_bytes = planned(synth_set, given=profile(step_row=1e-9, vector_byte=1e-3))
-    _, _, dear_rows = planned(synth_set, given=profile(step_row=10.0, vector_byte=1e-12))
+    _, _, dear_bytes = planned(synth_set, prices=(1e-9, 1e-3))
+    _, _, dear_rows = planned(synth_set, prices=(10.0, 1e-12))
     sent = [sum(one.prediction.sent_bytes) for one in (dear_bytes, dear_rows)]
     assert sent[0] < sent[1]
     assert dear_bytes.plan != dear_rows.plan
