@@ -22,39 +22,7 @@ for _number in range(16):
 
 
 @compiled
-def _hex_cell(text: Array, at: int, stop: int, nibbles: Array) -> tuple[np.uint32, int]:
-    """The number of a cell at ``at`` and where the next begins; -1 unless ``stop`` ends it."""
-    if at + _HEX_DIGITS >= text.size:
-        return np.uint32(0), -1
-    value, bad = np.uint32(0), np.uint8(0)
-    for k in range(at, at + _HEX_DIGITS):
-        nibble = nibbles[text[k]]
-        bad |= nibble
-        value = (value << np.uint32(4)) | np.uint32(nibble)
-    fits = bad <= 15 and text[at + _HEX_DIGITS] == stop
-    return value, at + _HEX_DIGITS + 1 if fits else -1
-
-
-@compiled
-def _integer_cell(text: Array, at: int, stop: int) -> tuple[int, int]:
-    """As ``_hex_cell``, of a whole number of up to nine digits."""
-    sign = 1
-    if text[at] == _MINUS:
-        sign, at = -1, at + 1
-    first, number = at, 0
-    while at < text.size and text[at] != stop:
-        digit = np.int64(text[at]) - _ZERO
-        if digit < 0 or digit > 9:
-            return 0, -1
-        number = 10 * number + digit
-        at += 1
-    digits = at - first
-    fits = at < text.size and 0 < digits <= _MOST_DIGITS
-    return sign * number, at + 1 if fits else -1
-
-
-@compiled
-def parse_lines(
+def parse_lines(  # noqa: C901 - cells in functions of their own take three times as long
     text: Array,
     separator: int,
     nibbles: Array,
@@ -71,34 +39,54 @@ def parse_lines(
     ``kinds`` [columns]; ``labels`` [rows], ``integers`` [integer columns, rows], ``keys`` [hex
     columns, rows], and whether a cell has one; the outputs may have anything after False.
     """
-    at, columns = 0, kinds.size
+    at, end, columns = 0, text.size, kinds.size
     for row in range(labels.size):
         integer, key = 0, 0
         for column in range(columns):
             stop = _END if column == columns - 1 else separator
-            if at >= text.size:
-                return False
-            is_there = text[at] != stop
             kind = kinds[column]
             if kind == HEX:
-                keys[key, row], has_key[key, row] = 0, is_there
-                if is_there:
-                    keys[key, row], at = _hex_cell(text, at, stop, nibbles)
+                if at < end and text[at] == stop:
+                    keys[key, row], has_key[key, row] = 0, False
+                else:
+                    if at + _HEX_DIGITS >= end:
+                        return False
+                    value, bad = np.uint32(0), np.uint8(0)
+                    for k in range(at, at + _HEX_DIGITS):
+                        nibble = nibbles[text[k]]
+                        bad |= nibble
+                        value = (value << np.uint32(4)) | np.uint32(nibble)
+                    at += _HEX_DIGITS
+                    if bad > 15 or text[at] != stop:
+                        return False
+                    keys[key, row], has_key[key, row] = value, True
                 key += 1
             elif kind == INTEGER:
-                integers[integer, row], has_integer[integer, row] = 0, is_there
-                if is_there:
-                    integers[integer, row], at = _integer_cell(text, at, stop)
+                negative = at < end and text[at] == _MINUS
+                at += negative
+                first, number = at, 0
+                while at < end and text[at] != stop:
+                    digit = np.int64(text[at]) - _ZERO
+                    if digit < 0 or digit > 9:
+                        return False
+                    number = 10 * number + digit
+                    at += 1
+                digits = at - first
+                if at == end or digits > _MOST_DIGITS or (negative and digits == 0):
+                    return False
+                integers[integer, row] = -number if negative else number
+                has_integer[integer, row] = digits > 0
                 integer += 1
             else:
-                label = text[at] - _ZERO
-                fits = 0 <= label <= 1 and at + 1 < text.size and text[at + 1] == stop
-                labels[row], is_there, at = label, True, at + 2 if fits else -1
-            if not is_there:
+                if at + 1 >= end or text[at + 1] != stop:
+                    return False
+                label = np.int64(text[at]) - _ZERO
+                if label < 0 or label > 1:
+                    return False
+                labels[row] = label
                 at += 1
-            if at < 0:
-                return False
-    return at == text.size
+            at += 1
+    return at == end
 
 
 @compiled

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -22,10 +22,12 @@ from planner.cost import CostModel, TaskCost
 from planner.design import Sample, draw_batches, draw_plans, draw_sample, place, shapes_for
 from planner.fit import Record, count_work, fit
 from planner.measure import Measured, measure
+from planner.optimizers import step_factors
 from planner.profile import Profile
 from planner.ranks import gather_texts
 from planner.task import Choice, Plan, Shape
 from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.runtime.world import device_name
@@ -136,6 +138,10 @@ class _Run:
         }
         self._journal = Journal(path, self._facts) if world.rank == 0 else None
         self._samples: dict[int, Sample] = {}
+        self._factors: dict[str, float] = {}
+        if world.rank == 0:
+            base = cast("SparseName", settings.optimizer)
+            self._factors = step_factors(base, world.device, repeats=settings.repeats)
         self._start = time.monotonic()
         self._bar = tqdm(
             total=round(settings.seconds), unit="s", disable=world.rank != 0, desc="calibrating"
@@ -250,6 +256,7 @@ class _Run:
             backend=self._boxing.world.backend,
             seed=self._settings.seed,
             about=about,
+            step_factors=self._factors,
         )
 
 
@@ -257,15 +264,16 @@ def descend(cost: TaskCost, count: int) -> list[Plan]:
     """Local optima from several starts, the cheapest first: each moves one table at a time."""
     task = cost.task
     random = np.random.default_rng(task.batch_size)
+    movable = [table for table in task.tables if table.name not in task.pinned]
     found: list[tuple[float, Plan]] = []
     for start in range(2 * count):
         shapes = {table.name: shapes_for(table, task.world_size) for table in task.tables}
         plan = {
             name: place(own[min(start, len(own) - 1)], task, random) for name, own in shapes.items()
-        }
+        } | dict(task.pinned)
         best = float(cost.cost([plan])[0])
         for _ in range(2):
-            for table in task.tables:
+            for table in movable:
                 others = [
                     {**plan, table.name: place(shape, task, random)} for shape in shapes[table.name]
                 ]

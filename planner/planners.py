@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from planner.cost import TaskCost
+from planner.published.autoshard import AutoShard
 from planner.published.dreamshard import DreamShard
 from planner.published.embark import embark
 from planner.published.greedy import (
@@ -41,6 +42,7 @@ PlannerName = Literal[
     "embark",
     "neuroshard",
     "dreamshard",
+    "autoshard",
 ]
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
 GREEDY: Mapping[str, Callable[[Setting], Assignment]] = {
@@ -128,6 +130,8 @@ def published(
         return NeuroShard.train(settings, seed).plan
     if name == "dreamshard":
         return DreamShard.train(settings, seed).plan
+    if name == "autoshard":
+        return AutoShard.train(settings, seed).plan
     raise ConfigError(f"--planner: {name!r} is not a published one; use {', '.join(PLANNERS[1:])}")
 
 

@@ -125,8 +125,8 @@ class Profile:
             return 1.0
         if optimizer not in self.step_factors:
             raise ConfigError(
-                f"planner: the profile has no {optimizer}, only {', '.join(self.step_factors)}; "
-                f"run python -m planner calibrate --optimizers {optimizer}"
+                f"planner: the profile has no times of {optimizer}, only of "
+                f"{', '.join(self.step_factors)}; run python -m planner calibrate again"
             )
         return self.step_factors[optimizer]
 

@@ -23,7 +23,7 @@ from planner.task import Choice
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
 COLOURS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
 SEEDS_SHOWN = 8
-QUICK = Effort(insertions=300, exact_time=0.0)  # to see whether a changed task fits
+QUICK = Effort(insertions=60, exact_time=0.0)  # to see whether a changed task fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,32 @@
 
 from data.format.manifest import Manifest
 from data.format.schema import Field
+from data.stats import FieldStats, load_stats
+from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.run.model import Fields, IdField
 
 
 def fields_of(manifest: Manifest) -> Fields:
-    """Dense columns, id columns and crosses, in the order of a batch."""
+    """Dense columns, id columns and crosses, in the order of a batch.
+
+    With how often their ids repeat, where the set has statistics (rows that were only encoded have
+    none).
+    """
+    found = load_stats(manifest) if manifest.content.get("stats") else []
+    stats = {one.name: one for one in found}
+    rows = manifest.splits["train"]
     return Fields(
         dense=manifest.dense,
-        sparse=tuple(_id_field(column) for column in manifest.sparse),
-        crosses=tuple(_id_field(column) for column in manifest.crosses),
+        sparse=tuple(_id_field(c, stats.get(c.name), rows) for c in manifest.sparse),
+        crosses=tuple(_id_field(c, stats.get(c.name), rows) for c in manifest.crosses),
     )
 
 
-def _id_field(column: Field) -> IdField:
+def _id_field(column: Field, stats: FieldStats | None, num_rows: int) -> IdField:
+    frequencies = None
+    if stats is not None and num_rows:
+        bins = tuple(zip(stats.bins_rows, stats.bins_lookups, strict=True))
+        frequencies = IdFrequencies(bins, stats.lookups / num_rows)
     return IdField(
         name=column.name,
         rows=column.rows,
@@ -22,4 +35,5 @@ def _id_field(column: Field) -> IdField:
         ragged=column.ragged,
         weighted=column.weighted,
         vocabulary=column.vocabulary,
+        frequencies=frequencies,
     )

@@ -4,8 +4,8 @@ Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``
 ``training.py``). A table's 21 features pass an MLP and are summed per device; heads give forward,
 exchange and backward of a device, a fourth the whole placement from the maximum over devices. The
 policy places tables by falling predicted cost, with a probability per device that has room, and
-learns by REINFORCE from the cost network's estimate alone. As there, it does not see which table it
-places: the order has to tell it. Between the updates, placements of the policy are measured and
+learns by REINFORCE from the cost network's estimate alone. As there, it does not see which table
+it places: the order has to tell it. Between the updates, placements of the policy are measured and
 the cost network is trained on all measured so far.
 Differences: measurements are this machine's prices of whole plans; they are divided by the mean of
 the first ones, since the rates were chosen for milliseconds of another machine; rows, sizes and
@@ -200,7 +200,8 @@ class _Training:
         latents = net.table(torch.cat([one.features for one in drawn]))
         summed = sums(latents, devices, int(first[-1]))
         of = torch.repeat_interleave(torch.arange(len(drawn)), torch.from_numpy(np.diff(first)))
-        largest = torch.zeros(len(drawn), LATENT).index_reduce(0, of, summed, "amax")
+        rows = of[:, None].expand_as(summed)
+        largest = torch.zeros(len(drawn), LATENT).scatter_reduce(0, rows, summed, "amax")
         whole = torch.tensor([one.whole for one in drawn])
         loss = (net.overall(largest).squeeze(-1) - whole).square().mean()
         parts = torch.cat([one.parts for one in drawn])

@@ -1,17 +1,16 @@
 """EMBark's greedy planner: shards (table, row part, column part), the most expensive one halved.
 
 Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/planner.py`` and
-``generate_plan.py``. A rank's cost is a weighted sum of what its shards look up and send; shards go
-largest first to the cheapest rank with room, never two of one table to one rank. Then the dearest
-shard's table is cut in two, by rows or by columns, whichever gives the lower maximum, and all is
-placed again, at most 20 times; the best of these plans, and of all tables cut by rows over all
-ranks, is taken. Clusters of tables are copied (data-parallel), or compressed, by reduction or
-uniquely.
+``generate_plan.py``. A rank's cost is a weighted sum of what its shards look up and send; shards
+go largest first to the cheapest rank with room, never two of one table to one rank. Then the
+dearest shard's table is cut in two, by rows or by columns, whichever gives the lower maximum, and
+all is placed again, at most 20 times; the best of these plans, and of all tables cut by rows over
+all ranks, is taken. Clusters of tables are copied, or compressed by reduction or uniquely.
 Differences: the two branches that take the other cut when one alone is possible are put right; the
-weights, given by hand there, are read from this machine's prices; the two thresholds that say which
-tables are copied and which are unique, given by hand there, are tried on a grid of nine, and the
-plan kept that costs least as measured, which is kinder to it than its defaults; tables with both
-row and column parts lie on a grid of ranks.
+weights, given by hand there, are read from this machine's prices; the two thresholds that say
+which tables are copied and which are unique, given by hand there, are tried on a grid of nine, and
+the plan kept that costs least as measured, which is kinder to it than its defaults; tables with
+both row and column parts lie on a grid of ranks.
 """
 
 from collections.abc import Iterator

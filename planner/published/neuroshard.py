@@ -3,12 +3,12 @@
 Source: MLSys'23; daochenzha/neuroshard ec7ca74 and 06aaa2b (``neurosharder.py``, ``simulator.py``,
 ``*_cost_model.py``). One network prices the compute of a set of tables (20 features each, summed);
 two price the exchanges of all devices from their sums of columns, for one number of devices. A
-beam of 3 over column cuts tries the 10 largest and the 10 dearest tables, to a depth of 10; inside,
-tables go by falling cost to the device of least predicted cost under a limit on its columns, which
-is scanned from 1.0 to 1.5 times the mean in 11 steps.
+beam of 3 over column cuts tries the 10 largest and the 10 dearest tables, to a depth of 10;
+inside, tables go by falling cost to the device of least predicted cost under a limit on its
+columns, which is scanned from 1.0 to 1.5 times the mean in 11 steps.
 Differences: 10,000 sets and 2,000 placements are measured in place of 100,000; a cut halves all
-parts of a table at once, and its parts lie on distinct devices, as an even S(1) does here;
-the forward and the backward exchange are one network; rows and pooling are logarithms; costs are
+parts of a table at once, and its parts lie on distinct devices, as an even S(1) does here; the
+forward and the backward exchange are one network; rows and pooling are logarithms; costs are
 divided by their mean.
 """
 

@@ -33,7 +33,7 @@ class Effort:
     def of(problem: Problem) -> "Effort":
         """What keeps 200 tables x 16 ranks under 10 s and 1000 x 128 under 60 s on a 2026 Xeon."""
         size = problem.num_tables * problem.num_ranks
-        insertions = max(400, min(4000, 40 * problem.num_tables))
+        insertions = max(800, min(4000, 40 * problem.num_tables))
         return Effort(insertions=insertions, exact_time=0.5 if size <= 800 else 0.0)
 
 

@@ -3,17 +3,19 @@
 Reads and removes; loads nothing into a job.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from sbpflow.checkpoint.folder import checked, list_checkpoints, remove_checkpoint
-from sbpflow.checkpoint.format import BLOCK_BYTES, SavedTensor
+from sbpflow.checkpoint.format import BLOCK_BYTES, INDEX_FILE, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
-from sbpflow.training.run_folder import CHECKPOINTS_FOLDER
+from sbpflow.runtime.file_lock import HeldError, hold
+from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -29,7 +31,7 @@ def checkpoints_of(path: Path) -> list[Path]:
     """
     folder = checkpoint_folder(path)
     found = list_checkpoints(folder)
-    if not found and (path / "index.json").exists():
+    if not found and (path / INDEX_FILE).exists():
         return [path]
     if not found:
         raise CheckpointError(
@@ -40,21 +42,28 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 def list_text(path: Path) -> str:
     """A line per checkpoint, the newest first: step, bytes, tensors, or what is wrong with it."""
-    lines = [f"{'checkpoint':<24} {'size':>10} {'tensors':>8}  state"]
+    lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
     for one in checkpoints_of(path):
         try:
             found = checked(one)
         except CheckpointError as error:
-            lines.append(f"{one.name:<24} {'':>10} {'':>8}  DAMAGED: {error}")
+            lines.append(f"{one.name:<16} {'':<16} {'':>12} {'':>8}  DAMAGED: {error}")
             continue
-        size = f"{found.num_bytes / 1e6:,.1f} MB"
-        lines.append(f"{one.name:<24} {size:>10} {len(found.tensors):>8}  {_about(found)}")
+        written = datetime.fromtimestamp((one / INDEX_FILE).stat().st_mtime)
+        size, count = f"{found.num_bytes / 1e6:,.1f} MB", len(found.tensors)
+        lines.append(
+            f"{one.name:<16} {written:%Y-%m-%d %H:%M} {size:>12} {count:>8}  {_about(found)}"
+        )
     return "\n".join(lines)
 
 
 def _about(found: Checkpoint) -> str:
-    """Run, and the ranks that wrote it."""
-    return f"run {found.run}, files of {len(found.index.files)} ranks"
+    """Run, the ranks that wrote it, and whether it has the best score so far."""
+    text = f"run {found.run}, files of {len(found.index.files)} ranks"
+    best = found.documents.get("best")
+    if isinstance(best, dict) and best.get("step") == found.step:
+        text += f", best so far: AUC {best.get('auc')} of val"
+    return text
 
 
 def verify_text(path: Path) -> tuple[str, bool]:
@@ -137,12 +146,24 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
     """Remove all but the ``keep`` newest good checkpoints; lines that say what became of each.
 
     A damaged one is named and left for whoever wants to look; it counts for nothing. ConfigError
-    for fewer than one.
+    for fewer than one, and while a run saves there.
     """
     if keep < 1:
         raise ConfigError(f"--keep: {keep} would leave none; for example --keep 3")
+    found = checkpoints_of(path)
+    try:
+        with hold(found[0].parent / LOCK_FILE):
+            return _prune(found, keep, dry_run=dry_run)
+    except HeldError as error:
+        raise ConfigError(
+            f"{found[0].parent}: a run saves there{error}; it keeps as many as checkpoint.keep "
+            "says, prune when it has ended"
+        ) from error
+
+
+def _prune(found: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
     kept, lines = 0, list[str]()
-    for one in checkpoints_of(path):
+    for one in found:
         try:
             checked(one).verify()
         except CheckpointError as error:

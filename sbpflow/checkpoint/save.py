@@ -1,6 +1,7 @@
 """Saving on all ranks: who writes what is settled once, then each writes its share of the state."""
 
 import json
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, Described
 from sbpflow.checkpoint.format import Place, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
+from sbpflow.checkpoint.snapshot import Snapshot, Storages
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.embedding.state import LogicalTensor, Rectangle
 from sbpflow.errors import CheckpointError
@@ -25,6 +27,7 @@ class Saver:
     """Saves a job's ``state`` into ``folder``, which is there; every rank makes one.
 
     ``run`` names the run in every checkpoint. ``deadline_s`` is for all ranks to have written.
+    ``storages`` has what the tables of ``state`` are views of, for ``start``.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Saver:
         *,
         run: str,
         deadline_s: float,
+        storages: Storages = tuple,
     ) -> None:
         self.folder = folder
         self._boxing = boxing
@@ -43,6 +47,10 @@ class Saver:
         self._deadline_s = deadline_s
         self._nonce = gather_text(boxing, uuid.uuid4().hex[:8])[0]
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
+        self._storages = storages
+        self._under_way: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self.kept_bytes = 0
         self._count = 0
         self._names: list[str] = []
         self._tensors: dict[str, Described] = {}
@@ -54,12 +62,57 @@ class Saver:
         Every rank calls it; ``documents`` are those of rank 0. CheckpointError on every rank if one
         could not write: what was there before is as it was.
         """
+        self.wait()
         attempt, parts = self._begin(step, documents)
         try:
             attempt.report(write_parts(attempt.file(), parts))
         except CheckpointError as error:
             attempt.give_up(str(error))
         return attempt.finish()
+
+    def start(
+        self, step: int, documents: Mapping[str, Any], done: Callable[[], None] | None = None
+    ) -> None:
+        """Save the state as it is now, while training goes on; every rank calls it.
+
+        Waits for the save before. ``done`` is called by the thread that saves, once the checkpoint
+        is complete. What a rank could not do is raised by the next of ``check``, ``start`` and
+        ``wait``.
+        """
+        self.wait()
+        attempt, parts = self._begin(step, documents)
+        snapshot = Snapshot(parts, self._storages)
+
+        def work() -> None:
+            try:
+                try:
+                    attempt.report(snapshot.write(attempt.file()))
+                except CheckpointError as error:
+                    attempt.give_up(str(error))
+                finally:
+                    snapshot.end()
+                    self.kept_bytes = snapshot.num_kept_bytes
+                attempt.finish()
+                if done is not None:
+                    done()
+            except Exception as error:  # noqa: BLE001  (raised by check, in the thread that trains)
+                self._failed = error
+
+        self._under_way = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._under_way.start()
+
+    def wait(self) -> None:
+        """Until no save is under way; what failed in it is raised."""
+        if self._under_way is not None:
+            self._under_way.join()
+            self._under_way = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what failed in a save that was started."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
 
     def _begin(self, step: int, documents: Mapping[str, Any]) -> tuple[Attempt, list[Part]]:
         state = self._state()

@@ -21,7 +21,7 @@ from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.plan.tables import KernelRequest, OutputConfig
+from sbpflow.embedding.plan.tables import KernelRequest, OutputConfig, Shard
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
@@ -231,6 +231,10 @@ class EmbeddingCollection:
             for shard in stack.shards(self._world.rank):
                 rows = slice(shard.base, shard.base + shard.num_rows)
                 yield StoredShard(shard, weights[rows], {k: v[rows] for k, v in state.items()})
+
+    def storages(self) -> list[tuple[Storage, tuple[Shard, ...]]]:
+        """Every storage of this rank, and the shards that are its rows, from their ``base`` on."""
+        return [(storage, stack.shards(self._world.rank)) for stack, storage in self._storages()]
 
     def state(self) -> dict[str, LogicalTensor]:
         """Rows and optimizer state by logical name, as writable views; the same names on all ranks.

@@ -11,7 +11,8 @@ from glob import escape
 
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.price import Price, price_plan, touched
+from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
+from sbpflow.embedding.plan.price import Price, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
 
@@ -33,13 +34,14 @@ def candidates(
     features: Sequence[FeatureConfig],
     world_size: int,
     batch_size: int,
+    frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> dict[str, Rules]:
     """Rules per table: all alike, whole tables balanced, and small tables copied beside those."""
     alike: dict[str, Callable[[TableConfig], TableRule]] = {
         "all B": lambda _: TableRule(sbp="B", exchange="local"),
     }
     if world_size > 1:
-        whole = _balanced(tables, features, world_size, batch_size)
+        whole = _balanced(tables, features, world_size, batch_size, frequencies or {})
         alike |= {
             "all unique": lambda _: TableRule(sbp="S(0)", exchange="unique"),
             "all reduce": lambda _: TableRule(sbp="S(0)", exchange="reduce"),
@@ -71,13 +73,22 @@ def _balanced(
     features: Sequence[FeatureConfig],
     world_size: int,
     batch_size: int,
+    known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
     """Each table whole on one rank: the heaviest first, to the rank with the least so far."""
-    hotness = {feature.name: feature.hotness for feature in features}
+    ids = {
+        feature.name: known[feature.name].per_sample if feature.name in known else feature.hotness
+        for feature in features
+    }
+
+    def rows(table: TableConfig, name: str) -> float:
+        draws = batch_size * ids[name]
+        return known[name].touched(draws) if name in known else touched(table.num_rows, draws)
 
     def weight(table: TableConfig) -> float:
-        lookups = batch_size * sum(hotness[name] for name in table.features)
-        return (lookups + 5 * touched(table.num_rows, lookups)) * (8 + table.dim)
+        lookups = batch_size * sum(ids[name] for name in table.features)
+        found = sum(rows(table, name) for name in table.features)
+        return (lookups + 5 * min(found, table.num_rows)) * (8 + table.dim)
 
     loads = [0.0] * world_size
     rules: dict[str, TableRule] = {}
@@ -94,6 +105,7 @@ def rank_candidates(
     *,
     num_rows: int,
     link_gb_per_s: float,
+    frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
     """All that fit in memory, the cheapest first; PlanError if none does."""
     limit = _memory_bytes()
@@ -104,7 +116,7 @@ def rank_candidates(
         held = table_bytes(planned)
         least = held if least is None else min(least, held)
         if limit is None or held <= limit:
-            price = price_plan(planned, num_rows, link_gb_per_s)
+            price = price_plan(planned, num_rows, link_gb_per_s, frequencies)
             found.append(Candidate(name, chosen, price, planned))
     if not found:
         raise PlanError(

@@ -16,6 +16,7 @@ from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import (
@@ -153,6 +154,7 @@ def plan_run(
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
         priced=priced,
+        skew=_skew(embeddings, fields, config.data.batch_size),
     )
 
 
@@ -221,14 +223,37 @@ def _plan_tables(
     if parallel.scheme != "auto":
         layouts = resolve(spec.schemes)
         return layouts, plan(layouts), ()
+    frequencies = _frequencies(fields)
     ranked = rank_candidates(
-        candidates(tables, features, world.size, config.data.batch_size),
+        candidates(tables, features, world.size, config.data.batch_size, frequencies),
         lambda rules: plan(resolve({"auto": rules})),
         num_rows=config.data.batch_size,
         link_gb_per_s=parallel.link_gb_per_s or LOOPBACK_GB_PER_S,
+        frequencies=frequencies,
     )
     priced = tuple(PricedPlan(name=one.name, ms=one.price.ms) for one in ranked)
     return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
+
+
+def _frequencies(fields: Fields) -> dict[str, IdFrequencies]:
+    return {one.name: one.frequencies for one in fields.ids if one.frequencies is not None}
+
+
+def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
+    """By table, how its ids repeat in a batch, as ``plan.frequencies`` counts it; what is known."""
+    known = _frequencies(fields)
+    found: dict[str, float] = {}
+    for table in (table for group in embeddings.groups for table in group.tables):
+        of_table = [known[name] for name in table.features if name in known]
+        draws = [batch_size * one.per_sample for one in of_table]
+        if sum(draws) > 0:
+            exponents = [
+                exponent_of(one, table.num_rows, number)
+                for one, number in zip(of_table, draws, strict=True)
+            ]
+            weighted = sum(e * n for e, n in zip(exponents, draws, strict=True)) / sum(draws)
+            found[table.name] = round(2 * weighted) / 2
+    return found
 
 
 def _dense_parameters(

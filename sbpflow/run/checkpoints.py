@@ -81,6 +81,7 @@ class Checkpoints:
             job.state,
             run=decision.run,
             deadline_s=config.parallel.timeout_s,
+            storages=job.embeddings.storages,
         )
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
@@ -90,23 +91,36 @@ class Checkpoints:
             self._best = {"step": step, "auc": auc}
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        return self._saver is not None and (last or step % self._config.checkpoint.every == 0)
+        if self._saver is None:
+            return False
+        self._saver.check()
+        return last or step % self._config.checkpoint.every == 0
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
             return
-        self._saver.save(step, self._documents(batch, loop))
-        if self._world.rank == 0:
-            best = self._best if self._config.checkpoint.keep_best else None
-            keep_only(
-                self._saver.folder,
-                newest=self._config.checkpoint.keep,
-                step=step,
-                and_step=int(best["step"]) if best else None,
-            )
+        documents = self._documents(batch, loop)
+        if self._config.checkpoint.background:
+            self._saver.start(step, documents, lambda: self._prune(step))
+        else:
+            self._saver.save(step, documents)
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        if self._saver is None or self._world.rank:
+            return
+        best = self._best if self._config.checkpoint.keep_best else None
+        keep_only(
+            self._saver.folder,
+            newest=self._config.checkpoint.keep,
+            step=step,
+            and_step=int(best["step"]) if best else None,
+        )
 
     def finished(self) -> None:
         """The run is over: nothing goes on from here by itself."""
+        if self._saver is not None:
+            self._saver.wait()
         if self._saver is not None and self._world.rank == 0:
             write_run(self._saver.folder, {**self._facts, "status": FINISHED})
         if self._lock is not None:

@@ -71,6 +71,7 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
         "exchange": next(g.exchange for g in plan.embeddings.groups if table in g.tables),
         "kernel": plan.kernels[name].name,
         "kernel_reason": plan.kernels[name].reason,
+        "skew": plan.skew.get(name),
         "shards": shards,
     }
 

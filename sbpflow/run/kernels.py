@@ -11,7 +11,6 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.embedding.storage.choose import (
@@ -36,7 +35,7 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
     """The plan with the kernels that the profile of this machine has times for."""
     profile = Profile()
     kernels = dict(plan.kernels)
-    for stack, shape, names in _measurable(plan.embeddings, request, plan.batch_size):
+    for stack, shape, names in _measurable(plan, request):
         times = profile.find(shape)
         if times is not None and set(times) == set(names):
             _take(kernels, stack, times)
@@ -49,7 +48,7 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     Rank 0 measures what the profile of its machine does not have, a few hundred milliseconds per
     kind of stack, while the others wait.
     """
-    stacks = list(_measurable(plan.embeddings, request, plan.batch_size))
+    stacks = list(_measurable(plan, request))
     if not stacks:
         return plan
     found = torch.full((len(stacks), len(KERNEL_NAMES)), float("inf"), dtype=torch.float64)
@@ -92,18 +91,18 @@ def _take(kernels: dict[str, KernelChoice], stack: Stack, times: dict[str, float
 
 
 def _measurable(
-    plan: EmbeddingPlan, request: KernelRequest, num_rows: int
+    run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[Stack, StackShape, list[KernelName]]]:
     """Stacks on CPU whose kernel is for the run to choose, in the plan's order, and which can serve
     them; those that several can.
     """
-    missing = missing_kernels("auto")
+    plan, missing = run.embeddings, missing_kernels("auto")
     for group in plan.groups if plan.world.device_type == "cpu" else ():
         for stack in group.stacks:
             if request_of(stack, request) != "auto":
                 continue
             faults = kernel_faults(StackFacts.of(plan, group, stack), missing)
             names: list[KernelName] = [name for name in KERNEL_NAMES if faults.get(name) is None]
-            shape = StackShape.of(group, stack, num_rows, plan.row_dtype)
+            shape = StackShape.of(group, stack, run.batch_size, plan.row_dtype, run.skew)
             if len(names) > 1 and shape is not None:
                 yield stack, shape, names

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
 from sbpflow.config.table_rules import Scheme, TableRule
+from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.embedding.plan.tables import (
     INITIAL_RANGE,
     Combine,
@@ -38,6 +39,7 @@ class IdField:
     """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``.
 
     Fields of one ``vocabulary`` have the same id for the same value; "" is one of its own.
+    ``frequencies`` is what is known of how ids repeat; what a step costs is estimated with it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class IdField:
     ragged: bool = False
     weighted: bool = False
     vocabulary: str = ""
+    frequencies: IdFrequencies | None = None
 
     def feature(self) -> FeatureConfig:
         """The same, as the embedding engine names it."""
@@ -156,6 +159,13 @@ class ModelSpec(Protocol):
 
 class ExportableSpec(ModelSpec, Protocol):
     """A ``ModelSpec`` whose dense part also has the form of an ordinary module, for export."""
+
+    @property
+    def buffers(self) -> Mapping[str, ParameterSpec]:
+        """What training changes beside parameters, by the names that it has in ``plain()``: the
+        running statistics of batch norms.
+        """
+        ...
 
     def plain(self, *, seed: int) -> nn.Module:
         """A new module with the parameters of ``parameters`` under the same names, to be filled.

@@ -1,7 +1,7 @@
 """Everything static about a run, as one value: what ``explain`` prints and the trainer executes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -70,6 +70,8 @@ class RunPlan:
     batch_size: int
     accumulate: int
     priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
+    # By table, where it is known: how ids repeat, as ``plan.frequencies.touched`` takes it.
+    skew: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def world_size(self) -> int:

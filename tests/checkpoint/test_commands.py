@@ -6,6 +6,7 @@ import torch
 from sbpflow.__main__ import checkpoint
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.training.run_folder import RunLock
 from tests.checkpoint.test_format import save
 
 
@@ -33,7 +34,7 @@ def test_a_list_has_a_line_for_each_the_newest_first(folder, capsys):
     (folder / "checkpoints/step-3/rank-1.bin").unlink()
     assert checkpoint(["ls", str(folder)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["checkpoint", "size", "tensors", "state"]
+    assert head.split() == ["checkpoint", "written", "size", "tensors", "state"]
     assert [line.split()[0] for line in lines] == ["step-8", "step-5", "step-3"]
     assert lines[0].endswith("run r1, files of 2 ranks")
     assert "DAMAGED" in lines[2]
@@ -78,6 +79,10 @@ def test_prune_keeps_good_ones_and_never_counts_a_damaged_one(folder, capsys):
     assert checkpoint(["prune", str(folder), "--keep", "1", "--dry-run"]) == 0
     assert "would remove" in capsys.readouterr().out
     assert names(folder) == ["step-8", "step-5", "step-3", "step-2"]
+    lock = RunLock(folder / "checkpoints", rank=0)
+    with pytest.raises(ConfigError, match=r"a run saves there .*; it keeps as many"):
+        checkpoint(["prune", str(folder), "--keep", "1"])
+    lock.close()
     assert checkpoint(["prune", str(folder), "--keep", "1"]) == 0
     assert names(folder) == ["step-8", "step-5", "step-3"]
     told = capsys.readouterr().out.splitlines()

@@ -13,6 +13,8 @@ from data.format.manifest import load_manifest
 from data.format.schema import CRITEO
 from data.format.shards import RowFiles
 from data.format.verify import verify_set
+from data.read.fields import fields_of
+from data.stats import load_stats
 from data.synth.bayes import BayesTally
 from data.synth.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
 from data.synth.generate import IdMaps, make_rows, synth
@@ -389,3 +391,16 @@ def test_rows_like_those_of_a_generated_set_need_values(tmp_path, capsys):
     made = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "set")]
     assert main(["prepare", *made]) == 0
     assert main(["encode", "--like", str(tmp_path / "set"), *text]) == 0
+
+
+def test_fields_know_how_often_their_ids_repeat(tmp_path):
+    assert main(["synth", "--rows", "6000", "--vocab-scale", "0.001", "--hot", "C4=0-5",
+                 "--output", str(tmp_path / "set")]) == 0  # fmt: skip
+    manifest = load_manifest(tmp_path / "set")
+    stats = {one.name: one for one in load_stats(manifest)}
+    for field in fields_of(manifest).ids:
+        known = field.frequencies
+        assert known.per_sample == stats[field.name].lookups / manifest.splits["train"]
+        of_batch = stats[field.name].unique_ratio["1024"] * 1024 * known.per_sample
+        assert known.touched(1024 * known.per_sample) == pytest.approx(of_batch, rel=0.25)
+    assert 0 < fields_of(manifest).ids[3].frequencies.per_sample < 5

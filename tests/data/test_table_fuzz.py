@@ -28,7 +28,7 @@ CELLS = st.one_of(
     st.sampled_from([
         "", "0", "1", "1.5", "-2e-3", "nan", "-inf", "1e39", "1e-50", "abcd0123", "7|8", "|",
         "a||b", '"', '""', 'x"y', "a,b", "\n", "K\u00f6ln", "2024-05-01", "2024-05-01 10:00:00",
-        " 5", "+5",
+        " 5", "+5", "a:1|b:0.5", "7:1e-3", ":2", "a:x", "a:1||b:2", "a:b:3", ":",
     ]),
     st.text(alphabet="ab01.,|\"e+- \n\u00e9\u6771", max_size=6),
 )
@@ -40,6 +40,13 @@ SPARSE = st.one_of(
         optional={"max": st.integers(1, 3), "beyond": st.sampled_from(["error", "first", "last"])},
     ),
     st.fixed_dictionaries({"kind": st.just("string"), "width": st.integers(1, 3)}),
+    st.fixed_dictionaries(
+        {"kind": st.sampled_from(["string", "integer"]), "weights": st.just({"after": ":"})},
+        optional={"max": st.integers(1, 2), "beyond": st.sampled_from(["first", "last"])},
+    ),
+    st.fixed_dictionaries(
+        {"kind": st.just("string"), "vocabulary": st.just("shared")}, optional={"max": st.just(2)}
+    ),
 )
 DENSE = st.one_of(
     st.none(),
@@ -114,7 +121,7 @@ def test_any_schema_makes_a_set_that_holds_what_it_says(tmp_path_factory, raw, s
     folder = tmp_path_factory.mktemp("any")
     schema = schema_of(folder, raw, header=True)
     rng = random.Random(seed)
-    pool = ["", "1", "2", "0", "abcd0123", "1|2", "2024-05-01", "1.5"]
+    pool = ["", "1", "2", "0", "abcd0123", "1|2", "2024-05-01", "1.5", "1:2|2:1", "1:0.5"]
     fitting = {"t": "2024-05-01", "w": "2", "g": "3", "k": "key", schema.label: "1", "l2": "0"}
     with (folder / "t.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,13 +1,15 @@
 """``scheme: auto``: complete plans, priced and ranked; the cheapest is the run's."""
 
 from dataclasses import replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 
 from sbpflow.config.table_rules import TableRule
-from sbpflow.embedding.plan.price import price_plan, touched
+from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of, touched
+from sbpflow.embedding.plan.price import price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.run.auto_scheme import candidates, table_bytes
@@ -31,6 +33,46 @@ def test_touched_rows_are_those_of_a_draw(rows, draws):
         for _ in range(200)
     ]
     assert touched(rows, draws) == pytest.approx(sum(counts) / len(counts), rel=0.06)
+
+
+def _bins(counts):
+    """(rows, lookups) of rows looked up never, once, 2-3, 4-7, ... times, as in statistics."""
+    edges = [0, 1, *(2**n for n in range(1, 16)), 1 << 40]
+    here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
+    return tuple((int(one.sum()), int(counts[one].sum())) for one in here)
+
+
+@pytest.mark.parametrize("exponent", [1.0, 2.0, 5.0])
+def test_statistics_say_how_many_rows_a_batch_names(exponent):
+    rows, total, draws = 5000, 200_000, 3000
+    generator = torch.Generator().manual_seed(2)
+    ids = (torch.rand(total, generator=generator) ** exponent * rows).long()
+    known = IdFrequencies(_bins(torch.bincount(ids, minlength=rows)), 1.0)
+    chosen = [ids[torch.randperm(total, generator=generator)[:draws]] for _ in range(20)]
+    found = sum(one.unique().numel() for one in chosen) / len(chosen)
+    assert known.touched(draws) == pytest.approx(found, rel=0.03)
+    assert exponent_of(known, rows, draws) == pytest.approx(exponent, abs=0.5)
+    assert known.touched(0) == IdFrequencies(((5, 0),), 0.0).touched(9) == 0.0
+
+
+def test_prices_and_measurements_take_what_is_known_of_the_data():
+    """Ids that repeat more cost less where rows travel; unknown ones repeat as click data do."""
+    hot, even = (IdFrequencies(bins, 1.0) for bins in ([(3, 900), (50, 100)], [(53, 1000)]))
+    plans = {}
+    for name, known in (("hot", hot), ("even", even), ("unknown", None)):
+        sparse = tuple(replace(one, frequencies=known) for one in FIELDS.sparse)
+        fields = replace(FIELDS, sparse=sparse)
+        _, plans[name] = plan_run(auto(), fields, world_size=2, device_type="cpu")
+    prices = {name: next(p.ms for p in plan.priced if p.name == "all unique")
+              for name, plan in plans.items()}  # fmt: skip
+    assert prices["hot"] < prices["even"]
+    assert plans["unknown"].skew == {}
+    assert plans["hot"].skew["deep.C3"] > plans["even"].skew["deep.C3"] >= 1.0
+    sparse = tuple(replace(one, ragged=True, hotness=9, frequencies=replace(hot, per_sample=0.5))
+                   for one in FIELDS.sparse)  # fmt: skip
+    ragged = replace(FIELDS, sparse=sparse)
+    _, plan = plan_run(auto(), ragged, world_size=2, device_type="cpu")
+    assert next(p.ms for p in plan.priced if p.name == "all unique") < prices["hot"]
 
 
 def test_a_price_follows_bytes_link_and_balance():

@@ -95,7 +95,8 @@ class Machine:
         assert self.process is not None
         self.process.wait()
 
-    def _pids(self) -> list[int]:
+    def pids(self) -> list[int]:
+        """Every process there."""
         found = subprocess.run(
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
         )

@@ -12,6 +12,7 @@ from planner.cost import CostModel
 from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
 from planner.fit import TERMS, Record, count_work, fit, judge, nonnegative_least_squares
 from planner.measure import MoveTimer, make_trainer, measure
+from planner.optimizers import NAMES
 from planner.profile import load, weights_from
 from planner.ranks import gather_texts
 from planner.simulate import NUM_PHASES, PHASE, PHASES, step_ms
@@ -59,6 +60,9 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     profile = load(tmp_path / "measured.json")
     assert profile.about["plans"] == str(len(lines))
     assert profile.world_size == 2
+    assert profile.step_factors["rowwise_adagrad"] == 1.0
+    assert set(profile.step_factors) == set(NAMES)
+    assert profile.step_factors["lazy_adam"] > profile.step_factors["sgd"] > 0
     assert (profile.matrix >= 0).all()
     task = make_task(world_size=2)
     plan = {table.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for table in task.tables}

@@ -213,5 +213,5 @@ def test_an_optimizer_that_was_not_measured_is_named():
     profile = Profile(
         weights=learned().weights, world_size=2, backend="gloo", step_factors={"sgd": 1.0}
     )
-    with pytest.raises(ConfigError, match="--optimizers rowwise_adagrad"):
+    with pytest.raises(ConfigError, match="no times of rowwise_adagrad, only of sgd"):
         TaskCost(profile, TASK).totals(mixed_plan(TASK))

@@ -294,6 +294,7 @@ def test_what_cannot_be_exported_is_refused_by_name(tmp_path):
 
     class Odd:
         parameters, outputs, hashed_columns = spec.parameters, spec.outputs, ()
+        buffers = spec.buffers
 
     def make(spec):
         return plain_model(

@@ -121,7 +121,7 @@ def test_kernels_are_asked_for_by_pattern():
     stacks = [[t.name for t in s.tables] for g in plan.embeddings.groups for s in g.stacks]
     assert ["deep.kind"] in stacks
     assert ["deep.shop"] in stacks
-    measurable = [stack.tables[0].name for stack, _, _ in _measurable(plan.embeddings, "numba", 30)]
+    measurable = [stack.tables[0].name for stack, _, _ in _measurable(plan, "numba")]
     assert set(measurable) <= {"deep.city", "deep.kind"}
     with pytest.raises(ConfigError, match=r"parallel.kernels.dep\.\*: matches no table"):
         plan_run(replace(config, parallel=replace(parallel, kernels={"dep.*": "torch"})), FIELDS,

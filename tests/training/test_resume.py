@@ -34,6 +34,7 @@ def words(synth_set, folder, *more):
         "train.log_every=1",
         "train.plateau={metric: logloss, patience: 1, factor: 0.5}",
         "checkpoint.every=4",
+        "checkpoint.background=false",  # or the thread of a run that was not really killed goes on
         *more,
     ]
 

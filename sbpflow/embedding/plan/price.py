@@ -1,15 +1,16 @@
 """What a step of an embedding plan costs, from its groups, its bytes and how often ids repeat.
 
-Meant to rank whole plans before anything runs; no calibration is needed. Ids are taken to repeat as
-click data do: the share of the smallest id of n falls as n ** -2/3 (``touched``).
+Meant to rank whole plans before anything runs; no calibration is needed. How often ids repeat is
+told by the statistics of the data; without any they repeat as click data do (``plan.frequencies``).
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.stack import Stack, Use
 
 # Nanoseconds on one core, and milliseconds per call. The first four lines are rounded readings:
 # compiled kernels, rowwise Adagrad, 26 tables x 200k x 16, Intel Xeon (AMX) at 2 ranks, 2026-11.
@@ -56,31 +57,21 @@ class _Rank:
         self.work_ns += COPY_NS_PER_BYTE * num_bytes
 
 
-def touched(num_rows: int, draws: float) -> float:
-    """Rows of a table of ``num_rows`` that ``draws`` ids name, on average."""
-    if draws <= 0 or num_rows <= 0:
-        return 0.0
-    total, low = 0.0, 0.0
-    for number in range(1, 41):  # slices of the table, finer where ids are frequent
-        high = (number / 40) ** 3
-        share = ((high ** (1 / 3)) - (low ** (1 / 3))) if high > low else 0.0
-        rows = (high - low) * num_rows
-        if rows > 0:
-            total += rows * -math.expm1(-draws * share / rows)
-        low = high
-    return min(total, draws, float(num_rows))
-
-
 def price_plan(
-    plan: EmbeddingPlan, num_rows: int, link_gb_per_s: float = LOOPBACK_GB_PER_S
+    plan: EmbeddingPlan,
+    num_rows: int,
+    link_gb_per_s: float = LOOPBACK_GB_PER_S,
+    frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> Price:
-    """The price of a step over a global batch of ``num_rows``."""
+    """The price of a step over a global batch of ``num_rows``; ``frequencies`` are by feature."""
+    known = frequencies or {}
+    of_use = {n: known[one.name] for n, one in enumerate(plan.features) if one.name in known}
     ranks = {rank: _Rank() for rank in plan.world.ranks}
     calls = 0
     for group in plan.groups:
         for stack in group.stacks:
             for rank, cost in ranks.items():
-                _add_stack(cost, group, stack, rank, num_rows)
+                _add_stack(cost, group, stack, rank, num_rows, of_use)
         for rank, cost in ranks.items():
             _add_vectors(cost, group, rank, num_rows)
     steps = (
@@ -110,7 +101,21 @@ def _add_step(ranks: dict[int, _Rank], step: Step) -> int:
     return 1 if step.groups else 0
 
 
-def _add_stack(cost: _Rank, group: GroupPlan, stack: Stack, rank: int, num_rows: int) -> None:
+def _touched(use: Use, draws: float, known: Mapping[int, IdFrequencies]) -> float:
+    found = known.get(use.feature)
+    if found is None:
+        return touched(use.table.num_rows, draws)
+    return min(found.touched(draws), float(use.table.num_rows))
+
+
+def _add_stack(
+    cost: _Rank,
+    group: GroupPlan,
+    stack: Stack,
+    rank: int,
+    num_rows: int,
+    known: Mapping[int, IdFrequencies],
+) -> None:
     """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds."""
     size = group.world.size
     rule = stack.optimizer
@@ -118,13 +123,14 @@ def _add_stack(cost: _Rank, group: GroupPlan, stack: Stack, rank: int, num_rows:
     shards = {shard.table.name: shard for shard in stack.shards(rank)}
     rows_travel = size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients
     for use in stack.uses:
-        table, lookups = use.table, float(num_rows * use.hotness)
+        found, table = known.get(use.feature), use.table
+        lookups = num_rows * (use.hotness if found is None else found.per_sample)
         shard = shards.get(table.name)
         held = 0.0 if shard is None else shard.num_rows / table.num_rows
         width = stack.dim if shard is None else shard.width
-        all_touched = touched(table.num_rows, lookups) * held
+        all_touched = _touched(use, lookups, known) * held
         if rows_travel:
-            mine = touched(table.num_rows, lookups / size)
+            mine = _touched(use, lookups / size, known)
             cost.index_and_sum(lookups / size, stack.dim)
             cost.read(lookups / size, stack.dim)  # expanding them
             item = group.gradient_wire.itemsize

@@ -6,6 +6,7 @@ the backward. Three kernels, equal results: plain torch, FBGEMM's table-batched 
 loops that numba compiles for the CPU.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,12 +14,17 @@ from torch import Tensor
 
 from sbpflow.embedding.storage.access import Access
 
+BeforeUpdate = Callable[[Tensor], None]  # of the addresses that change, each named once
+
 
 class Storage(Protocol):
     """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``.
 
     Every address that is looked up or updated was prefetched, and each prefetch is released once.
+    ``before_update``, where it is set, is told of rows before each ``update`` changes them.
     """
+
+    before_update: BeforeUpdate | None
 
     @property
     def kernel(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.access import Access, sum_bags
+from sbpflow.embedding.storage.base import BeforeUpdate
 
 
 class FbgemmStorage:
@@ -30,6 +31,7 @@ class FbgemmStorage:
     ) -> None:
         self._tbe = _make_tbe(rows, width, optimizer, device)
         self._lr = optimizer.lr
+        self.before_update: BeforeUpdate | None = None
         self._state_names = optimizer.state_names
         self.weights.zero_()
         if optimizer.initial_accumulator:
@@ -75,6 +77,8 @@ class FbgemmStorage:
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         del step  # none of its rules counts
+        if tell := self.before_update:  # which another thread may take away
+            tell(access.rows())
         graph, access.graph = access.graph, None
         if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
             graph = self._run(access, lr)

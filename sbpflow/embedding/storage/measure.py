@@ -1,8 +1,8 @@
 """The fastest kernel of a stack on this machine: measured once, kept in the user's cache.
 
 What is timed is what a rank does with a batch: deduplication where the exchange does it, lookup and
-update, on ids that repeat as click data do (the smallest id of n has a share of n ** -2/3; the
-data's own ids are not known before a run). Kernels take turns and the least time of each counts.
+update, on ids that repeat as the statistics of the data say, or as click data do where there are
+none (``plan.frequencies``). Kernels take turns and the least time of each counts.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.plan.frequencies import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
@@ -38,7 +39,6 @@ from sbpflow.runtime.cache_dir import cache_dir
 BAND = 0.05  # what another kernel must be faster by than the one that is taken unmeasured
 MOST_ELEMENTS = 1 << 25  # of a table that is made to measure on
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
-_SKEW = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class StackShape:
 
     ``home_ids`` are deduplicated before they travel, of one rank, 0 where none are; ``lists`` is
     from how many ranks unique rows come, 0 where ids come as the batch has them, and ``ids`` how
-    many ids that is, in bags of ``per_bag``.
+    many ids that is, in bags of ``per_bag``. ``skew`` is how ids repeat (``plan.frequencies``).
     """
 
     rows: int
@@ -60,10 +60,15 @@ class StackShape:
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
+    skew: float = CLICKS
 
     @staticmethod
     def of(
-        group: GroupPlan, stack: Stack, num_rows: int, row_dtype: torch.dtype
+        group: GroupPlan,
+        stack: Stack,
+        num_rows: int,
+        row_dtype: torch.dtype,
+        skew: Mapping[str, float] | None = None,
     ) -> "StackShape | None":
         """Of the rank that holds most of a stack; ``None`` if there is nothing to look up."""
         rank = max(stack.holders(), key=stack.num_rows)
@@ -85,12 +90,19 @@ class StackShape:
             optimizer=stack.optimizer,
             dtype=group.dtype,
             row_dtype=row_dtype,
+            skew=_mean_skew(stack, rank, skew or {}),
         )
 
     def key(self) -> str:
         """A text that is equal for equal shapes on equal software and threads."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
         return json.dumps(facts, default=str, sort_keys=True)
+
+
+def _mean_skew(stack: Stack, rank: int, skew: Mapping[str, float]) -> float:
+    """Over the lookups of a rank, in halves."""
+    uses = [(use.hotness, skew.get(use.table.name, CLICKS)) for use in stack.uses_on(rank)]
+    return round(2 * sum(n * e for n, e in uses) / sum(n for n, _ in uses)) / 2
 
 
 class Profile:
@@ -139,7 +151,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
     generator = torch.Generator().manual_seed(1)
     rows = min(shape.rows, max(1, MOST_ELEMENTS // max(shape.width, 1)))
     access = _ids(shape, rows, generator)
-    home = _draw(shape.home_ids, rows, generator)
+    home = _draw(shape.home_ids, rows, shape.skew, generator)
     grads = torch.randn(access.num_bags, shape.width, dtype=shape.dtype, generator=generator)
     home_grads = torch.randn(shape.home_ids, shape.width, dtype=shape.dtype, generator=generator)
     turns = {
@@ -200,17 +212,17 @@ def _storage(name: KernelName, shape: StackShape, rows: int) -> Storage:
 def _ids(shape: StackShape, rows: int, generator: torch.Generator) -> Access:
     if shape.lists:
         each = max(1, shape.ids // shape.lists**2)  # what one rank asks one owner for
-        parts = [torch.unique(_draw(each, rows, generator)) for _ in range(shape.lists)]
+        parts = [torch.unique(_draw(each, rows, shape.skew, generator)) for _ in range(shape.lists)]
         return Access(torch.cat(parts))
-    ids = _draw(shape.ids, rows, generator)
+    ids = _draw(shape.ids, rows, shape.skew, generator)
     if shape.per_bag == 1:
         return Access(ids)
     ends = torch.arange(0, shape.ids + 1, shape.per_bag)
     return Access(ids[: int(ends[-1])], ends)
 
 
-def _draw(count: int, rows: int, generator: torch.Generator) -> Tensor:
-    small = (torch.rand(count, generator=generator, dtype=torch.float64) ** _SKEW * rows).long()
+def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Tensor:
+    small = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * rows).long()
     return (small * 7919).remainder(rows).to(torch.int32)
 
 

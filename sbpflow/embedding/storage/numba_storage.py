@@ -119,6 +119,8 @@ class NumbaStorage(TorchStorage):
     def step_rows(
         self, rows: Tensor, grads: Tensor, squares: Tensor | None, lr: float, step: int
     ) -> None:
+        if tell := self.before_update:  # which another thread may take away
+            tell(rows)
         if self.weights.dtype == self.dtype:
             self._step(self.weights, rows, rows, grads, squares, lr, step)
             return

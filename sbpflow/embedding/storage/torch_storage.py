@@ -6,6 +6,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.access import Access, sum_bags
+from sbpflow.embedding.storage.base import BeforeUpdate
 from sbpflow.embedding.storage.optimizer_rules import (
     RowBlock,
     SumOverColumns,
@@ -62,6 +63,7 @@ class TorchStorage:
         self.state = {name: state[:rows] for name, state in self._state.items()}
         self.dtype = dtype
         self.optimizer = optimizer
+        self.before_update: BeforeUpdate | None = None
         self._dim = dim
         self._sum_over_columns = sum_over_columns
         self._noise = noise
@@ -106,6 +108,8 @@ class TorchStorage:
     ) -> None:
         """One step of the rule on unique ``rows``; ``squares`` are means, for rowwise rules."""
         rows = rows.to(torch.int64)
+        if tell := self.before_update:  # which another thread may take away
+            tell(rows)
         count = CHUNK_ROWS if self.absent is None else max(rows.numel(), 1)
         for start in range(0, rows.numel(), count):
             part = slice(start, start + count)

@@ -75,6 +75,8 @@ class TritonStorage(TorchStorage):
             if self.optimizer.name == "rowwise_adagrad":
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
+        if tell := self.before_update:  # which another thread may take away
+            tell(access.addresses.unique())
         runs, width = access.runs(), self.weights.shape[1]
         grads = grads.contiguous()
         count = runs.keys.numel()

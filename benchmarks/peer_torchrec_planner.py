@@ -1,0 +1,102 @@
+"""TorchRec's EmbeddingShardingPlanner on a task of ours, and its answer as a plan of this engine.
+
+Table-wise is a whole table, column-wise S(1) on the ranks of its shards, row-wise S(0) reduced on
+all ranks, data-parallel a copy. It sorts by PERF, which plans better than its default, and is told
+the pooling factors and the memory of a rank. Bandwidths are those that make its own formulas agree
+with a profile's prices of one whole table: given as they are, they are of a GPU.
+"""
+
+from typing import Any
+
+from planner.published.setting import Setting
+from planner.search.problem import Assignment, Move
+from planner.shapes import COPIED, WHOLE, option_number
+from planner.task import Shape
+
+
+def torchrec_plan(setting: Setting) -> Assignment:
+    """The assignment of TorchRec's plan; PlanError from TorchRec itself where it finds none."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    task, size = setting.task, setting.num_ranks
+    module = EmbeddingBagCollection(
+        device="meta",
+        tables=[
+            EmbeddingBagConfig(
+                name=table.name,
+                embedding_dim=table.dim,
+                num_embeddings=table.num_rows,
+                feature_names=[f"{table.name}_f"],
+            )
+            for table in setting.tables
+        ],
+    )
+    constraints = {
+        table.name: ParameterConstraints(pooling_factors=[float(pooling)], min_partition=4)
+        for table, pooling in zip(setting.tables, setting.pooling, strict=True)
+    }
+    limit = int(setting.problem.limit_bytes[0])
+    memory, link = _bandwidths(setting)
+    topology = Topology(
+        world_size=size,
+        local_world_size=size,
+        compute_device="cuda",
+        hbm_cap=min(limit, 2**50),
+        hbm_mem_bw=memory,
+        intra_host_bw=link,
+        inter_host_bw=link,
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=task.batch_size // size,
+        constraints=constraints,
+        partitioner=GreedyPerfPartitioner(sort_by=SortBy.PERF),
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+    )
+    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    (parameters,) = found.plan.values()
+    return tuple(
+        _move(setting, number, parameters[table.name])
+        for number, table in enumerate(setting.tables)
+    )
+
+
+def _bandwidths(setting: Setting) -> tuple[float, float]:
+    """Bytes per millisecond of memory and link, from the whole tables' prices."""
+    from planner.published.setting import BACKWARD, EXCHANGE, FORWARD
+
+    pricing, base = setting.problem.pricing, setting.problem.base[0]
+    phases = (pricing.rank_ms(base + setting.rows) - pricing.rank_ms(base)).sum(axis=0)
+    batch = setting.task.batch_size
+    read = 4.0 * batch * float((setting.dims * setting.pooling).sum())
+    sent = 4.0 * batch * float(setting.dims.sum())
+    work = float(phases[FORWARD].sum() + phases[BACKWARD].sum())
+    return 3.0 * read / max(work, 1e-9), 2.0 * sent / max(float(phases[EXCHANGE].sum()), 1e-9)
+
+
+def _move(setting: Setting, table: int, sharding: Any) -> Move:  # noqa: ANN401
+    options = setting.problem.options[table]
+    ranks = tuple(sorted(set(sharding.ranks or [])))
+    kind, size = sharding.sharding_type, setting.num_ranks
+    if kind == "data_parallel":
+        shape, ranks = COPIED, ()
+    elif kind == "row_wise":
+        shape, ranks = Shape("S(0)", "reduce", (size, 1)), tuple(range(size))
+    elif len(ranks) > 1:  # column-wise: shards that share a rank count as one
+        shape = Shape("S(1)", "columns", (1, len(ranks)))
+    else:
+        shape = WHOLE
+    number = option_number(options, shape)
+    while number is None and len(ranks) > 1:  # no such even cut: the next narrower one
+        ranks = ranks[: len(ranks) // 2] if len(ranks) & (len(ranks) - 1) == 0 else ranks[:-1]
+        shape = Shape("S(1)", "columns", (1, len(ranks))) if len(ranks) > 1 else WHOLE
+        number = option_number(options, shape)
+    if number is None:
+        raise ValueError(f"{setting.tables[table].name}: TorchRec's {kind} has no counterpart")
+    return Move(number, ranks)

@@ -1,0 +1,337 @@
+"""Our planner against the published ones: by a stated objective, and by the clock.
+
+    python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
+    python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
+
+``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners see one
+half of what a calibration measured (every other sample of its journal), plans are judged by a model
+fitted to the other half; with ``--profile`` one model does both, which is easier for whoever
+searches it. Per task: the best greedy, every planner, the bound, and for 10 tables the optimum of a
+stated space.
+``steps`` runs plans on 2 ranks in turns (``benchmarks/planner_steps.py``).
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.peer_torchrec_planner import torchrec_plan
+from benchmarks.planner_steps import run_steps
+from benchmarks.record import Results
+from planner.calibrate import plan_of_tree
+from planner.clusters import MACHINES, described
+from planner.cost import CostModel, TaskCost
+from planner.design import draw_sample
+from planner.fit import Record, count_work, fit
+from planner.planners import GREEDY, published, published_seeds, training_settings
+from planner.profile import Profile, load
+from planner.published.autoshard import AutoShard
+from planner.published.dreamshard import DreamShard
+from planner.published.neuroshard import NeuroShard
+from planner.published.setting import Setting
+from planner.search.auto import search
+from planner.search.bounds import bound
+from planner.search.exact import enumerated
+from planner.search.problem import Assignment, price_of
+from planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
+from planner.task import Task
+from planner.workloads import EMBARK, embark_task, random_task
+from sbpflow.errors import SbpError
+
+CELLS = ((10, 2), (10, 4), (20, 3), (50, 4), (100, 8), (200, 16))  # tables, ranks
+SLACKS = (1.1, 1.25, 1.5, 2.0)  # of memory per rank over an even plan of whole tables
+MEASURED = 4  # plans of ours that the judge may compare, and of random placement
+BATCH = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What planners see, and what judges."""
+
+    seen: Profile
+    judge: Profile
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A task with the two pricings."""
+
+    setting: Setting
+    judge: Setting
+
+
+def halves(journal: Path) -> Models:
+    """Two models of disjoint samples of one calibration."""
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    facts = entries[-1]["facts"]
+    entries = [entry for entry in entries if entry["facts"] == facts]
+    size, backend = facts["world"].split()
+    numbers = sorted({entry["sample"] for entry in entries})
+    fitted: list[Profile] = []
+    for parity in (0, 1):
+        mine = set(numbers[parity::2])
+        records: list[Record] = []
+        for entry in entries:
+            if entry["sample"] not in mine:
+                continue
+            task = draw_sample(
+                entry["sample"] + 1000 * int(facts["seed"]),
+                int(size),
+                "cuda" if backend == "nccl" else "cpu",
+                facts["optimizer"],
+                most_rows=int(facts["most_rows"]),
+            ).task
+            records.append(
+                Record(
+                    sample=entry["sample"],
+                    name=entry["name"],
+                    totals=count_work(task, plan_of_tree(entry["plan"])),
+                    phases=np.array(entry["phases"]),
+                    step_ms=entry["step_ms"],
+                    noise=entry["noise"],
+                )
+            )
+        profile = fit(records, backend=backend, seed=parity, about=facts)
+        if profile is None:
+            raise SystemExit(f"{journal}: too few samples for two models; calibrate for longer")
+        fitted.append(profile)
+    return Models(fitted[0], fitted[1], f"halves of {len(numbers)} samples of a calibration")
+
+
+def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
+    """The task under both models; with ``slack``, ranks hold that much of an even whole plan."""
+    if slack is not None:
+        open_cost = CostModel(models.seen).of(task)
+        whole = Setting(task, problem_of(open_cost, table_wise))
+        held = price_of(whole.problem, GREEDY["size"](whole)).memory.mean()
+        task = replace(task, device_bytes=int(slack * held))
+    pair = [CostModel(profile).of(task) for profile in (models.seen, models.judge)]
+    settings = [Setting(task, problem_of(cost), seed) for cost in pair]
+    return Judged(*settings)
+
+
+class Planners:
+    """All planners for one number of ranks; what learns has learned from the model they see."""
+
+    def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:
+        task = random_task(
+            0, num_tables=10, world_size=world_size, held_out=False, batch_size=BATCH
+        )
+        settings = training_settings([CostModel(models.seen).of(task)], seed)
+        self.training_s: dict[str, float] = {}
+        self.plans: dict[str, Callable[[Setting], Assignment]] = dict(GREEDY)
+        self.plans["embark"] = published("embark", [], seed)
+        trained = {"dreamshard": DreamShard, "neuroshard": NeuroShard, "autoshard": AutoShard}
+        for name, kind in trained.items():
+            if name in names:
+                start = time.perf_counter()
+                self.plans[name] = kind.train(settings, seed).plan
+                self.training_s[name] = time.perf_counter() - start
+        if "torchrec" in names:
+            self.plans["torchrec"] = torchrec_plan
+        self.plans = {name: plan for name, plan in self.plans.items() if name in names}
+
+
+def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
+    """Judged ms of every planner's plan; None where it does not fit or there is none."""
+    seen, judge = case.setting, case.judge
+    ms: dict[str, float | None] = {}
+    seconds: dict[str, float] = {}
+
+    def keep(name: str, plan: Assignment, start: float) -> None:
+        priced = price_of(judge.problem, plan)
+        seconds[name] = time.perf_counter() - start
+        ms[name] = priced.ms if priced.feasible else None
+
+    for name, planner in planners.plans.items():
+        start = time.perf_counter()
+        try:
+            keep(name, planner(seen), start)
+        except (SbpError, ValueError, RuntimeError) as error:
+            ms[name], seconds[name] = None, time.perf_counter() - start
+            print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+    start = time.perf_counter()
+    drawn = [GREEDY["random"](replace(seen, seed=n)) for n in range(MEASURED)]
+    keep("random, best of 4", min(drawn, key=lambda p: price_of(judge.problem, p).rank), start)
+    start = time.perf_counter()
+    found = search(seen.problem, seed=seen.seed, given=published_seeds(seen))
+    keep("auto", found.assignment, start)
+    best = [found.assignment, *found.others[: MEASURED - 1]]
+    keep("auto, best of 4", min(best, key=lambda p: price_of(judge.problem, p).rank), start)
+    start = time.perf_counter()
+    narrow = problem_of(cost_of(seen), table_wise)
+    table_only = search(narrow, seed=seen.seed)
+    keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
+    # What the judge itself would choose: the best plan known, for gaps and bounds.
+    own = search(judge.problem, seed=1, given={"auto": found.assignment})
+    facts: dict[str, object] = {"best_known_ms": own.priced.ms}
+    limit = bound(judge.problem, own.assignment)
+    facts |= {"bound_ms": limit.ms, "bound_kind": limit.kind}
+    if optimum:
+        facts |= _optimum(judge)
+    return {**facts, "ms": ms, "seconds": {name: round(s, 3) for name, s in seconds.items()}}
+
+
+def cost_of(setting: Setting) -> TaskCost:
+    """The pricing of a setting as the model that it is."""
+    pricing = setting.problem.pricing
+    assert isinstance(pricing, TaskCost)
+    return pricing
+
+
+def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
+    """An assignment of a narrowed problem in the judge's numbers."""
+    from planner.shapes import assignment_of, plan_of
+
+    return assignment_of(judge.problem, plan_of(judge.task, problem, assignment))
+
+
+def _optimum(judge: Setting) -> dict[str, object]:
+    """Of the space: each table whole on any rank, or split by rows over all and unique."""
+    size = judge.num_ranks
+    rows = Shape("S(0)", "unique", (size, 1))
+    numbers = tuple(
+        tuple(n for shape in (WHOLE, rows) if (n := option_number(options, shape)) is not None)
+        for options in judge.problem.options
+    )
+    found = enumerated(judge.problem, numbers)
+    if found is None:
+        return {}
+    priced = price_of(judge.problem, found[0])
+    return {
+        "optimum_ms": priced.ms if priced.feasible else None,
+        "optimum_of": f"{found[1]:,} plans: whole on any rank (columns), or S(0) unique on all",
+    }
+
+
+def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Paired differences with ours in logarithms, 95 % intervals, gaps closed, successes."""
+    found: dict[str, object] = {"tasks": len(rows)}
+    names = list(rows[0]["ms"])
+    for name in names:
+        pairs = [(row["ms"][name], row["ms"]["auto"]) for row in rows]
+        both = [math.log(other / ours) for other, ours in pairs if other and ours]
+        if not both:
+            continue
+        mean = statistics.mean(both)
+        half = 1.96 * statistics.stdev(both) / math.sqrt(len(both)) if len(both) > 1 else math.inf
+        found[name] = {
+            "slower_than_auto": round(math.expm1(mean), 4),
+            "interval": [round(math.expm1(mean - half), 4), round(math.expm1(mean + half), 4)],
+            "fits": round(sum(other is not None for other, _ in pairs) / len(pairs), 3),
+            "seconds": round(
+                statistics.mean(row["seconds"][name] for row in rows),
+                3,
+            ),
+        }
+    for name in ("auto", "auto, best of 4"):
+        found[f"gap to the bound, {name}"] = _mean(rows, name, "bound_ms")
+        found[f"above the best known, {name}"] = _mean(rows, name, "best_known_ms")
+        if any(row.get("optimum_ms") for row in rows):
+            found[f"above the optimum of its space, {name}"] = _mean(rows, name, "optimum_ms")
+        found[f"share of the gap from the best greedy closed, {name}"] = _closed(rows, name)
+    return found
+
+
+def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | None:
+    values = [row["ms"][name] / row[key] - 1 for row in rows if row["ms"][name] and row.get(key)]
+    return round(statistics.mean(values), 4) if values else None
+
+
+def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
+    """Of the way from the best greedy that fits to the best plan known: the mean over tasks."""
+    shares: list[float] = []
+    for row in rows:
+        ms = row["ms"]
+        greedy = [ms[one] for one in GREEDY if one != "random" and ms.get(one)]
+        ours, best = ms[name], row["best_known_ms"]
+        if greedy and ours and min(greedy) > best * 1.0001:
+            shares.append((min(greedy) - ours) / (min(greedy) - best))
+    return round(statistics.mean(shares), 3) if shares else None
+
+
+def objective(args: argparse.Namespace) -> None:
+    models = halves(Path(args.journal)) if args.journal else _one(args.profile)
+    results = Results(args.results, recorded=args.recorded)
+    cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
+    names = args.planners
+    for num_tables, size in cells:
+        planners = Planners(models, size, 0, names)
+        rows: list[dict[str, object]] = []
+        for number in range(args.tasks):
+            slack = (None, *SLACKS)[number % 5]
+            task = random_task(
+                100 + number,
+                num_tables=num_tables,
+                world_size=size,
+                held_out=True,
+                batch_size=BATCH,
+            )
+            case = judged(models, task, slack, number)
+            row = one_task(case, planners, optimum=num_tables <= 10 and size <= 4)
+            rows.append(row)
+            results.add(
+                benchmark="task", tables=num_tables, ranks=size, slack=slack, number=number, **row
+            )
+        results.add(
+            benchmark="cell",
+            tables=num_tables,
+            ranks=size,
+            judge=models.said,
+            training_seconds=planners.training_s,
+            **summary(rows),
+        )
+    if args.embark:
+        _embark(args, models, results)
+
+
+def _embark(args: argparse.Namespace, models: Models, results: Results) -> None:
+    planners = Planners(models, 8, 0, args.planners)
+    rows: list[dict[str, object]] = []
+    for name in EMBARK:
+        task = embark_task(name, world_size=8, batch_size=BATCH)
+        row = one_task(judged(models, task, 1.5, 0), planners, optimum=False)
+        rows.append(row)
+        results.add(benchmark="embark", workload=name, ranks=8, slack=1.5, **row)
+    results.add(benchmark="cell", workloads=list(EMBARK), ranks=8, **summary(rows))
+
+
+def _one(name: str | None) -> Models:
+    profile = described(name) if name in MACHINES else load(Path(name) if name else None)
+    return Models(profile, profile, f"the model that planners see: {name or 'this machine'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["objective", "steps"])
+    parser.add_argument("--journal", help="what a calibration measured: two models of its halves")
+    parser.add_argument("--profile")
+    parser.add_argument("--tasks", type=int, default=12)
+    parser.add_argument("--cells", nargs="*", default=[f"{t}x{d}" for t, d in CELLS])
+    parser.add_argument("--embark", action="store_true", help="EMBark's workloads, too")
+    parser.add_argument(
+        "--planners",
+        nargs="+",
+        default=[*GREEDY, "embark", "torchrec", "neuroshard", "dreamshard", "autoshard"],
+    )
+    parser.add_argument("--results", default="planner_objective")
+    parser.add_argument("--recorded", action="store_true", help="into benchmarks/results")
+    parser.add_argument("--link", choices=["1gbit"])
+    parser.add_argument("--seconds", type=float, default=240.0, help="of steps, in all")
+    args = parser.parse_args()
+    if args.what == "steps":
+        run_steps(args.profile, args.link, args.tasks, args.seconds, recorded=args.recorded)
+        return
+    objective(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""How the optimizers compare: a step of each on the same rows, with the kernel a run would take.
+
+Calibration measures whole steps with one optimizer; what changes with another is its rule, so the
+rows it steps are priced by these ratios.
+"""
+
+import statistics
+import time
+from typing import get_args
+
+import torch
+
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.choose import choose_kernels, make_storage, warm_up_kernels
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
+
+NAMES: tuple[SparseName, ...] = get_args(SparseName)
+
+
+def step_factors(
+    base: SparseName, device: torch.device, *, rows: int = 40_000, dim: int = 16, repeats: int = 9
+) -> dict[str, float]:
+    """{optimizer: its time over that of ``base``}, of an update of a quarter of ``rows``.
+
+    The optimizers take turns; the median of each counts.
+    """
+    turns = {name: _Turn(name, device, rows, dim) for name in NAMES}
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    for repeat in range(repeats + 2):
+        for name, turn in turns.items():
+            ms = turn.update_ms()
+            if repeat >= 2:
+                times[name].append(ms)
+    median = {name: statistics.median(found) for name, found in times.items()}
+    return {name: ms / median[base] for name, ms in median.items()}
+
+
+class _Turn:
+    """One optimizer's storage, and rows to step."""
+
+    def __init__(self, name: SparseName, device: torch.device, rows: int, dim: int) -> None:
+        rule = SparseOptimizer(name=name, lr=0.05, beta=1.0 if name == "ftrl" else 0.0)
+        world = Placement.line(device.type, 1)
+        table = TableConfig(name="t", features=("f",), num_rows=rows, dim=dim)
+        plan = plan_embeddings(
+            [OutputConfig(name="o", tables=(table,))],
+            {"t": TableLayout(layout=Layout(world, (Broadcast(),)), exchange="local")},
+            features=[FeatureConfig(name="f")],
+            optimizer=rule,
+            dtype=torch.float32,
+            world=world,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            batch_size=rows // 4,
+        )
+        kernels = choose_kernels(plan, "auto")
+        warm_up_kernels(plan, kernels)
+        self._storage = make_storage(
+            kernels["t"], rows, dim, dim=dim, optimizer=rule, dtype=torch.float32, device=device
+        )
+        self._ids = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[: rows // 4]
+        self._ids = self._ids.to(device=device, dtype=torch.int32)
+        self._grads = torch.full((len(self._ids), dim), 1e-3, device=device)
+        self._device = device
+        self._steps = 0
+
+    def update_ms(self) -> float:
+        """Of one update; the look-up before it is not counted."""
+        access = Access(self._ids)
+        self._storage.lookup(access, 0.05)
+        access.row_gradients(self._grads)  # sorted and summed before the clock starts
+        self._steps += 1
+        start = self._now()
+        self._storage.update(access, self._grads, 0.05, self._steps)
+        return 1e3 * (self._now() - start)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()

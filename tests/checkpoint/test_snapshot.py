@@ -1,0 +1,160 @@
+"""A state that goes on changing is saved as it was, whichever kernel changes its rows."""
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.reshard import Case, Lying, make_job, make_rows
+from sbpflow.checkpoint import snapshot as module
+from sbpflow.checkpoint.format import Place
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.checkpoint.snapshot import Snapshot
+from sbpflow.checkpoint.write import Part, PieceWriter
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.errors import CheckpointError
+from sbpflow.runtime.world import World
+
+ROWS, WIDTH = 200, 4
+RULE = SparseOptimizer(name="adagrad", lr=0.1)
+CPU = torch.device("cpu")
+
+
+def make_storage(kernel):
+    if kernel == "fbgemm":
+        pytest.importorskip("fbgemm_gpu")
+        from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
+
+        return FbgemmStorage(ROWS, WIDTH, optimizer=RULE, device=CPU)
+    kinds = {"torch": "TorchStorage", "numba": "NumbaStorage", "triton": "TritonStorage"}
+    loaded = pytest.importorskip(f"sbpflow.embedding.storage.{kernel}_storage")
+    return getattr(loaded, kinds[kernel])(
+        ROWS, WIDTH, dim=WIDTH, optimizer=RULE, dtype=torch.float32, device=CPU
+    )
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
+def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
+    storage = make_storage(kernel)
+    storage.weights.copy_(torch.randn(ROWS, WIDTH))
+    table = TableConfig(name="t", features=("f",), num_rows=ROWS - 20, dim=WIDTH)
+    shard = Shard(table=table, rank=0, row_start=0, row_stop=ROWS - 20, col_start=0,
+                  col_stop=WIDTH, base=20)  # fmt: skip
+    values = {"tables/t": storage.weights[20:], "tables/t/sum": storage.state["sum"][20:]}
+    parts = []
+    for name, value in values.items():  # another rank writes the first rows, and all of one
+        start = 30 if name == "tables/t" else 0
+        place = Place(row_start=start, row_stop=ROWS - 20, col_start=0, col_stop=WIDTH)
+        parts.append(Part(name=name, place=place, values=value[start:]))
+    expected = {part.name: part.values.clone() for part in parts}
+    monkeypatch.setattr(module, "BLOCK_BYTES", 16 * WIDTH * 4)
+    real, updates = PieceWriter.write, []
+
+    def write(self, data):
+        """Between two blocks training goes on: on rows written, to be written and of others."""
+        access = storage.access(torch.randint(0, ROWS, (40,)))
+        storage.lookup(access, 0.1)
+        storage.update(access, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
+        updates.append(access)
+        real(self, data)
+
+    monkeypatch.setattr(PieceWriter, "write", write)
+    snapshot = Snapshot(parts, lambda: [(storage, [shard])])
+    found = snapshot.write(tmp_path / "rank-0.bin")
+    snapshot.end()
+    raw = (tmp_path / "rank-0.bin").read_bytes()
+    for name, piece in found:
+        size = expected[name].numel() * 4
+        piece_bytes = bytearray(raw[piece.offset : piece.offset + size])
+        saved = torch.frombuffer(piece_bytes, dtype=torch.float32)
+        assert torch.equal(saved.view(-1, WIDTH), expected[name]), name
+        assert not torch.equal(values[name], expected[name]), "or nothing was tested"
+    assert len(updates) > 10
+    kept = snapshot.num_kept_bytes
+    assert 0 < kept <= 2 * ROWS * WIDTH * 4
+    storage.update(storage.access(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
+    assert snapshot.num_kept_bytes == kept
+
+
+def train_while_saving(world: World, folder, case: Case):
+    def train(job, steps):
+        for _ in range(steps):
+            job.trainer.step(make_rows(job.trainer.num_steps + 1, world.rank, world.size))
+
+    one, two = make_job(world, case, case.saved), make_job(world, case, case.saved)
+    train(one, 3)
+    Saver(folder / "a", one.boxing, one.state, run="r", deadline_s=30).save(3, {})
+    train(two, 3)
+    saver = Saver(
+        folder / "b", two.boxing, two.state, run="r", deadline_s=30,
+        storages=two.embeddings.storages,
+    )  # fmt: skip
+    real, taken = PieceWriter.write, []
+
+    def slow(self, data):
+        time.sleep(0.001)
+        real(self, data)
+
+    PieceWriter.write = slow
+    try:
+        saver.start(3, {}, lambda: taken.append(two.trainer.num_steps))
+        train(two, 8)
+        saver.wait()
+        saver.start(11, {})
+        saver.wait()
+    finally:
+        PieceWriter.write = real
+    return taken, saver.kept_bytes
+
+
+@pytest.mark.parametrize("scheme", ["3", "mixed"])
+def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme):
+    for name in "ab":
+        (memory / name).mkdir()
+    case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
+    ranks(2, train_while_saving, memory, case)
+    one, two = (open_checkpoint(memory / name / "step-3") for name in "ab")
+    for name in one.tensors:
+        assert one.tensor(name).equal(two.tensor(name)), name
+    assert (
+        not open_checkpoint(memory / "b" / "step-11")
+        .tensor("tables/deep.C1")
+        .equal(two.tensor("tables/deep.C1"))
+    )
+
+
+def one_cannot_write(world: World, folder):
+    case = Case(Lying(2, "3"), Lying(2, "3"), "lazy_adam")
+    job = make_job(world, case, case.saved)
+    job.trainer.step(make_rows(1, world.rank, world.size))
+    saver = Saver(
+        folder, job.boxing, job.state, run="r", deadline_s=30, storages=job.embeddings.storages
+    )
+    real = PieceWriter.write
+
+    def full(self, data):
+        if world.rank == 1:
+            raise CheckpointError("rank-1.bin: cannot be written (no space left on device)")
+        real(self, data)
+
+    said = []
+    saver.save(1, {})
+    PieceWriter.write = full
+    try:
+        for save in (lambda: saver.save(2, {}), lambda: (saver.start(2, {}), saver.wait())):
+            try:
+                save()
+            except CheckpointError as error:
+                said.append(str(error))
+    finally:
+        PieceWriter.write = real
+    saver.save(3, {})
+    return said
+
+
+def test_every_rank_is_told_why_one_could_not_write(ranks, memory):
+    for said in ranks(2, one_cannot_write, memory):
+        assert said == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
+    assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]

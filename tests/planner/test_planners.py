@@ -1,0 +1,243 @@
+"""Every planner answers with a plan that the engine takes; what reports and files say."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from planner.clusters import described
+from planner.cost import CostModel
+from planner.plan_command import compare, explain, plan
+from planner.planners import GREEDY, make_plan, planner_of, published_seeds
+from planner.published import autoshard, dreamshard, neuroshard
+from planner.published.embark import embark
+from planner.published.setting import Setting
+from planner.report import as_html, as_text, infeasible_text, report_of
+from planner.search.auto import Effort
+from planner.search.problem import price_of
+from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
+from planner.tables_file import read_tables
+from planner.task import Choice, Shape
+from planner.workloads import EMBARK, POOL_LOOKUPS, embark_task, pool, random_task, split_pool
+from sbpflow.errors import ConfigError, PlanError
+
+PROFILE = described("h100-dgx")
+SMALL = Effort(insertions=100, exact_time=0.0)
+
+
+def setting(num_tables=9, world_size=4, seed=0, **changes):
+    task = random_task(seed, num_tables=num_tables, world_size=world_size, held_out=True)
+    task = replace(task, **changes)
+    return Setting(task, problem_of(CostModel(PROFILE).of(task)), seed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_shape_is_one_that_the_engine_takes(world_size):
+    task = random_task(1, num_tables=3, world_size=world_size, held_out=True)
+    for table in task.tables:
+        for shape in shapes_of(task, table):
+            ranks = range(world_size if shape.copied else shape.num_shards)
+            rest = Choice(Shape("B", "local"), tuple(range(world_size)))
+            chosen = {one.name: rest for one in task.tables}
+            task.check(chosen | {table.name: Choice(shape, tuple(ranks))})
+
+
+@pytest.mark.parametrize("name", [*GREEDY, "embark"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_heuristics_give_plans_that_the_engine_takes(name, world_size):
+    one = setting(world_size=world_size)
+    answer = (embark if name == "embark" else GREEDY[name])(one)
+    one.task.check(plan_of(one.task, one.problem, answer))
+
+
+def test_greedy_balances_what_it_looks_at():
+    one = setting(num_tables=40)
+    devices = [move.ranks[0] for move in GREEDY["dim"](one)]
+    loads = np.bincount(devices, one.dims)
+    assert loads.max() - loads.min() <= one.dims.max()
+    drawn = [move.ranks[0] for move in GREEDY["random"](one)]
+    assert np.bincount(drawn, one.dims).max() > loads.max()
+
+
+def test_greedy_leaves_out_a_device_without_room():
+    one = setting(num_tables=20)
+    limit = one.problem.limit_bytes.copy()
+    limit[1] = 0.0
+    narrow = Setting(one.task, replace(one.problem, limit_bytes=limit))
+    assert all(move.ranks != (1,) for move in GREEDY["lookup"](narrow))
+
+
+def test_embark_cuts_the_table_that_stands_out():
+    one = setting(num_tables=3)
+    rows = [100, 100, 3_000_000]
+    tables = tuple(
+        replace(table, num_rows=count, dim=64)
+        for table, count in zip(one.task.tables, rows, strict=True)
+    )
+    features = tuple(
+        replace(feature, hotness=h)
+        for feature, h in zip(one.task.features, (1, 1, 40), strict=True)
+    )
+    outputs = (replace(one.task.outputs[0], tables=tables),)
+    task = replace(one.task, outputs=outputs, features=features)
+    made = Setting(task, problem_of(CostModel(PROFILE).of(task)))
+    found = plan_of(task, made.problem, embark(made))
+    assert found["t2"].shape.num_shards > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "amount"),
+    [
+        (dreamshard.DreamShard, dreamshard.Amount(iterations=1, placements=2, cost_steps=3)),
+        (neuroshard.NeuroShard, neuroshard.Amount(sets=40, placements=20, epochs=2)),
+        (autoshard.AutoShard, autoshard.Amount(steps=40, episodes=2, cost_updates=1)),
+    ],
+)
+def test_learned_planners_train_and_repeat_themselves(kind, amount):
+    train = [setting(6, 2, seed) for seed in range(2)]
+    held_out = setting(7, 2, 5)
+    one, two = (kind.train(train, 3, amount).plan(held_out) for _ in range(2))
+    assert one == two
+    held_out.task.check(plan_of(held_out.task, held_out.problem, one))
+
+
+def test_dreamshard_learns_to_place_by_cost():
+    """Two tables of very different work on one device are dear: it comes to use both."""
+    train = [setting(6, 2, seed) for seed in range(3)]
+    amount = dreamshard.Amount(iterations=3, placements=8, cost_steps=60, policy_steps=10)
+    model = dreamshard.DreamShard.train(train, 0, amount)
+    assert np.mean(model.losses[-20:]) < 0.3 * np.mean(model.losses[:5])
+    ms = [price_of(one.problem, model.plan(one)).ms for one in train]
+    worst = [price_of(one.problem, one.whole([0] * 6)).ms for one in train]
+    assert np.mean(ms) < 0.95 * np.mean(worst)
+
+
+def test_vtrace_is_the_return_where_nothing_differs():
+    """Acted and learned alike, no discount: every target is the reward, whatever the values say."""
+    values = torch.tensor([[0.3, 0.1], [0.7, 0.2], [0.5, 0.9]])
+    rewards = torch.tensor([1.0, 2.0])
+    targets, advantages = autoshard.vtrace(torch.zeros(3, 2), values, rewards)
+    torch.testing.assert_close(targets, rewards.expand(3, 2))
+    torch.testing.assert_close(advantages, rewards - values)
+    halved, _ = autoshard.vtrace(torch.full((3, 2), 0.5).log(), values, rewards)
+    assert (halved - values).abs().sum() < (targets - values).abs().sum()
+
+
+def test_auto_is_no_worse_than_any_heuristic_and_keeps_what_is_pinned():
+    one = setting(12, 4)
+    cost = CostModel(PROFILE).of(one.task)
+    found = make_plan("auto", cost, effort=SMALL)
+    for name, answer in published_seeds(one).items():
+        assert found.priced.rank <= price_of(one.problem, answer).rank, name
+    assert cost.predict(found.plan).step_ms == pytest.approx(found.priced.ms)
+    pinned = {"t3": Choice(Shape("S(0)", "unique", (2, 1)), (1, 3)), "t5": Choice(WHOLE, (2,))}
+    held = CostModel(PROFILE).of(replace(one.task, pinned=pinned))
+    kept = make_plan("auto", held, effort=SMALL)
+    assert {name: kept.plan[name] for name in pinned} == pinned
+    assert held.predict(kept.plan).step_ms == pytest.approx(kept.priced.ms)
+    assert list(kept.plan) == list(found.plan)
+
+
+def test_a_report_names_the_runner_up_and_a_bound_below_the_plan():
+    one = setting(8, 2)
+    cost = CostModel(PROFILE).of(one.task)
+    planned = make_plan("auto", cost, effort=SMALL)
+    report = report_of(planned, cost)
+    assert all(0 < bound.ms <= planned.priced.ms * (1 + 1e-9) for bound in report.bounds)
+    for name, other in report.runners_up.items():
+        changed = {**planned.plan, name: other.choice}
+        more = cost.predict(changed).step_ms - planned.priced.ms
+        assert more == pytest.approx(other.more_ms, abs=1e-9)
+    assert "t0: " in as_text(report)
+    assert as_html(report).count("<rect") == 2 * 5 + 5
+    np.testing.assert_allclose(report.kinds().sum(), planned.priced.phases.sum())
+
+
+def test_what_does_not_fit_says_the_rank_and_what_would():
+    one = setting(6, 2, device_bytes=30_000_000)
+    cost = CostModel(PROFILE).of(one.task)
+    planned = make_plan("auto", cost, effort=SMALL)
+    assert not planned.priced.feasible
+    text = infeasible_text(planned, cost)
+    rank = int(planned.priced.memory.argmax())
+    assert f"rank {rank} holds {planned.priced.memory[rank] / 1e9:.2f} GB" in text
+    needed = float(planned.priced.memory.max())
+    enough = CostModel(PROFILE).of(replace(one.task, device_bytes=int(needed) + 1))
+    assert make_plan("auto", enough, effort=SMALL).priced.feasible
+
+
+def test_the_pool_has_the_published_sums_and_its_halves_share_no_table():
+    tables = pool()
+    total = 65_536 * sum(one.pooling for one in tables)
+    assert total == pytest.approx(POOL_LOOKUPS, rel=0.01)
+    assert not set(split_pool(held_out=True)) & set(split_pool(held_out=False))
+    assert len(pool(small_tables=False)) == len(tables) == 856
+
+
+def test_embark_workloads_have_the_published_sizes():
+    counts = {name: len(embark_task(name, world_size=2).tables) for name in EMBARK}
+    assert counts == {"dcnv2": 26, "t180": 177, "t200": 200, "t510": 510}
+    gigabytes = sum(4e-9 * t.num_rows * t.dim for t in embark_task("t200", world_size=2).tables)
+    assert gigabytes == pytest.approx(415, rel=0.01)
+    with pytest.raises(ConfigError, match="t99"):
+        embark_task("t99", world_size=2)
+
+
+TABLES = {
+    "batch_size": 512,
+    "device_gb": 1,
+    "tables": [
+        {"name": "C1", "rows": 5000, "dim": 8, "zipf": {"s": 1.05, "q": 2.0}},
+        {"name": "C2", "rows": 90, "dim": 16, "ids_per_sample": 2.5, "zipf": {"s": 0.5}},
+        {"name": "C3", "rows": 800, "dim": 8, "sample": [1, 2, 2, 3, 9, 1]},
+    ],
+}
+
+
+def test_plan_writes_what_explain_reads(tmp_path):
+    tables, out, report = tmp_path / "tables.json", tmp_path / "plan.yaml", tmp_path / "plan.json"
+    tables.write_text(json.dumps(TABLES))
+    common = ["--tables", str(tables), "--world-size", "2", "--profile", "h100-dgx"]
+    said = plan([*common, "--output", str(out), "--report", str(report)])
+    tree = json.loads(report.read_text())
+    assert f"{tree['predicted_ms']:.3f} ms a step predicted" in said
+    again = explain([*common, "--plan", str(out)])
+    assert f"{tree['predicted_ms']:.3f} ms a step predicted" in again
+    rows = compare([*common, "--planners", "auto", "size"]).splitlines()
+    assert [row.split()[0] for row in rows] == ["planner", "auto", "size"]
+    cost = CostModel(PROFILE).of(read_tables(tables).task(2, "cuda"))
+    problem = problem_of(cost)
+    answer = make_plan("dim", cost)
+    assert assignment_of(problem, answer.plan) == answer.assignment
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rows": 0}, r"tables\[0\].rows: 0; use a number, 1 or more"),
+        ({"zipf": None, "bins": 3}, "zipf and bins says how ids repeat"),
+        ({"zipf": {"s": "x"}}, r"zipf.s: 'x'; use a number, 0 or more"),
+        ({"width": 3}, "width not known; use name, rows"),
+        ({"name": "C2"}, "C2 named twice"),
+    ],
+)
+def test_a_wrong_tables_file_is_refused_by_key(tmp_path, change, says):
+    path = tmp_path / "tables.json"
+    wrong = json.loads(json.dumps(TABLES))
+    wrong["tables"][0] |= change
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(ConfigError, match=says):
+        read_tables(path)
+
+
+def test_unknown_planners_and_hopeless_tasks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="use auto, random"):
+        planner_of("best")
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps({**TABLES, "device_gb": 0.00001}))
+    words = ["--tables", str(path), "--world-size", "2", "--profile", "h100-dgx"]
+    words += ["--planner", "size"]
+    with pytest.raises(PlanError, match="the largest table is C1"):
+        plan(words)
