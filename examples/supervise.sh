@@ -24,18 +24,30 @@ pause() { # so that a signal is met at once
     wait $!
 }
 
+alive() { # there, and not only waiting to be asked for its exit code
+    kill -0 "$1" 2>/dev/null && ! grep -qs '^State:[[:space:]]*Z' "/proc/$1/status"
+}
+
+has_ranks() {
+    for rank in $(cat /proc/"$child"/task/*/children 2>/dev/null); do
+        alive "$rank" && return 0
+    done
+    return 1
+}
+
 watch() { # until the job has ended
     had_ranks='' alone_since=''
-    while kill -0 "$child" 2>/dev/null; do
+    while alive "$child"; do
         pause 1
-        if [ -n "$(cat /proc/"$child"/task/*/children 2>/dev/null)" ]; then
+        if has_ranks; then
             had_ranks=yes alone_since=''
         elif [ -n "$had_ranks" ]; then
             now=$(date +%s)
             alone_since=${alone_since:-$now}
-            if [ $((now - alone_since)) -ge "$stuck_s" ]; then
+            if [ $((now - alone_since)) -ge "$stuck_s" ] && alive "$child"; then
                 echo "supervise: its ranks are gone for $stuck_s s, it is ended" >&2
                 kill -KILL "$child" 2>/dev/null
+                return
             fi
         fi
     done

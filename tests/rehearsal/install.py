@@ -105,7 +105,6 @@ def _claim_device() -> None:
     cuda.set_device = _set_device
     cuda.current_device = lambda: Rehearsed.index
     cuda.get_device_name = lambda *_: "rehearsed CUDA device"
-    cuda.is_current_stream_capturing = lambda: False
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream, cuda.Event = _Stream, _Event
@@ -115,6 +114,8 @@ def _claim_device() -> None:
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.empty_cache = lambda: None
+    optimizer: Any = torch.optim.Optimizer  # asks the driver, where torch is built for CUDA
+    optimizer._accelerator_graph_capture_health_check = lambda self: None
 
 
 def _claim_factories() -> None:

@@ -17,14 +17,18 @@ from data import fields_of, load_manifest
 from data.__main__ import main
 from data.read.crosses import hashed_ids as hashed_by_loader
 from data.read.loaders import open_loaders
+from models.dcnv2 import DcnV2Config
+from models.deepfm import DeepFmConfig
+from models.dlrm import DlrmConfig
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import FieldRule
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.build_plan import plan_run
-from sbpflow.run.export import FORMS, score_plain, write_model
+from sbpflow.run.export import FORMS, exported, score_plain, write_model
 from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields, embedding_output
+from sbpflow.run.model import Fields, IdField, embedding_output
 from sbpflow.run.plain_model import PlainModel, hashed_ids, plain_model
 from sbpflow.run.row_formats import ROW_FORMATS, make_rows
 from sbpflow.run.torch_model import TorchModel
@@ -181,6 +185,45 @@ def test_a_module_of_the_user_is_exported_too(ranks, kind):
     ((apart, names),) = ranks(1, _own, kind)
     assert apart < 1e-6
     assert {"dense/first.weight", "dense/norm.bias", "tables/deep.C1"} <= set(names)
+
+
+SHIPPED = {
+    "dlrm": DlrmConfig(embedding_dim=4, bottom=(6,), top=(7,)),
+    "deepfm": DeepFmConfig(embedding_dim=4, hidden=(7,), norm="batch"),
+    "dcnv2": DcnV2Config(embedding_dim=4, hidden=(7,), cross_rank=2, structure="stacked"),
+    "shared": WdlConfig(
+        embedding_dim=4,
+        hidden=(7,),
+        fields={"C[13]": FieldRule(table="both")},
+        wide=WideConfig(crosses=()),
+    ),
+}
+
+
+def _shipped(world: World, name: str):
+    config = replace(make_config("2", "adagrad", dtype="float32"), model=SHIPPED[name])
+    sizes = {"C1": 53, "C2": 11, "C3": 53, "C4": 3}
+    alike = {"C1": "both", "C3": "both"}
+    columns = (IdField(name=c, rows=n, vocabulary=alike.get(c, "")) for c, n in sizes.items())
+    fields = Fields(dense=FIELDS.dense, sparse=tuple(columns))
+    batches = make_batches(4, 30)
+    for batch in batches:
+        batch.ids = batch.ids[:, :4].contiguous()
+    job, model = trained(world, config, fields, batches)
+    names = {name for name in job.state() if name.count("/") == 1}
+    logits = model(*model.arguments_of(batches[0].ids, batches[0].dense))
+    program = exported(model).module()
+    same = torch.equal(program(batches[0].ids, batches[0].dense, {}), logits)
+    apart = (logits - job.trainer.predict(batches[0])).abs().max()
+    return float(apart), same, names, set(model.stored())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_model_is_exported_with_all_of_its_state(ranks, name):
+    ((apart, same, names, stored),) = ranks(1, _shipped, name)
+    assert apart < 2e-6
+    assert same
+    assert names <= stored
 
 
 @pytest.mark.parametrize("policy", ["clamp", "hash", "error"])
