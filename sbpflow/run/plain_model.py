@@ -189,11 +189,6 @@ def _dense_part(
             f"model: {type(spec).__name__} has no method plain(seed), which gives its dense part "
             "as an ordinary torch module; add one, as models/ and docs/embeddings.md show"
         )
-    if not hasattr(spec, "buffers"):
-        raise ConfigError(
-            f"model: {type(spec).__name__} has no buffers, the shapes of what its dense part keeps "
-            "beside parameters; without such state write buffers = {}"
-        )
     exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (has it, see above)
     module = exportable.plain(seed=seed).to(plan.dtype)
     found = dict(module.named_parameters())
@@ -211,9 +206,9 @@ def _dense_part(
                     f"{list(found[name].shape)}; its spec says {list(one.shape)}"
                 )
             found[name].copy_(value.reshape(one.shape))
-        buffers = dict(module.named_buffers())
-        for name in exportable.buffers:
-            buffers[name].copy_(read(f"dense/{name}"))
+        for name, buffer in module.named_buffers():
+            if f"dense/{name}" in saved:
+                buffer.copy_(read(f"dense/{name}").reshape(buffer.shape))
     return module.requires_grad_(False)
 
 
