@@ -45,7 +45,8 @@ from planner.task import Task
 from planner.workloads import EMBARK, embark_task, random_task
 from sbpflow.errors import SbpError
 
-CELLS = ((10, 2), (10, 4), (20, 3), (50, 4), (100, 8), (200, 16))  # tables, ranks
+CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
+SLOW = {"neuroshard": 100, "torchrec": 100}  # tables, beyond which they take minutes a task
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # of memory per rank over an even plan of whole tables
 MEASURED = 4  # plans of ours that the judge may compare, and of random placement
 BATCH = 8192
@@ -261,12 +262,12 @@ def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
 def objective(args: argparse.Namespace) -> None:
     models = halves(Path(args.journal)) if args.journal else _one(args.profile)
     results = Results(args.results, recorded=args.recorded)
-    cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
-    names = args.planners
-    for num_tables, size in cells:
+    for cell in args.cells:
+        num_tables, size, tasks = map(int, cell.split("x"))
+        names = [name for name in args.planners if num_tables <= SLOW.get(name, num_tables)]
         planners = Planners(models, size, 0, names)
         rows: list[dict[str, object]] = []
-        for number in range(args.tasks):
+        for number in range(tasks):
             slack = (None, *SLACKS)[number % 5]
             task = random_task(
                 100 + number,
@@ -314,8 +315,8 @@ def main() -> None:
     parser.add_argument("what", choices=["objective", "steps"])
     parser.add_argument("--journal", help="what a calibration measured: two models of its halves")
     parser.add_argument("--profile")
-    parser.add_argument("--tasks", type=int, default=12)
-    parser.add_argument("--cells", nargs="*", default=[f"{t}x{d}" for t, d in CELLS])
+    parser.add_argument("--tasks", type=int, default=6, help="of steps")
+    parser.add_argument("--cells", nargs="*", default=CELLS, metavar="TxDxN")
     parser.add_argument("--embark", action="store_true", help="EMBark's workloads, too")
     parser.add_argument(
         "--planners",
@@ -328,7 +329,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="of steps, in all")
     args = parser.parse_args()
     if args.what == "steps":
-        run_steps(args.profile, args.link, args.tasks, args.seconds, recorded=args.recorded)
+        run_steps(
+            args.profile,
+            args.link,
+            args.planners,
+            tasks=args.tasks,
+            seconds=args.seconds,
+            recorded=args.recorded,
+        )
         return
     objective(args)
 

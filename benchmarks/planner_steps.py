@@ -13,7 +13,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from planner.calibrate import plan_of_tree, plan_tree
 from planner.cost import CostModel
 from planner.design import Law, Sample, draw_batches
 from planner.measure import dense_work_of, make_trainer
-from planner.planners import GREEDY, make_plan, published
+from planner.planners import make_plan, published
 from planner.profile import Profile, load
 from planner.published.setting import Setting
 from planner.ranks import gather_texts
@@ -44,7 +44,6 @@ BATCH = 4096
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 LEAST_ROUNDS, MOST_ROUNDS = 5, 60
 TOLD_APART = 0.03
-LEARNED = ("neuroshard", "dreamshard", "autoshard")
 
 
 def make_sample(number: int, world_size: int) -> Sample:
@@ -67,11 +66,13 @@ def make_sample(number: int, world_size: int) -> Sample:
     return Sample(task=task, laws=laws)
 
 
-def planners_of(profile: Profile) -> dict[str, Callable[[Setting], Assignment]]:
+def planners_of(
+    profile: Profile, names: Sequence[str]
+) -> dict[str, Callable[[Setting], Assignment]]:
     """Everyone else, trained once for two ranks and this batch."""
     cost = CostModel(profile).of(make_sample(0, 2).task)
-    found = {name: published(name, [cost], 0) for name in (*GREEDY, "embark", *LEARNED)}
-    return {**found, "torchrec": torchrec_plan}
+    found = {name: published(name, [cost], 0) for name in names if name != "torchrec"}
+    return {**found, "torchrec": torchrec_plan} if "torchrec" in names else found
 
 
 def plans_of(
@@ -98,12 +99,18 @@ def plans_of(
 
 
 def run_steps(
-    profile: str | None, link: str | None, tasks: int, seconds: float, *, recorded: bool
+    profile: str | None,
+    link: str | None,
+    names: Sequence[str],
+    *,
+    tasks: int,
+    seconds: float,
+    recorded: bool,
 ) -> None:
     results = Results(f"planner_steps_{link or 'loopback'}", recorded=recorded)
     correlations: list[float] = []
     prices = load(Path(profile) if profile else None)
-    planners = planners_of(prices)
+    planners = planners_of(prices, names)
     for number in range(tasks):
         sample = make_sample(number, 2)
         plans = plans_of(sample.task, prices, planners)

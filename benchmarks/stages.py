@@ -3,9 +3,10 @@
     python -m benchmarks.stages [--shape dcnv2|t180|t510] [--link 1gbit]
 
 First EMBark's order: serial with every table S(0) and reduce; with overlap; with a layout per table
-(small ones copied, the others whole); with unique rows for tables of few ids per sample. Then, in
-the last of these, one stage at a time left out: its share of the step. A stage left out brings
-zeros, so its figure is a difference in time, never a result.
+(small ones copied, the others whole); with unique rows for tables of few ids per sample. Beside
+them every table whole, and what ``scheme: auto`` takes. Then, with unique rows, one stage at a time
+left out: its share of the step. A stage left out brings zeros, so its figure is a difference in
+time, never a result.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -30,12 +32,16 @@ from models.layers import MlpShape
 from models.wdl import WdlConfig, WdlSpec
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
+from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.all_to_all import Exchange
-from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
 from sbpflow.run.model import make_parameters
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
@@ -43,13 +49,15 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule
 from sbpflow.training.trainer import Trainer
 
 Shape = tuple[list[TableConfig], list[FeatureConfig]]
 STAGES = ("serial, S(0) reduce", "+ overlap", "+ layout per table", "+ unique rows")
+PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
+OPTIMIZER = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
 # Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), rows by 1/100.
 DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DCNV2_ROWS = (
@@ -100,6 +108,55 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
     return layouts
 
 
+def planned_layouts(
+    shape: Shape, name: str, size: int, gb_per_s: float | None
+) -> dict[str, TableLayout]:
+    """Whole tables, or what ``scheme: auto`` takes knowing how often ids repeat."""
+    tables, features = shape
+    shapes = {table.name: table.shape for table in tables}
+    known = frequencies_of(shape)
+    everyone = Placement.line("cpu", size)
+    found = candidates(tables, features, size, BATCH, known)
+
+    def layouts(rules: Rules) -> dict[str, TableLayout]:
+        return resolve_table_layouts(ParallelConfig(scheme="auto"), shapes, {"auto": rules}, size)
+
+    def plan(rules: Rules) -> EmbeddingPlan:
+        return plan_embeddings(
+            [OutputConfig(name="deep", tables=tuple(tables))],
+            layouts(rules),
+            features=features,
+            optimizer=OPTIMIZER,
+            dtype=torch.float32,
+            world=everyone,
+            backend="gloo",
+            batch_size=BATCH,
+        )
+
+    if name == PLANNED[0]:
+        return layouts(found["all whole"])
+    link = gb_per_s or LOOPBACK_GB_PER_S
+    return layouts(
+        rank_candidates(found, plan, num_rows=BATCH, link_gb_per_s=link, frequencies=known)[0].rules
+    )
+
+
+def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
+    """As the statistics of a set would have them: rows and lookups of bins by powers of two."""
+    tables, features = shape
+    ids = np.concatenate([make_ids(shape, BATCH, 9, number).numpy() for number in range(8)])
+    found: dict[str, IdFrequencies] = {}
+    column = 0
+    for table, feature in zip(tables, features, strict=True):
+        counts = np.bincount(ids[:, column : column + feature.hotness].reshape(-1))
+        column += feature.hotness
+        edges = [0, 1, *(2**n for n in range(1, 16)), 2**62]
+        here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
+        bins = tuple((int(one.sum()), int(counts[one].sum())) for one in here)
+        found[table.features[0]] = IdFrequencies(bins, float(feature.hotness))
+    return found
+
+
 class Deep(LayeredPart):
     """The deep part over the tables; left out, the loss is of the vectors' means."""
 
@@ -128,15 +185,17 @@ class Rows(NamedTuple):
 class Loop:
     """A click model around the tables, trained as a run trains."""
 
-    def __init__(self, world: World, shape: Shape, stage: int) -> None:
+    def __init__(
+        self, world: World, shape: Shape, layouts: Mapping[str, TableLayout], schedule: StepSchedule
+    ) -> None:
         tables, features = shape
         boxing, everyone = Boxing(world), Placement.line("cpu", world.size)
         output = OutputConfig(name="deep", tables=tuple(tables))
         plan = plan_embeddings(
             [output],
-            make_layouts(shape, stage, world.size),
+            layouts,
             features=features,
-            optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
+            optimizer=OPTIMIZER,
             dtype=torch.float32,
             world=everyone,
             backend="gloo",
@@ -158,7 +217,7 @@ class Loop:
             boxing,
             dtype=torch.float32,
             seed=3,
-            schedule=OVERLAPPED if stage else SERIAL,
+            schedule=schedule,
         )
         self.skip = ""
         self.batches = [make_rows(shape, world, number) for number in range(4)]
@@ -235,7 +294,13 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     shape = make_shape(args.shape)
     with World.start("cpu") as world:
-        loops = {name: Loop(world, shape, n) for n, name in enumerate(STAGES)}
+        plans = {name: make_layouts(shape, n, world.size) for n, name in enumerate(STAGES)}
+        link = 0.12 if args.link == "1gbit" else None
+        plans |= {name: planned_layouts(shape, name, world.size, link) for name in PLANNED}
+        loops = {
+            name: Loop(world, shape, layouts, SERIAL if name == STAGES[0] else OVERLAPPED)
+            for name, layouts in plans.items()
+        }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
         for name, found in losses.items():  # the same numbers, whatever the stage
@@ -273,13 +338,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--shape", args.shape, "--steps", str(args.steps), "--output", str(output)]
-        words += ["--repeats", str(args.repeats)]
+        words += ["--repeats", str(args.repeats), *(["--link", args.link] if args.link else [])]
         start_ranks("benchmarks.stages", 2, words, link=args.link)
         times = json.loads(output.read_text())
     results = Results(f"stages_{args.shape}_{args.link or 'loopback'}")
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, value in medians.items():
-        base = medians[STAGES[0]] if name in STAGES else medians[STAGES[-1]]
+        is_whole = name in (*STAGES, *PLANNED)
+        base = medians[STAGES[0]] if is_whole else medians[STAGES[-1]]
         results.add(
             benchmark="stages",
             shape=args.shape,
@@ -288,8 +354,8 @@ def main() -> None:
             step_ms=round(value, 2),
             spread_ms=[round(min(times[name]), 2), round(max(times[name]), 2)],
             **{
-                "times_faster" if name in STAGES else "share": round(
-                    base / value if name in STAGES else 1 - value / base, 3
+                "times_faster" if is_whole else "share": round(
+                    base / value if is_whole else 1 - value / base, 3
                 )
             },
         )

@@ -1,4 +1,7 @@
-"""``python -m planner calibrate | plan | explain | compare | measure``. A composition root."""
+"""``python -m planner calibrate | plan | explain | compare | measure | clusters``.
+
+A composition root.
+"""
 
 import os
 import sys
@@ -45,12 +48,21 @@ def _planning(name: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
+def clusters(argv: Sequence[str]) -> int:
+    """Predict what a model takes on machines and numbers of ranks that are not at hand."""
+    from planner import scaling
+
+    print(scaling.clusters(argv))
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "calibrate": calibrate,
     "plan": _planning("plan"),
     "explain": _planning("explain"),
     "compare": _planning("compare"),
     "measure": _planning("measure"),
+    "clusters": clusters,
 }
 
 

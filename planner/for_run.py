@@ -27,7 +27,6 @@ from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import Fields
 from sbpflow.run.plan import RunPlan
 from sbpflow.runtime.environment import env_int
-from sbpflow.training.step_schedule import SERIAL
 
 LOG = logging.getLogger(__name__)
 _USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
@@ -157,7 +156,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         device_type=tables.world.device_type,
         device_bytes=limit,
         dense=DenseWork(macs_per_sample=float(parameters), parameters=parameters),
-        overlap=plan.schedule is not SERIAL,
+        overlap=not plan.schedule.wait_at_once,
         pinned=pinned,
     )
 

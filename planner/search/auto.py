@@ -8,14 +8,25 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.search.exact import linear_optimum
+from planner.search.exact import kept_options, linear_optimum
 from planner.search.insertion import Inserter
-from planner.search.local import LocalSearch, weights_of
+from planner.search.linear import linearised
+from planner.search.local import LocalSearch, lay_out, weights_of
 from planner.search.problem import Assignment, Priced, Problem, check_assignment, price_of
-from planner.search.seeds import families, greedy, homogeneous, mixed, partly_copied
+from planner.search.seeds import (
+    bytes_of,
+    families,
+    greedy,
+    heaviest_first,
+    homogeneous,
+    mixed,
+    narrowed,
+    partly_copied,
+)
 
 STARTS = 4  # seeds that local search improves before it keeps to one
-MIXED = 4  # shapes, the best alone, that are tried in pairs
+MIXED = 3  # shapes, the best alone, that are tried in pairs
+LARGE = 16_000  # tables x ranks, beyond which only the cheapest options of a table are tried
 MANY_TABLES = 400  # beyond it only the quickest seeds
 
 
@@ -33,7 +44,8 @@ class Effort:
     def of(problem: Problem) -> "Effort":
         """What keeps 200 tables x 16 ranks under 10 s and 1000 x 128 under 60 s on a 2026 Xeon."""
         size = problem.num_tables * problem.num_ranks
-        insertions = max(800, min(4000, 40 * problem.num_tables))
+        most = max(2000, 6_400_000 // size)
+        insertions = max(800, min(4000, 40 * problem.num_tables, most))
         return Effort(insertions=insertions, exact_time=0.5 if size <= 800 else 0.0)
 
 
@@ -66,7 +78,7 @@ def search(
     """
     start = time.perf_counter()
     effort = effort or Effort.of(problem)
-    inserter = Inserter(problem, most_priced=24 if problem.num_ranks <= 32 else 10)
+    inserter = _inserter(problem)
     weights = weights_of(problem, inserter)
     plans: dict[str, Assignment] = {}
     for name, plan in (given or {}).items():
@@ -103,6 +115,21 @@ def search(
         insertions=local.insertions,
         seconds=time.perf_counter() - start,
     )
+
+
+def _inserter(problem: Problem) -> Inserter:
+    """Of all options; for large problems of those that are cheapest on the mean rank."""
+    if problem.num_tables * problem.num_ranks <= LARGE:
+        return Inserter(problem)
+    whole = [[option.shape for option in mine if option.whole] for mine in problem.options]
+    order = heaviest_first(bytes_of(problem))
+    first = lay_out(problem, narrowed(problem, whole), order).assignment()
+    linear = linearised(problem, first)
+    kept = [
+        tuple(kept_options(problem, linear, table, first[table].option))
+        for table in range(problem.num_tables)
+    ]
+    return Inserter(problem, tuple(kept), most_priced=8)
 
 
 def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> list[Assignment]:

@@ -52,8 +52,8 @@ def moves_of(problem: Problem, option: Option, number: int) -> list[Move]:
     return [Move(number, tuple(range(start, start + count))) for start in starts]
 
 
-def _kept(problem: Problem, linear: Linear, table: int, always: int) -> list[int]:
-    """Cheapest on average: one whole, one split, one copied, then the next best."""
+def kept_options(problem: Problem, linear: Linear, table: int, always: int) -> list[int]:
+    """Options of a table: ``always`` and the cheapest on average, of each kind at least one."""
     options = problem.options[table]
     fits = [n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks]
     fits.sort(key=lambda n: mean_ms(problem, linear, options[n]))
@@ -77,7 +77,7 @@ def linear_optimum(
         return None
     linear = linearised(problem, around)
     tables = range(problem.num_tables)
-    kept = [_kept(problem, linear, table, around[table].option) for table in tables]
+    kept = [kept_options(problem, linear, table, around[table].option) for table in tables]
     moves = [
         [
             *(

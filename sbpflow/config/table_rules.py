@@ -149,7 +149,7 @@ class ParallelConfig:
         default_factory=dict[str, str]
     )
     kernel: KernelRequest = "auto"
-    kernels: Annotated[Mapping[str, KernelRequest], Example({"wide.*": "torch"})] = field(
+    kernels: Annotated[Mapping[str, KernelRequest], Example({"*.C1": "torch"})] = field(
         default_factory=dict[str, KernelRequest]
     )
     dtype: Dtype = "float32"

@@ -17,6 +17,7 @@ from sbpflow.embedding.exchange.boxed import Received, make_group
 from sbpflow.embedding.exchange.counts import CountReader, CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
 from sbpflow.embedding.ids.batch_ids import Ids
+from sbpflow.embedding.ids.list_loops import warm_up_loops
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
@@ -80,6 +81,7 @@ class EmbeddingCollection:
         self._seed = seed
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
+        warm_up_loops(plan, world.device)
         received = Received(
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},

@@ -16,6 +16,8 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.job import Job
 from sbpflow.run.plan_file import plan_to_json
 from sbpflow.run.resume import FINISHED, TRAINING, Resumed, relevant_facts
+from sbpflow.runtime.gentle_stop import GentleStop
+from sbpflow.runtime.store import TimedStore
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.health import gather_facts, on_all_or_none
 from sbpflow.training.metrics import Evaluation
@@ -60,6 +62,9 @@ class Checkpoints:
         self._world = job.boxing.world
         self._best: dict[str, Any] | None = dict(start.best) if start.best else None
         self._saver: Saver | None = None
+        self._stop: GentleStop | None = None
+        self._stopping = False
+        self._votes: TimedStore | None = None
         self._lock: RunLock | None = None
         if start.cursor is not None:
             read.load_state_dict(start.cursor)
@@ -83,6 +88,8 @@ class Checkpoints:
             deadline_s=config.parallel.timeout_s,
             storages=job.embeddings.storages,
         )
+        if config.checkpoint.on_signal == "save":
+            self._stop = GentleStop.where_watched()
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
         """Remember the best."""
@@ -94,17 +101,41 @@ class Checkpoints:
         if self._saver is None:
             return False
         self._saver.check()
-        return last or step % self._config.checkpoint.every == 0
+        self._stopping = self._stops_after(step)
+        return last or self._stopping or step % self._config.checkpoint.every == 0
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
             return
         documents = self._documents(batch, loop)
-        if self._config.checkpoint.background:
+        if self._config.checkpoint.background and not self._stopping:
             self._saver.start(step, documents, lambda: self._prune(step))
         else:
             self._saver.save(step, documents)
             self._prune(step)
+        if self._stopping and self._stop is not None:
+            self._stop.leave()
+
+    def _stops_after(self, step: int) -> bool:
+        """Whether all ranks were asked to stop, and agree that it is after this step.
+
+        Rank 0 names the step after the one under way, once every rank has said that it was asked:
+        each looks between its steps from then on, and none can finish that step without rank 0.
+        """
+        if self._stop is None or not self._stop.asked:
+            return False
+        size, rank = self._world.size, self._world.rank
+        if size == 1:
+            return True
+        if self._votes is None:
+            self._votes = self._world.store("stop")
+            self._votes.set(f"asked/{rank}", "yes")
+        at = ["at"]
+        if rank == 0 and not self._votes.check(at):
+            if self._votes.check([f"asked/{one}" for one in range(size)]):
+                self._votes.set("at", str(step + 1))
+            return False
+        return self._votes.check(at) and step >= int(self._votes.get("at"))
 
     def _prune(self, step: int) -> None:
         if self._saver is None or self._world.rank:
@@ -119,6 +150,8 @@ class Checkpoints:
 
     def finished(self) -> None:
         """The run is over: nothing goes on from here by itself."""
+        if self._stop is not None:
+            self._stop.end()
         if self._saver is not None:
             self._saver.wait()
         if self._saver is not None and self._world.rank == 0:

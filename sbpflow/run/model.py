@@ -160,13 +160,6 @@ class ModelSpec(Protocol):
 class ExportableSpec(ModelSpec, Protocol):
     """A ``ModelSpec`` whose dense part also has the form of an ordinary module, for export."""
 
-    @property
-    def buffers(self) -> Mapping[str, ParameterSpec]:
-        """What training changes beside parameters, by the names that it has in ``plain()``: the
-        running statistics of batch norms.
-        """
-        ...
-
     def plain(self, *, seed: int) -> nn.Module:
         """A new module with the parameters of ``parameters`` under the same names, to be filled.
 

@@ -42,7 +42,7 @@ class _Frame:
         return LEFT + across * inner[0], TOP + (1.0 - up) * inner[1]
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Round numbers from ``low`` to ``high``, about ``count`` of them."""
     step = 10.0 ** math.floor(math.log10((high - low) / count))
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (m * step) <= count)

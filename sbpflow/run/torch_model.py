@@ -91,16 +91,6 @@ class TorchModel:
             name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(self._first)
         }
 
-    @cached_property
-    def buffers(self) -> Mapping[str, ParameterSpec]:
-        """The running statistics of its batch norms; other buffers do not change."""
-        return {
-            f"{plain_name(name)}.{what}": ParameterSpec(shape=(part.num_features,))
-            for name, part in self._first.named_modules()
-            if isinstance(part, nn.BatchNorm1d)
-            for what in ("running_mean", "running_var")
-        }
-
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
         """dp, 1, 2 and 3 for the outputs; the module has no part in them."""

@@ -241,7 +241,7 @@ def plain_of_a_run(world, name):
         return one.values.reshape(state[key].shape)
 
     spec = MODELS[name].spec(FIELDS)
-    module = plain_model(spec, job.plan.embeddings, read, num_dense=3, seed=7)
+    module = plain_model(spec, job.plan.embeddings, read, saved=state, num_dense=3, seed=7)
     with torch.no_grad():
         found = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
     return found.numpy(), job.trainer.predict(batches[0]).numpy()

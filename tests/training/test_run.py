@@ -72,8 +72,16 @@ def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_
     assert final["event"] == "final"
     assert final["steps"] == 10
     assert final["samples_per_s"] > 0
-    assert final["auc"] == events[-2]["auc"]
-    assert final["val_auc"] == events[-3]["auc"]
+    val, test = [e for e in events if e["event"] == "eval"][-2:]
+    assert (final["auc"], final["val_auc"]) == (test["auc"], val["auc"])
+    assert final["predicted"] == test["predicted"] > 0
+    tables = [
+        (e["step"], e["split"], sum(e["rows"])) for e in events if e["event"] == "calibration"
+    ]
+    assert tables == scores
+    moves = [name for name in events[0] if name.startswith("move_")]
+    assert len(moves) == 12
+    assert len(final["peak_memory_bytes"]) == 1
     assert final["best_auc"] == pytest.approx(load_manifest(synth_set).bayes.auc)
 
 

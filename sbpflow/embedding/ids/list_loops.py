@@ -5,6 +5,8 @@ from types import ModuleType
 
 import torch
 
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+
 
 def find_loops(device: torch.device) -> ModuleType | None:
     """``ids.loops``, or ``None`` where torch does it. Loads numba (half a second)."""
@@ -13,3 +15,10 @@ def find_loops(device: torch.device) -> ModuleType | None:
     from sbpflow.embedding.ids import loops
 
     return loops
+
+
+def warm_up_loops(plan: EmbeddingPlan, device: torch.device) -> None:
+    """Compile what a plan's lists need, or load it from the user's cache, before the first step."""
+    if plan.ids.lists and (loops := find_loops(device)) is not None:
+        for kind in {group.address_dtype() for group in plan.groups}:
+            loops.warm_up(plan.ids_dtype, kind, plan.dtype)

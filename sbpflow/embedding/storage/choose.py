@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
@@ -181,9 +180,6 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
         for stack in group.stacks
         if kernels[stack.tables[0].name].name == "numba"
     }
-    if plan.ids.lists and (loops := find_loops(torch.device(plan.world.device_type))) is not None:
-        for kind in {group.address_dtype() for group in plan.groups}:
-            loops.warm_up(plan.ids_dtype, kind, plan.dtype)
     if not rules:
         return
     from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up

@@ -1,0 +1,163 @@
+"""What a checkpoint costs: bandwidth against dd, and a save beside training.
+
+    python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
+    python -m benchmarks.checkpoints --gb 0.5
+
+Writing and reading alternate with dd of as many bytes to the same disk, both synced; reads are of
+files that the page cache was told to drop. Beside training: the time that steps lost while a save
+was under way, as a share of its duration, and what the undo log took.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.record import Results
+from models.wdl import WdlConfig, WideConfig
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.config.schema import Config, DataConfig, LazyAdam, OptimizerConfig
+from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.run.job import Job, start_job
+from sbpflow.run.model import Fields
+from sbpflow.runtime.world import World
+
+TABLES, DIM, BATCH = 8, 16, 2048
+ROW_BYTES = 3 * DIM * 4  # lazy Adam keeps two numbers beside each
+
+
+class Rows:
+    """A batch of random ids, some frequent."""
+
+    def __init__(self, rows: int, generator: torch.Generator) -> None:
+        ids = torch.rand(BATCH, TABLES, generator=generator) ** 3 * rows
+        self.ids = ids.to(torch.int32)
+        self.dense = torch.randn(BATCH, 1, generator=generator)
+        self.labels = (torch.rand(BATCH, generator=generator) < 0.3).float()
+        self.num_rows = BATCH
+
+
+def make_job(world: World, rows: int) -> Job:
+    """Tables of ``rows`` rows each."""
+    config = Config(
+        data=DataConfig(batch_size=BATCH),
+        model=WdlConfig(embedding_dim=DIM, hidden=(256, 128), wide=WideConfig(crosses=())),
+        parallel=ParallelConfig(device="cpu", scheme="3", kernel="auto"),
+        optimizer=OptimizerConfig(sparse=LazyAdam()),
+    )
+    fields = Fields.of(("I1",), {f"C{n}": rows for n in range(TABLES)}, {})
+    return start_job(config, fields, Boxing(world))
+
+
+def dd(source: str, target: str, num_bytes: int, *words: str) -> float:
+    """Seconds."""
+    count = [f"if={source}", f"of={target}", "bs=8M", f"count={num_bytes // 2**23}", *words]
+    start = time.perf_counter()
+    subprocess.run(["dd", *count], check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file."""
+    file = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, object]:
+    """GB/s of saving, loading and dd, in turns; ratios of neighbours."""
+    saver = Saver(folder, job.boxing, job.state, run="cost", deadline_s=600)
+    times: dict[str, list[float]] = {"save": [], "dd_write": [], "load": [], "dd_read": []}
+    size = 0
+    for step in range(1, repeats + 1):
+        start = time.perf_counter()
+        path = saver.save(step, {})
+        times["save"].append(time.perf_counter() - start)
+        size = open_checkpoint(path).num_bytes
+        plain = folder / "plain"
+        times["dd_write"].append(dd("/dev/zero", str(plain), size, "conv=fsync"))
+        forget(path / "rank-0.bin")
+        start = time.perf_counter()
+        job.restore(open_checkpoint(path))
+        times["load"].append(time.perf_counter() - start)
+        forget(plain)
+        times["dd_read"].append(dd(str(plain), "/dev/null", size))
+        (path / "rank-0.bin").unlink()
+        plain.unlink()
+    gb_per_s = {
+        f"{name}_gb_per_s": size / 1e9 / statistics.median(some) for name, some in times.items()
+    }
+    shares = {
+        f"{ours}_of_dd": statistics.median(
+            b / a for a, b in zip(times[ours], times[theirs], strict=True)
+        )
+        for ours, theirs in (("save", "dd_write"), ("load", "dd_read"))
+    }
+    return {"bytes": size, **gb_per_s, **shares, "repeats": repeats}
+
+
+def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
+    """The stall and the memory of a save while steps go on."""
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> float:
+        batch = Rows(rows, generator)
+        start = time.perf_counter()
+        job.trainer.step(batch)
+        return time.perf_counter() - start
+
+    alone = [step() for _ in range(60)][20:]
+    saver = Saver(
+        folder, job.boxing, job.state, run="cost", deadline_s=600, storages=job.embeddings.storages
+    )
+    done: list[float] = []
+    begin = time.perf_counter()
+    saver.start(1000, {}, lambda: done.append(time.perf_counter()))
+    started_s = time.perf_counter() - begin
+    meanwhile: list[float] = []
+    while not done:
+        meanwhile.append(step())
+        saver.check()
+    saver.wait()
+    usual, duration = statistics.median(alone), done[0] - begin
+    lost = started_s + sum(meanwhile) - usual * len(meanwhile)
+    size = open_checkpoint(folder / "step-1000").num_bytes
+    return {
+        "bytes": size,
+        "save_s": duration,
+        "steps_meanwhile": len(meanwhile),
+        "step_ms": 1e3 * usual,
+        "step_meanwhile_ms": 1e3 * statistics.median(meanwhile) if meanwhile else None,
+        "start_s": started_s,
+        "lost_s": lost,
+        "lost_of_save": lost / duration,
+        "undo_log_of_bytes": saver.kept_bytes / size,
+    }
+
+
+def main() -> None:
+    """As the module says."""
+    parser = argparse.ArgumentParser(description="What a checkpoint costs.")
+    parser.add_argument("--gb", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None, help="on the disk in question")
+    args = parser.parse_args()
+    rows = int(args.gb * 1e9 / ROW_BYTES / TABLES)
+    results = Results("checkpoints", recorded=args.gb >= 4)
+    with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
+        job = make_job(world, rows)
+        generator = torch.Generator().manual_seed(0)
+        job.trainer.step(Rows(rows, generator))
+        results.add(benchmark="beside training", **beside(job, rows, Path(name)))
+        results.add(benchmark="waiting", **bandwidth(job, Path(name), args.repeats))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""``python -m planner clusters``: one model on more and more ranks of a machine, at hand or not.
+
+For each size the best plan, its predicted step, and the share of it that is communication: the
+phases in which bytes travel, as they would take one after the other. What of that is measured and
+what is assumed is said below the table.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planner.clusters import MACHINES, described, machine, with_link
+from planner.cost import CostModel, TaskCost
+from planner.features import Floats
+from planner.planners import PLANNERS, make_plan, planner_of
+from planner.profile import Profile, load
+from planner.simulate import KINDS, PHASE
+from planner.tables_file import TablesFile, read_tables
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.launch import ArgumentParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A plan for ``ranks``; the samples per second are of all of them."""
+
+    ranks: int
+    step_ms: float
+    samples_per_s: float
+    communication: float
+    memory_bytes: int
+    fits: bool
+
+
+def communication_share(phases: Floats) -> float:
+    """Of [ranks, P] ms: transfers among all phases, each of its slowest rank."""
+    longest = phases.max(0)
+    travels = sum(longest[place] for name, place in PHASE.items() if "exchange" in KINDS[name])
+    return float(travels / max(float(longest.sum()), 1e-12))
+
+
+def size_up(cost: TaskCost, planner: str, seed: int) -> Size:
+    """The planner's plan for one size."""
+    planned = make_plan(planner_of(planner), cost, seed=seed)
+    found = cost.predict(planned.plan)
+    return Size(
+        ranks=cost.task.world_size,
+        step_ms=found.step_ms,
+        samples_per_s=1e3 * cost.task.batch_size / found.step_ms,
+        communication=communication_share(found.phases),
+        memory_bytes=max(found.memory_bytes),
+        fits=planned.priced.feasible,
+    )
+
+
+def clusters(argv: Sequence[str]) -> str:
+    """Parse the arguments, plan for every size, and give the table."""
+    parser = ArgumentParser(
+        prog="python -m planner clusters",
+        description="Predict steps and the share of communication as ranks grow.",
+    )
+    names = ", ".join(MACHINES)
+    parser.add_argument("--tables", required=True, help="tables.json")
+    parser.add_argument("--profile", help=f"a calibration, or {names}; this machine's by default")
+    parser.add_argument("--link", help=f"the links of {names} in place of the calibration's")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--weak", action="store_true", help="as many samples per rank at each size")
+    parser.add_argument("--planner", default="auto", help=", ".join(PLANNERS))
+    parser.add_argument("--seed", type=int, default=0)
+    return _table(parser.parse_args(argv))
+
+
+def _table(args: Namespace) -> str:
+    if bad := [ranks for ranks in args.ranks if ranks < 1]:
+        raise ConfigError(f"--ranks: {bad[0]}; use 1 or more, for example --ranks 8 16 32")
+    profile, tables = _profile(args), read_tables(Path(args.tables))
+    sizes = [size_up(_cost(profile, tables, ranks, args), args.planner, args.seed)
+             for ranks in sorted(args.ranks)]  # fmt: skip
+    lines = [
+        f"{'ranks':>6} {'step ms':>9} {'samples/s':>12} {'communication':>14} {'GB a rank':>10}"
+    ]
+    for one in sizes:
+        fits = "" if one.fits else "  does not fit"
+        lines.append(
+            f"{one.ranks:>6} {one.step_ms:>9.3f} {one.samples_per_s:>12,.0f} "
+            f"{100 * one.communication:>13.0f}% {one.memory_bytes / 1e9:>10.2f}{fits}"
+        )
+    lines += [f"{key}: {value}" for key, value in {**profile.sources, **_from(profile)}.items()]
+    return "\n".join(lines)
+
+
+def _from(profile: Profile) -> Mapping[str, str]:
+    known = ("from", "cpu", "device", "taken")
+    return {key: profile.about[key] for key in known if key in profile.about}
+
+
+def _profile(args: Namespace) -> Profile:
+    name = args.profile
+    profile = described(name) if name in MACHINES else load(Path(name) if name else None)
+    if args.link is None:
+        return profile
+    return with_link(profile, machine(args.link).link, f"links of {args.link}")
+
+
+def _cost(profile: Profile, tables: TablesFile, ranks: int, args: Namespace) -> TaskCost:
+    device = "cuda" if profile.backend == "nccl" else "cpu"
+    if args.weak:
+        batch = math.ceil(tables.batch_size * ranks / min(args.ranks))
+        tables = replace(tables, batch_size=batch)
+    return CostModel(profile).of(tables.task(ranks, device))

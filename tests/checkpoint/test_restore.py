@@ -1,0 +1,142 @@
+"""Tables that grew, state per column shard, a folder that not all ranks see: what is told apart."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.config.schema import OptimizerConfig, RowwiseAdagrad
+from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.checkpoints import check_shared
+from sbpflow.run.job import build_job
+from sbpflow.run.model import Fields
+from sbpflow.run.resume import DataFacts
+from sbpflow.runtime.world import World
+from tests.training.wdl_case import FIELDS, make_batches, make_config
+
+GROWN = Fields.of(
+    ("I1", "I2", "I3"),
+    {"C1": 50, "C2": 11, "C3": 60, "C4": 3},
+    {"C1xC2": 71, "C3xC4": 29},
+)
+
+
+def job_of(world, config, fields):
+    spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
+    return build_job(config, spec, plan, Boxing(world))
+
+
+def train(world, job, steps):
+    for batch in make_batches(steps, 30):
+        job.trainer.step(batch.part(world.rank, world.size))
+
+
+def save(job, folder, step):
+    return Saver(folder, job.boxing, job.state, run="r", deadline_s=30).save(step, {})
+
+
+def grow(world: World, folder: Path):
+    config = make_config("3", "lazy_adam", dense="adam")
+    before = job_of(world, config, FIELDS)
+    train(world, before, 3)
+    saved = open_checkpoint(save(before, folder / "before", 3))
+    save(job_of_one_step(world, config), folder / "new", 1)
+    fresh = job_of(world, config, GROWN)
+    refused = ""
+    try:
+        fresh.restore(saved)
+    except CheckpointError as error:
+        refused = str(error)
+    fresh = job_of(world, config, GROWN)
+    fresh.restore(saved, grown=True)
+    save(fresh, folder / "after", 3)
+    train(world, fresh, 2)
+    return refused, fresh.trainer.num_steps
+
+
+def job_of_one_step(world, config):
+    """As a new job of the grown set is, but for what its optimizers keep."""
+    job = job_of(world, config, GROWN)
+    state = job.embeddings.state().items()
+    kept = {name: [r.values.clone() for r in tensor.rectangles] for name, tensor in state}
+    train(world, job, 1)
+    for name, tensor in job.embeddings.state().items():
+        for rectangle, value in zip(tensor.rectangles, kept[name], strict=True):
+            rectangle.values.copy_(value)
+    return job
+
+
+def test_a_grown_table_keeps_its_rows_and_has_new_ones_behind_them(ranks, memory):
+    for name in ("before", "new", "after"):
+        (memory / name).mkdir()
+    for refused, steps in ranks(2, grow, memory):
+        assert "tables/deep.C1: saved as [37, 5], this run has [50, 5]" in refused
+        assert "--vocabulary" in refused
+        assert steps == 5
+    before, new = (open_checkpoint(memory / n) for n in ("before/step-3", "new/step-1"))
+    after = open_checkpoint(memory / "after/step-3")
+    for name, saved in before.tensors.items():
+        rows = saved.whole.row_stop
+        whole = after.tensor(name)
+        assert torch.equal(whole[:rows] if saved.shape else whole, before.tensor(name)), name
+        if after.tensors[name].shape != saved.shape:
+            assert torch.equal(whole[rows:], new.tensor(name)[rows:]), name
+    assert after.tensors["tables/deep.C1/exp_avg"].shape == (50, 5)
+
+
+def test_what_a_set_is_to_the_one_of_a_checkpoint():
+    saved = {"path": "a", "fingerprint": "f1", "vocabulary_digest": "v1"}
+    facts = DataFacts(path="b", fingerprint="f2", vocabulary_digest="v3", ancestors=("v2", "v1"))
+    assert facts.relation(saved) == "grown"
+    assert replace(facts, ancestors=("v2",)).relation(saved) == "other"
+    assert replace(facts, vocabulary_digest="v1", ancestors=()).relation(saved) == "grown"
+    assert replace(facts, fingerprint="f1").relation(saved) == "same"
+    assert facts.relation({**saved, "vocabulary_digest": None}) == "other"
+
+
+def per_shard(world: World, folder: Path, case: str):
+    config = make_config("1", "rowwise_adagrad", dense="adam")
+    sparse = RowwiseAdagrad(lr=0.05, row_state="per_shard")
+    kept = replace(config, optimizer=OptimizerConfig(sparse=sparse, dense=config.optimizer.dense))
+    if case == "save":
+        job = job_of(world, kept, FIELDS)
+        train(world, job, 2)
+        save(job, folder, 2)
+        return ""
+    job = job_of(world, kept if case == "same" else config, FIELDS)
+    try:
+        job.restore(open_checkpoint(folder / "step-2"))
+    except CheckpointError as error:
+        return str(error)
+    train(world, job, 2)
+    return ""
+
+
+def test_state_per_column_shard_is_for_the_same_shards_only(ranks, memory):
+    ranks(2, per_shard, memory, "save")
+    assert ranks(2, per_shard, memory, "same") == ["", ""]
+    for size, case in ((3, "same"), (2, "logical")):
+        for said in ranks(size, per_shard, memory, case):
+            assert "was kept per row and column shard (shards from columns [0" in said
+            assert "row_state: logical" in said
+
+
+def look(world: World, folders: list[Path]):
+    try:
+        check_shared(folders[world.rank], Boxing(world))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused(ranks, memory):
+    (memory / "other").mkdir()
+    assert ranks(2, look, [memory, memory]) == ["", ""]
+    for said in ranks(2, look, [memory, memory / "other"]):
+        assert "on ranks [1] is not the folder that rank 0 has there" in said
+        assert "checkpoint.every=0" in said
+    assert [path.name for path in memory.iterdir()] == ["other"]

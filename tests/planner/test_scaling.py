@@ -1,0 +1,106 @@
+"""Machines that are not at hand: what links cost as ranks grow, and what is said to be assumed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from planner.__main__ import main
+from planner.clusters import MACHINES, described, with_link
+from planner.profile import Link, Profile, weights_from
+from planner.scaling import clusters, communication_share
+from planner.simulate import NUM_PHASES, PHASE
+from planner.work import INDEX
+from sbpflow.errors import ConfigError
+
+TABLES = {
+    "batch_size": 4096,
+    "tables": [
+        {"name": f"C{n}", "rows": 10_000 * (n + 1), "dim": 64, "ids_per_sample": 1 + 9 * (n == 2),
+         "zipf": {"s": 1.1, "q": 2.0}}
+        for n in range(5)
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def tables(tmp_path):
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps(TABLES))
+    return str(path)
+
+
+def rows_of(text):
+    return [line.split() for line in text.splitlines() if line.split()[0].isdigit()]
+
+
+def test_communication_takes_more_of_a_step_on_more_nodes(tables):
+    text = clusters(
+        ["--tables", tables, "--profile", "h100-dgx", "--ranks", "32", "8", "--planner", "dim"]
+    )
+    eight, many = rows_of(text)
+    assert (eight[0], many[0]) == ("8", "32")
+    assert 0 < int(eight[3].rstrip("%")) < int(many[3].rstrip("%")) < 100
+    assert "transfers: assumed" in text
+    assert "data sheets" in text
+
+
+def test_with_weak_scaling_every_rank_keeps_its_samples(tables):
+    words = ["--tables", tables, "--profile", "h100-dgx", "--ranks", "8", "32", "--planner", "dim"]
+    strong, weak = (rows_of(clusters([*words, *more])) for more in ([], ["--weak"]))
+    assert strong[0] == weak[0]
+    assert float(weak[1][1]) > float(strong[1][1])
+
+
+def test_a_share_is_that_of_the_slowest_ranks():
+    phases = np.zeros((2, NUM_PHASES))
+    phases[:, PHASE["update"]] = 3, 1
+    phases[:, PHASE["vectors"]] = 0, 1
+    assert communication_share(phases) == pytest.approx(0.25)
+
+
+def test_bytes_to_other_nodes_cost_their_share_of_the_slower_link():
+    link = Link(
+        ranks_per_node=4,
+        within_gb_per_s=100.0,
+        between_gb_per_s=10.0,
+        within_call_ms=0.01,
+        between_call_ms=0.02,
+    )
+    assert link.per_byte_ms(4) == pytest.approx(1e-8)
+    assert link.per_byte_ms(8) == pytest.approx(1e-7 * 4 / 7)  # of 7 others, 4 are elsewhere
+    assert link.call_ms(4) == pytest.approx(0.03)
+    assert link.call_ms(8) == pytest.approx(0.14)
+
+
+def test_a_calibration_with_another_link_keeps_its_work_and_says_what_is_assumed():
+    terms = {"update": {"step_rows": 1e-4}, "vectors": {"vector_bytes": 5.0}}
+    measured = Profile(
+        weights=weights_from(terms), world_size=2, backend="gloo", sources={"work": "measured"}
+    )
+    link = MACHINES["h100-dgx"].link
+    moved = with_link(measured, link, "links of h100-dgx")
+    weights = moved.weights_for(16)
+    assert weights[INDEX["step_rows"], PHASE["update"]] == 1e-4
+    assert weights[INDEX["vector_bytes"], PHASE["vectors"]] == pytest.approx(link.per_byte_ms(16))
+    assert moved.sources == {"work": "measured", "transfers": "assumed: links of h100-dgx"}
+    assert described("a100-dgx").sources["work"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "0"], "use 1 or more, for example --ranks 8"),
+        (["--link", "token-ring"], "no machine 'token-ring'; use h100-dgx"),
+        (["--planner", "nobody"], "nobody"),
+    ],
+)
+def test_what_cannot_be_sized_up_is_named(tables, words, message):
+    with pytest.raises(ConfigError, match=message):
+        clusters(["--tables", tables, "--profile", "h100-dgx", *words])
+
+
+def test_a_command_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["planner", "guess"])
+    with pytest.raises(ConfigError, match="'guess' is not known; use calibrate or"):
+        main()

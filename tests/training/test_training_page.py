@@ -1,0 +1,57 @@
+"""docs/training.md: its settings are known, and its program with a tracker runs as printed."""
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from models.registry import MODELS
+from sbpflow.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "training.md").read_text()
+SETTINGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+INLINE = re.findall(r"`((?:train|optimizer)\.[\w.]+: [^`]+)`", PAGE)
+(PROGRAM,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_the_settings_of_the_page_are_taken(tmp_path, number):
+    tree = yaml.safe_load(SETTINGS[number])
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
+    load_config(tmp_path / "a.yaml", models=MODELS)
+
+
+@pytest.mark.parametrize("words", INLINE)
+def test_the_keys_in_the_text_are_known(tmp_path, words):
+    key, _, value = words.partition(": ")
+    (tmp_path / "a.yaml").write_text("")
+    load_config(tmp_path / "a.yaml", [f"{key}={value}"], models=MODELS)
+
+
+def test_there_is_something_to_check():
+    assert len(SETTINGS) == 3
+    assert len(INLINE) >= 2
+
+
+def test_a_tracker_is_told_beside_the_run(synth_set, tmp_path, monkeypatch):
+    names = {"__name__": "page"}
+    monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
+    exec(compile(PROGRAM, "training.md", "exec"), names)
+    monkeypatch.chdir(tmp_path)
+    words = [f"data.path={synth_set}", f"run.dir={tmp_path / 'run'}", "data.batch_size=500"]
+    train, config = names["train"], str(ROOT / "configs/demo.yaml")
+    assert train(config, [*words, "train.max_steps=4"], tracker=names["Lines"]) == 0
+    told = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    steps = [(e["step"], e["loss"]) for e in written if e["event"] == "step"]
+    assert [(e["step"], e["loss"]) for e in told if "loss" in e] == steps
+    assert len(steps) == 2
+    scores = [e["auc"] for e in written if e["event"] == "eval"]
+    assert [e.get("val/auc", e.get("test/auc")) for e in told if "loss" not in e] == scores
