@@ -32,7 +32,7 @@ _REPEATS = 3
 _SAVED_BYTES = 32 << 20
 
 
-def link(boxing: Boxing) -> Finding:
+def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
     """From each rank to the next, around: the slowest and the fastest way; all ranks call it."""
     world = boxing.world
     if world.size == 1:
@@ -43,9 +43,9 @@ def link(boxing: Boxing) -> Finding:
     for src in range(world.size):
         dst = (src + 1) % world.size
         latency = _seconds(boxing, src, dst, _SMALL)
-        size = (
-            _LARGE if _seconds(boxing, src, dst, _LARGE // 10) < _LARGE_WITHIN_S else _LARGE // 10
-        )
+        size = large // 10
+        if _seconds(boxing, src, dst, size) < _LARGE_WITHIN_S:
+            size = large
         rate = 4 * size / _seconds(boxing, src, dst, size) / 1e9
         apart = "" if hosts[src] == hosts[dst] else f" ({hosts[src]} to {hosts[dst]})"
         said = f"{rate:.3f} GB/s, {1e3 * latency:.2f} ms for 4 KiB, rank {src} to {dst}{apart}"

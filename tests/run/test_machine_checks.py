@@ -1,0 +1,64 @@
+"""What the doctor finds by moving data: links, a disk, a checkpoint that every rank reads."""
+
+from pathlib import Path
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.run import machine_checks
+from sbpflow.runtime import doctor
+from sbpflow.runtime.doctor import Finding
+from sbpflow.runtime.world import World
+
+
+def _links(world: World) -> Finding:
+    return machine_checks.link(Boxing(world), large=1 << 16)
+
+
+def test_links_are_measured_around_and_the_same_on_every_rank(ranks):
+    (found, other) = ranks(2, _links)
+    assert found == other
+    assert found.state == "ok"
+    assert found.text.startswith("2 ranks on 1 machines: ")
+    assert float(found.text.split(" GB/s")[0].split()[-1]) > 0
+    (alone,) = ranks(1, _links)
+    assert alone.state == "absent"
+    assert "torchrun" in alone.text
+
+
+def _round_trip(world: World, folder: Path) -> Finding:
+    return machine_checks.checkpoint(folder, Boxing(world))
+
+
+def test_a_checkpoint_is_written_and_read_by_every_rank(ranks, tmp_path):
+    found = ranks(2, _round_trip, tmp_path)
+    assert [one.state for one in found] == ["ok", "ok"]
+    assert "32 MiB written at" in found[0].text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_read_back_is_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_checks, "_save", lambda folder, values: folder / "step-1")
+    with World.start("cpu") as world:
+        found = machine_checks.checkpoint(tmp_path, Boxing(world))
+    assert found.state == "broken"
+    assert "is no folder with index.json" in found.text
+
+
+def test_a_disk_has_its_free_space_told(tmp_path):
+    found = machine_checks.disk(tmp_path / "runs" / "x")
+    assert found.state == "ok"
+    assert found.text.endswith(f"free in {tmp_path}")
+
+
+def test_the_report_has_what_was_measured_and_fails_for_it(tmp_path, capsys):
+    def moving(folder: Path) -> list[Finding]:
+        assert folder == tmp_path
+        return [Finding("checkpoint", "broken", "no room")]
+
+    assert doctor.main(["--dir", str(tmp_path)], moving) == 1
+    assert capsys.readouterr().out.endswith("broken: checkpoint\n")
+
+    def failing(folder: Path) -> list[Finding]:
+        raise ValueError("a bug")
+
+    assert doctor.main([], failing) == 1
+    assert "BROKEN ranks" in capsys.readouterr().out
