@@ -3,10 +3,13 @@
 import random
 import signal
 
+import pytest
+
 from benchmarks import faults
 from benchmarks.faults import EVERY, Campaign, start, steps_done, wait
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_and_killed_is_the_run_that_is_not(
     synth_set, tmp_path, monkeypatch
 ):
