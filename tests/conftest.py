@@ -10,6 +10,14 @@ import torch
 
 from tests.ranks import RankPool
 
+try:
+    from hypothesis import settings
+except ImportError:  # a bare machine, which runs the tests that need a GPU
+    pass
+else:  # a busy machine is slow, and no mistake
+    settings.register_profile("suite", deadline=None)
+    settings.load_profile("suite")
+
 if not torch.cuda.is_available():
     # Read when triton is first imported: its kernels then run in Python, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"

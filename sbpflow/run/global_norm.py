@@ -4,6 +4,7 @@ Torch's own would normalise by the rows of one rank, and weights would depend on
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,17 @@ class GlobalBatchNorm(nn.Module):
         self.register_buffer("running_var", norm.running_var)
         self.momentum, self.eps = norm.momentum, norm.eps
         self._batch: GlobalTensor | None = None
+        self._bound_to = 0
 
     def take_rows(self, batch: GlobalTensor) -> None:
         """``batch`` is S(0) over the rows of the next forward."""
         self._batch = batch
+        if self._bound_to != id(self):  # not yet, or this is a copy of one that was
+            # Its transfer stays out of compiled graphs. Not in the class: that loads the compiler.
+            own = partial(type(self).forward, self)
+            self.__dict__["forward"] = torch.compiler.disable(own)
+            self._bound_to = id(self)
 
-    @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor
     ) -> Tensor:

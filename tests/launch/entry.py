@@ -43,6 +43,7 @@ def main() -> int | None:
     world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "120")), facts=facts)
     world.barrier()
     (ready / f"rank{rank}").write_text(str(os.getpid()))
+    world.barrier()  # both have written theirs before one fails
     if mode == "world":
         return None
     fail(mode, rank)
