@@ -19,9 +19,9 @@ help:
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
-# Four tests at a time, for many of them wait more than they compute.
+# Three tests at a time, for many of them wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 4 -m "not alone"
+	$(BIN)/python -m pytest -n 3 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # Each in a virtual environment of its own, .venv-*.

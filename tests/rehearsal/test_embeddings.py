@@ -13,7 +13,7 @@ RULES = {rule.name: rule for rule in mixes.RULES}
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"])
 @pytest.mark.parametrize("scheme", schemes.SCHEMES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
     case = schemes.make_case(*schemes.SCHEMES[scheme], optimizer)
     schemes.check(rehearsed_ranks, world_size, case)
@@ -25,11 +25,13 @@ def test_uneven_shards_on_some_ranks_equal_the_reference(rehearsed_ranks):
     )
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("world_size", "rule"),
+    [(1, "lazy_adam"), (2, "rowwise_adagrad"), *((3, rule) for rule in RULES)],
+)
 @pytest.mark.parametrize("exchange", mixes.EXCHANGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_lists_and_weights_equal_the_reference(rehearsed_ranks, world_size, exchange, rule):
-    mix = mixes.mix_of(exchange, 6, rule, batch_sizes=(13, 8, 0, 5))
+    mix = mixes.mix_of(exchange, 6, RULES[rule], batch_sizes=(13, 8, 0, 5))
     mixes.check(rehearsed_ranks, replace(mix, world_size=world_size), 1e-10)
 
 
