@@ -7,10 +7,11 @@ DEMO_ROWS ?= 300000
 # One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-versions lint bench gpu clean
+.PHONY: help demo test test-slow test-versions lint bench gpu clean
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
 	@echo "make test   lint, types, all tests"
+	@echo "make test-slow  the tests that take minutes: machines cut off, runs killed"
 	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
 	@echo "make lint   the checks of make test that run nothing: format, style, types"
 	@echo "make bench  what runs on this machine's CPU in minutes -> benchmarks/results/"
@@ -21,8 +22,11 @@ help:
 
 # Three tests at a time, for many of them wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 3 -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -n 3 -m "not alone and not slow"
+	$(BIN)/python -m pytest -m "alone and not slow"
+
+test-slow: .venv/.stamp
+	$(BIN)/python -m pytest -m slow
 
 # Each in a virtual environment of its own, .venv-*.
 test-versions:
