@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help demo test test-slow test-versions lint bench gpu clean
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
-	@echo "make test   lint, types, all tests"
+	@echo "make test   lint, types, all tests but the slow ones"
 	@echo "make test-slow  the tests that take minutes: machines cut off, runs killed"
 	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
 	@echo "make lint   the checks of make test that run nothing: format, style, types"
