@@ -36,6 +36,7 @@ from sbpflow.training.loop import is_logged
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.run_folder import RunLock
 from sbpflow.training.step_schedule import SERIAL
+from tests.deadlines import output_of
 from tests.training.wdl_case import make_batches, make_config, make_job
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,7 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
         )
         for rank in range(2)
     ]
-    texts = [rank.communicate(timeout=90)[0] for rank in ranks]
+    texts = [output_of(rank, 60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     said = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
     assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
