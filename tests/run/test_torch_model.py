@@ -215,8 +215,19 @@ def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[st
     return losses, dict(net.named_parameters()) | running
 
 
-@pytest.mark.parametrize("kind", ["plain", "compiled", "batch norm", "compiled batch norm"])
-@pytest.mark.parametrize(("scheme", "size"), [("dp", 2), ("1", 3), ("2", 1), ("3", 4)])
+KINDS = ["plain", "batch norm", "compiled", "compiled batch norm"]
+PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
+
+
+# Each rank compiles for itself, seconds long: more than two are a slow test.
+@pytest.mark.parametrize(
+    ("kind", "scheme", "size"),
+    [
+        pytest.param(kind, *place, marks=[pytest.mark.slow] * ("compiled" in kind and place[1] > 2))
+        for kind in KINDS
+        for place in PLACES
+    ],
+)
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
     losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
