@@ -26,8 +26,11 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes",
     "sbpflow.tensor.ops",
+    "sbpflow.run.job",
     "tests.ranks",
+    "tests.training.wdl_case",
 ]
 TIMEOUT_S = 1200.0  # of a collective, on the clock
 TASK_TIMEOUT_S = 120.0  # of one call of ``fn``
