@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
 	@echo "make test   lint, types, all tests but the slow ones"
-	@echo "make test-slow  the tests that take minutes: machines cut off, runs killed"
+	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality"
 	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
 	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
 	@echo "make lint   the checks of make test that run nothing: format, style, types"
