@@ -14,6 +14,7 @@ import torch.distributed as dist
 import train_wdl
 from data import load_manifest
 from data.read.loaders import open_loaders
+from models.layered import LayeredPart
 from sbpflow.__main__ import explain
 from sbpflow.config.schema import (
     Adagrad,
@@ -26,10 +27,11 @@ from sbpflow.config.schema import (
     OptimizerConfig,
     TrainConfig,
 )
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import sparse_optimizer
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
+from sbpflow.tensor import ops
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.loop import is_logged
@@ -84,6 +86,23 @@ def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_
     assert len(moves) == 12
     assert len(final["peak_memory_bytes"]) == 1
     assert final["best_auc"] == pytest.approx(load_manifest(synth_set).bayes.auc)
+
+
+def test_an_error_of_the_model_names_step_move_and_operation(synth_set, tmp_path, monkeypatch):
+    real, steps = LayeredPart.forward, []
+
+    def wrong(self, vectors, dense, **more):
+        steps.extend([] if dense.part.is_meta else ["step"])  # planning calls it, too
+        if len(steps) == 3:
+            ops.matmul(dense, dense)
+        return real(self, vectors, dense, **more)
+
+    monkeypatch.setattr(LayeredPart, "forward", wrong)
+    words = [f"data.path={synth_set}", f"run.dir={tmp_path}", "model.hidden=[16]"]
+    with pytest.raises(SbpError, match="matmul: shapes") as caught:
+        train_wdl.main(["--config", CONFIG, *words, "data.batch_size=1000"])
+    dist.destroy_process_group()
+    assert caught.value.__notes__ == ["in the move forward: dense forward, loss", "in step 3"]
 
 
 def test_two_ranks_train_and_report_once(synth_set, tmp_path):
