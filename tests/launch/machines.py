@@ -13,10 +13,12 @@ from typing import IO
 
 import pytest
 
+from tests.deadlines import Deadline, output_of
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
 PORT = 29400  # each pair of namespaces has its own ports
-START_S = 120  # torch imports on a loaded machine
+START_S = 60
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,
@@ -69,7 +71,7 @@ class Machine:
 
     def output(self, limit_s: float) -> str:
         assert self.process is not None
-        return self.process.communicate(timeout=limit_s)[0]
+        return output_of(self.process, limit_s)
 
     def terminate(self) -> None:
         """SIGTERM to torchrun, as a preemption does."""
@@ -133,9 +135,9 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 def wait_for_ranks(folder: Path) -> dict[int, int]:
     """Process id by rank, once both are connected."""
-    end = time.monotonic() + START_S
+    deadline = Deadline(START_S)
     files = {rank: folder / f"rank{rank}" for rank in range(2)}
     while not all(file.exists() and file.read_text() for file in files.values()):
-        assert time.monotonic() < end, "the ranks did not start"
+        assert not deadline.over(), "the ranks did not start"
         time.sleep(0.05)
     return {rank: int(file.read_text()) for rank, file in files.items()}

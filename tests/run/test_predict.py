@@ -1,7 +1,6 @@
 """Predictions: what evaluation saw, on one rank and several, from raw rows and from sets."""
 
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -26,6 +25,7 @@ from sbpflow.run.job import build_job
 from sbpflow.run.predict import on_rank_0, predictions, probabilities
 from sbpflow.run.saved_model import find_checkpoint, load_values, saved_config, saved_plan
 from sbpflow.runtime.world import World
+from tests import deadlines
 from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
 from tests.run.saved import save_job
 from tests.training.wdl_case import make_config
@@ -235,13 +235,11 @@ def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path)
     source = write_csv(tmp_path / "new.csv", rows)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]
-    done = subprocess.run(
+    done = deadlines.run(
         [*command, *words(run, source, tmp_path / "s.parquet")],
+        60,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = pl.read_parquet(tmp_path / "s.parquet")
