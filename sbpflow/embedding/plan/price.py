@@ -134,15 +134,19 @@ def _add_stack(
             cost.index_and_sum(lookups / size, stack.dim)
             cost.read(lookups / size, stack.dim)  # expanding them
             item = group.gradient_wire.itemsize
-            if group.exchange == "unique":
+            if group.unique_columns:
+                received = mine * size
+                cost.sent_bytes += mine * (size - 1) * (4 + 2 * width * item)
+                cost.copy(2 * mine * stack.dim * item)
+            elif group.exchange == "unique":
                 received = mine * size * held
                 cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
             else:
                 received = mine * size
                 cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
                 cost.copy(mine * size * stack.dim * item)
-            cost.read(received if group.exchange == "unique" else mine, stack.dim)
-            cost.index_and_sum(received, stack.dim)
+            cost.read(received if group.exchange == "unique" else mine, width)
+            cost.index_and_sum(received, width)
         else:
             here = lookups / size if group.exchange == "local" and size > 1 else lookups * held
             cost.read(here, width)
