@@ -69,9 +69,10 @@ def price_plan(
     ranks = {rank: _Rank() for rank in plan.world.ranks}
     calls = 0
     for group in plan.groups:
-        for stack in group.stacks:
+        for index, stack in enumerate(group.stacks):
+            shared = index in group.shared_state
             for rank, cost in ranks.items():
-                _add_stack(cost, group, stack, rank, num_rows, of_use)
+                _add_stack(cost, group, stack, rank, num_rows, of_use, shared=shared)
         for rank, cost in ranks.items():
             _add_vectors(cost, group, rank, num_rows)
     steps = (
@@ -115,8 +116,12 @@ def _add_stack(
     rank: int,
     num_rows: int,
     known: Mapping[int, IdFrequencies],
+    *,
+    shared: bool,
 ) -> None:
-    """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds."""
+    """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds, whose
+    squares are added up over the ranks if their state is ``shared``.
+    """
     size = group.world.size
     rule = stack.optimizer
     states = len(rule.state_names) if rule.name != "rowwise_adagrad" else 1
@@ -156,6 +161,8 @@ def _add_stack(
         if group.whole_gradients and size > 1:
             cost.copy(2 * table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize)
         cost.step(all_touched, width, states)
+        if shared:
+            cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
 
 
 def _add_vectors(cost: _Rank, group: GroupPlan, rank: int, num_rows: int) -> None:
