@@ -127,8 +127,8 @@ MISFITS = [
         ["deep.C1.exchange: columns", "reduce or unique"],
     ),
     (
-        "{scheme: 1, tables: {deep.C1: {sbp: S(1), exchange: unique}}}",
-        2,
+        "{scheme: 1, tables: {deep.C1: {sbp: S(1), exchange: unique, ranks: [0, 1]}}}",
+        3,
         ["deep.C1.exchange: unique", "use columns"],
     ),
     (
