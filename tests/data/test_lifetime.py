@@ -151,6 +151,7 @@ def test_a_loader_closed_by_another_thread_ends_the_read_with_its_message(
     monkeypatch, row_set, backend, shuffle
 ):
     """Closed while it waits for a block, since blocks take longer than steps."""
+    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
     for name in ("view", "gather"):
         monkeypatch.setattr(SplitRows, name, slowed(getattr(SplitRows, name)))
 

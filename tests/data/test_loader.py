@@ -72,6 +72,34 @@ def test_backends_yield_the_same_bits(row_set, shuffle):
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_do_not_depend_on_how_many_are_read_at_once(
+    row_set, monkeypatch, world, backend, shuffle
+):
+    """One by one, a few at a time, and the whole epoch: also across shards, and the short one."""
+    options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
+    reads = []
+    for size in (0, 30_000, 1 << 30):
+        monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", size)
+        reads.append(list(open_loader(row_set(9100), backend=backend, **options).epoch(1)))
+    one = reads[0]
+    assert [batch.cursor.row for batch in one] == [*range(300, 9001, 300), 9100]
+    for other in reads[1:]:
+        for left, right in zip(one, other, strict=True):
+            assert left.cursor == right.cursor
+            for name in ("labels", "dense", "ids"):
+                assert torch.equal(getattr(left, name), getattr(right, name))
+    if shuffle != "none":  # there a batch is a view of its own
+        assert _num_memories(reads[1]) < _num_memories(one) / 2
+        assert _num_memories(reads[2]) == 1
+
+
+def _num_memories(batches):
+    return len({batch.dense.untyped_storage().data_ptr() for batch in batches})
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (4, 1)])
 def test_a_read_goes_on_with_the_rows_not_yet_seen(row_set, shuffle, before, after):
     manifest = row_set(9000)

@@ -47,13 +47,25 @@ class Machine:
         with log.open("a") as file:
             self._run([loop, *self._torchrun(), *words], file, {"WAIT_S": "1", **env})
 
-    def _torchrun(self) -> list[str]:
+    def elastic(self, words: list[str], log: Path, **env: str) -> None:
+        """torchrun of ``words`` with as many machines as there are, one or two.
+
+        Without its own store per start torch 2.13 lets no machine in that comes later.
+        """
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        torchrun = self._torchrun("--max-restarts", "3", nnodes="1:2", conf=f",{waits}")
+        with log.open("a") as file:
+            self._run([*torchrun, *words], file, env)
+
+    def _torchrun(self, *more: str, nnodes: str = "2", conf: str = "") -> list[str]:
         return [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
+            *("--nnodes", nnodes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
             *("--rdzv-id", "test", "--rdzv-endpoint", f"10.77.0.1:{PORT}"),
-            *("--rdzv-conf", f"is_host={int(self.number == 1)}"),
+            *("--rdzv-conf", f"is_host={int(self.number == 1)}{conf}"),
             *("--local-addr", f"10.77.0.{self.number}"),
+            *more,
         ]
 
     def _run(self, command: list[str], output: IO[str] | int, env: dict[str, str]) -> None:

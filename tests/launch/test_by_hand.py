@@ -261,7 +261,7 @@ def test_a_rank_0_that_comes_late_is_met(impatient):
     late.join()
     assert store is not None
     store.set("word", "here")
-    assert kept[0].get("sbpflow/by-hand/0/word") == b"here"
+    assert kept[0].get("sbpflow/by-hand/word") == b"here"
     assert store.torch_store.timeout.total_seconds() == 20
 
 

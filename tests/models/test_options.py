@@ -47,13 +47,15 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
 def dtypes_of_one_step(world, name):
     """What each linear, interaction and loss computed in, and the dtypes of weights and logits."""
     seen = {}
-    real = {op: getattr(ops, op) for op in ("linear_of_parts", "fm_interaction", "dot_interaction")}
+    named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
+    real = {op: getattr(ops, op) for op in named}
 
     def spy(op):
         def call(first, *args, **kwargs):
             y = real[op](first, *args, **kwargs)
             one = first[0] if isinstance(first, list) else first
-            seen[kwargs["id"]] = str(one.dtype), str(y.dtype)
+            half = kwargs.get("half")  # of products between sums that are whole
+            seen[kwargs["id"]] = (str(half or one.dtype), str(half or y.dtype))
             return y
 
         return call
@@ -80,8 +82,8 @@ HALF, WHOLE = ("torch.bfloat16",) * 2, ("torch.float32",) * 2
         ("wdl", {"mlp.2", "wide_numeric"}, {"mlp.0", "mlp.1"}),
         ("deepfm", {"mlp.2", "wide_numeric", "fm"}, {"mlp.0", "mlp.1"}),
         ("dlrm", {"top.2"}, {"bottom.0", "bottom.1", "dots", "top.0", "top.1"}),
-        ("dcnv2", {"output"}, {"cross.0", "cross.1", "mlp.0", "mlp.1"}),
-        ("dcnv2 low rank", {"mlp.2"}, {"bottom.0", "cross.0.v", "cross.0.w", "mlp.0", "mlp.1"}),
+        ("dcnv2", {"output"}, {"cross", "mlp.0", "mlp.1"}),
+        ("dcnv2 low rank", {"mlp.2"}, {"bottom.0", "cross", "mlp.0", "mlp.1"}),
     ],
 )
 def test_what_is_narrow_and_what_is_not(ranks, name, whole, half):

@@ -1,5 +1,6 @@
 """Predictions: what evaluation saw, on one rank and several, from raw rows and from sets."""
 
+import json
 import os
 import sys
 import time
@@ -18,10 +19,13 @@ from data.read.loaders import open_loaders
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.__main__ import export, predict
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.save import Saver
+from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config, DataConfig
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
+from sbpflow.run.plan_file import plan_to_json
 from sbpflow.run.predict import on_rank_0, predictions, probabilities
 from sbpflow.run.saved_model import find_checkpoint, load_values, saved_config, saved_plan
 from sbpflow.runtime.world import World
@@ -161,6 +165,37 @@ def test_scores_of_other_layouts_differ_by_rounding_alone(ranks, run, folder, si
     np.testing.assert_allclose(scores, wanted, rtol=0, atol=bound)
     if as_the_run:
         assert scores.tolist() == wanted.tolist()
+
+
+def _train_on_all(world: World, folder: Path, run: Path, scheme: str) -> list[np.ndarray]:
+    """Train and save on all ranks; this rank's scores of each batch as its evaluation sees them."""
+    config, manifest = config_of(folder, scheme), load_manifest(folder / "set")
+    fields = fields_of(manifest)
+    spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
+    job = build_job(config, spec, plan, Boxing(world))
+    loaders = open_loaders(
+        manifest, config.data, world.rank, world.size, seed=7, device=world.device
+    )
+    for _, batch in zip(range(STEPS), loaders["train"].epoch(0), strict=False):
+        job.trainer.step(batch)
+    documents = {"config": plain(config), "plan": json.loads(plan_to_json(plan))}
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    saver = Saver(run / "checkpoints", job.boxing, job.state, run="test", deadline_s=30)
+    saver.save(STEPS, documents)
+    logits = [job.trainer.predict(batch) for batch in loaders["test"].epoch(0)]
+    return [probabilities(part.numpy()) for part in logits]
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(2, "3"), (3, "2")])
+def test_several_ranks_predict_bit_for_bit_what_their_evaluation_saw(
+    ranks, folder, tmp_path, size, scheme
+):
+    seen = ranks(size, _train_on_all, folder, tmp_path, scheme)
+    results = ranks(size, _predict, folder, tmp_path, [])
+    scores, as_the_run = results[0]
+    assert as_the_run
+    wanted = [part for batch in zip(*seen, strict=True) for part in batch]
+    assert scores.tolist() == np.concatenate(wanted).tolist()
 
 
 def _slow(world: World, kind: str):
