@@ -28,6 +28,7 @@ from data.prepare.fetch import fetch_tables
 from data.prepare.keep import Kept
 from data.prepare.options import PrepareOptions
 from data.prepare.remote import size_of, version
+from data.prepare.report import report_values
 from data.prepare.source import Input, find_inputs
 from data.prepare.stage import describe_bad, stage_inputs
 from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
@@ -140,10 +141,10 @@ def _build(
         part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
         records = all_records(staged)
     if bad := describe_bad(staged):
-        _LOG.warning("bad lines were left out:%s", bad)
+        _LOG.warning("lines were left out:%s", bad)
     fields = [field_entry(name, options, kept, fitted) for name in options.fields]
-    _report_growth(fields)
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
+    report_values(content, has_own_ids=like is None)
     entries = {name: kept[of].entry for of, names in options.counted.items() for name in names}
     parents = _ancestors(like)
     content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
@@ -188,17 +189,6 @@ def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
             f"--schema: the weights {weight!r} of the train part are all 0; they are scaled to "
             "mean 1, leave the column out"
         )
-
-
-def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
-    for entry in fields:
-        if grown := entry.get("grown"):
-            _LOG.info(
-                "%s: %d new values, %d in spare ids, %d behind the old rows; with these the "
-                "fullest eighth of the table has %.2f times the mean lookups",
-                entry["name"], grown["values"], grown["spare"], grown["behind"],
-                grown["load_percent"] / 100,
-            )  # fmt: skip
 
 
 def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:

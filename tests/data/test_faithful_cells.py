@@ -12,6 +12,7 @@ from data.__main__ import main
 from data.format.manifest import MANIFEST
 from data.prepare import prepare, stage
 from data.prepare.csv_text import parse_table
+from data.prepare.new_rows import encode
 from data.prepare.schema_file import read_schema
 from data.prepare.tables import table_piece
 from sbpflow.errors import ConfigError, DataError
@@ -101,6 +102,27 @@ def test_what_is_cut_off_of_bad_lines_is_not_counted(tmp_path):
     schema = "sparse: {C1: string, t: {kind: string, max: 2, beyond: first}}\n"
     piece = parsed(tmp_path, schema, "1,a,p|q|r\n7,a,p|q|r|s\n0,a,p\n")
     assert (piece.cut, piece.bad.counts) == ({"t": 1}, {"label is not 0 or 1": 1})
+
+
+def test_a_run_says_what_is_not_as_it_was_in_the_input(tmp_path, caplog):
+    schema = (
+        "dense: {d: {clip: [0, 2]}}\nsparse: {C1: string, t: {kind: string, max: 2, beyond: last}}"
+    )
+    caplog.set_level("INFO")
+    manifest = prepared(
+        tmp_path, schema, "1,5,a,p|q|r\n0,1,b,p\n\n1,-3,a,q\n0,1,b,p|q|r|s\n1,1,a,\n"
+    )
+    assert "lines were left out:\n  1 x blank line" in caplog.messages
+    assert "values clamped to the range of their transform: d 2" in caplog.messages
+    assert "values cut off, beyond the most of a row: t 3" in caplog.messages
+    assert not any("without an id" in message for message in caplog.messages)
+    caplog.clear()
+    (tmp_path / "new.csv").write_text("1,1,new,p|new\n0,1,a,\n0,1,other,x\n")
+    new = encode(
+        [tmp_path / "new.csv"], tmp_path / "new", like=manifest.path, workers=1, max_bad_fraction=0
+    )
+    assert new is not None
+    assert "lookups of values without an id of their own: C1 2, t 2" in caplog.messages
 
 
 def test_rows_to_be_scored_do_not_replace_the_set_they_are_like(tmp_path, capsys):
