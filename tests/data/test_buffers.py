@@ -12,6 +12,7 @@ from data.read.feeds import Buffers
 from data.read.loaders import open_loaders
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
+from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
 
 
@@ -70,7 +71,7 @@ def test_a_view_may_go_in_any_thread_and_while_another_takes():
     assert errors == []
 
 
-@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monkeypatch):
     made = []
     real = np.empty

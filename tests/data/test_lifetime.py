@@ -14,10 +14,9 @@ from data import load_manifest, open_loader
 from data.format.manifest import write_manifest
 from data.format.shards import RowFiles, SplitRows
 from sbpflow.errors import DataError
+from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
 from tests.data.rows import ROOT, run_prepare, text_rows, write_rows
-
-BACKENDS = ["memmap", "dali"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,6 +11,7 @@ import torch
 
 from data import open_loader
 from sbpflow.errors import ConfigError, DataError
+from tests.data.backends import BACKENDS, HERE, needs_dali
 
 SHUFFLES = ["none", "blocks", "runs", "rows"]
 
@@ -47,6 +48,7 @@ def test_an_epoch_is_every_row_once_whatever_the_world(row_set, shuffle, num_row
     assert sorted(chain.from_iterable(one)) == list(range(num_rows))
 
 
+@needs_dali
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_backends_yield_the_same_bits(row_set, shuffle):
     both = [
@@ -176,7 +178,7 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 def test_epochs_left_half_way_are_collected_in_any_thread(row_set):
     """A generator that waits for its readers when it is collected by one of them waits for ever."""
-    for backend in ("memmap", "dali"):
+    for backend in HERE:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
             ring = [loader.epoch(0)]
@@ -290,7 +292,7 @@ def test_peek_on_a_new_loader_at_the_end_and_of_another_epoch(row_set):
         loader.peek(-1)
 
 
-@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_read_ends_the_first(row_set, backend):
     loader = open_loader(row_set(9000), batch_size=700, backend=backend)
     first = loader.epoch(0)
