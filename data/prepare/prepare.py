@@ -27,7 +27,7 @@ from data.prepare.encode import FieldIds, all_records, encode_all
 from data.prepare.fetch import fetch_tables
 from data.prepare.keep import Kept
 from data.prepare.options import PrepareOptions
-from data.prepare.remote import size_of, version
+from data.prepare.remote import version, written
 from data.prepare.report import report_values
 from data.prepare.source import Input, find_inputs
 from data.prepare.stage import describe_bad, stage_inputs
@@ -107,7 +107,7 @@ def _build(
     part = options.part
     owners = part.owners(inputs)
     mine = [source for source in inputs if owners[source.order] == part.number]
-    before = [version(source.path) for source in mine]
+    before = [written(source.path) for source in mine]
     fetched = {source.order: source for source in fetch_tables(mine, work)}
     inputs = [fetched.get(source.order, source) for source in inputs]
     num_bytes = sum(source.num_bytes for source in mine)
@@ -157,13 +157,13 @@ def _build(
     _finish(work / "set", content, lookups, options)
 
 
-def _check_unwritten(inputs: Sequence[Input], before: Sequence[object]) -> None:
+def _check_unwritten(inputs: Sequence[Input], before: Sequence[tuple[int, object]]) -> None:
     """DataError if a file was written while its rows were read: some may be lost, or there twice.
 
-    ``before`` are their versions then.
+    ``before`` is what ``written`` said when they began.
     """
     for source, was in zip(inputs, before, strict=True):
-        if version(source.path) != was or size_of(source.path) != source.num_bytes:
+        if written(source.path) != was or was[0] != source.num_bytes:
             raise DataError(
                 f"{source.path}: was written while it was read; start again when it is complete"
             )

@@ -14,6 +14,7 @@ from data.format.manifest import MANIFEST
 from data.prepare import prepare, stage
 from data.prepare.csv_text import parse_table
 from data.prepare.new_rows import encode
+from data.prepare.remote import input_path
 from data.prepare.schema_file import read_schema
 from data.prepare.tables import table_piece
 from sbpflow.errors import ConfigError, DataError
@@ -151,6 +152,24 @@ def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
             prepared(tmp_path, "sparse: {C1: string}\n", text)
     rows = prepared(tmp_path, "sparse: {C1: string}\n", text).splits
     assert sum(rows.values()) == 200
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_file_of_another_file_system_too(tmp_path, monkeypatch, size):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/late/t.csv", b"1,a\n0,b\n")
+    real = stage.parse_table
+
+    def and_meanwhile(*arguments, **named):
+        memory.pipe("/late/t.csv", b"1,c\n0,d\n"[:size])
+        return real(*arguments, **named)
+
+    options = {"schema": schema_of(tmp_path, "sparse: {C1: string}\n"), "crosses": ()}
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "parse_table", and_meanwhile)
+        with pytest.raises(DataError, match=r"late/t\.csv: was written while it was read"):
+            run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options)
+    assert run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options).splits
 
 
 def test_a_full_disk_is_said_for_rows_of_another_file_system(tmp_path, monkeypatch, capsys):
