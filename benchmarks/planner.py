@@ -1,6 +1,7 @@
 """Our planner against the published ones: by a stated objective, and by the clock.
 
     python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
+    python -m benchmarks.planner ranks [--cells 10x4x6 ..] [--profile FILE]
     python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
     python -m benchmarks.planner speed [--profile FILE]
 
@@ -9,7 +10,8 @@ half of what a calibration measured (every other sample of its journal), plans a
 fitted to the other half; with ``--profile`` one model does both, which is easier for whoever
 searches it. Per task: the best greedy, every planner, the bound, and for 10 tables the optimum of a
 stated space.
-``steps`` runs plans on 2 ranks in turns (``benchmarks/planner_steps.py``).
+``ranks`` measures what every rank computes, one by one, and prices the exchanges; ``steps`` runs
+plans on 2 ranks in turns (``benchmarks/planner_steps.py``).
 """
 
 import argparse
@@ -21,22 +23,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.peer_torchrec_planner import torchrec_plan
-from benchmarks.planner_steps import run_steps
+from benchmarks.planner_steps import run_ranks, run_steps
 from benchmarks.record import Results
-from planner.calibrate import plan_of_tree
 from planner.clusters import MACHINES, described
 from planner.cost import CostModel, TaskCost
 from planner.design import draw_sample
-from planner.fit import Record, count_work, fit
-from planner.planners import GREEDY, make_plan, published, published_seeds, training_settings
+from planner.fit import fit
+from planner.planners import GREEDY, LEARNED, make_plan, published, published_seeds
 from planner.profile import Profile, load
-from planner.published.autoshard import AutoShard
-from planner.published.dreamshard import DreamShard
-from planner.published.neuroshard import NeuroShard
 from planner.published.setting import Setting
+from planner.records import Record, record_of
 from planner.search.auto import search
 from planner.search.bounds import bound
 from planner.search.exact import enumerated
@@ -47,6 +44,7 @@ from planner.workloads import EMBARK, embark_task, random_task
 from sbpflow.errors import SbpError
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
+RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
 SLOW = {"neuroshard": 100, "torchrec": 100}  # tables, beyond which they take minutes a task
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # of memory per rank over an even plan of whole tables
 MEASURED = 4  # plans of ours that the judge may compare, and of random placement
@@ -91,20 +89,8 @@ def halves(journal: Path) -> Models:
                 facts["optimizer"],
                 most_rows=int(facts["most_rows"]),
             ).task
-            records.append(
-                Record(
-                    sample=entry["sample"],
-                    name=entry["name"],
-                    totals=count_work(task, plan_of_tree(entry["plan"])),
-                    phases=np.array(entry["phases"]),
-                    step_ms=entry["step_ms"],
-                    noise=entry["noise"],
-                )
-            )
-        profile = fit(records, backend=backend, seed=parity, about=facts)
-        if profile is None:
-            raise SystemExit(f"{journal}: too few samples for two models; calibrate for longer")
-        fitted.append(profile)
+            records.append(record_of(entry, task))
+        fitted.append(fit(records, backend=backend, seed=parity, about=facts, judged=False))
     return Models(fitted[0], fitted[1], f"halves of {len(numbers)} samples of a calibration")
 
 
@@ -127,15 +113,14 @@ class Planners:
         task = random_task(
             0, num_tables=10, world_size=world_size, held_out=False, batch_size=BATCH
         )
-        settings = training_settings([CostModel(models.seen).of(task)], seed)
+        like = [CostModel(models.seen).of(task)]
         self.training_s: dict[str, float] = {}
         self.plans: dict[str, Callable[[Setting], Assignment]] = dict(GREEDY)
         self.plans["embark"] = published("embark", [], seed)
-        trained = {"dreamshard": DreamShard, "neuroshard": NeuroShard, "autoshard": AutoShard}
-        for name, kind in trained.items():
+        for name in LEARNED:
             if name in names:
                 start = time.perf_counter()
-                self.plans[name] = kind.train(settings, seed).plan
+                self.plans[name] = published(name, like, seed)
                 self.training_s[name] = time.perf_counter() - start
         if "torchrec" in names:
             self.plans["torchrec"] = torchrec_plan
@@ -342,7 +327,7 @@ def _one(name: str | None) -> Models:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["objective", "steps", "speed"])
+    parser.add_argument("what", choices=["objective", "ranks", "steps", "speed"])
     parser.add_argument("--journal", help="what a calibration measured: two models of its halves")
     parser.add_argument("--profile")
     parser.add_argument("--tasks", type=int, default=6, help="of steps")
@@ -353,22 +338,19 @@ def main() -> None:
         nargs="+",
         default=[*GREEDY, "embark", "torchrec", "neuroshard", "dreamshard", "autoshard"],
     )
-    parser.add_argument("--results", default="planner_objective")
+    parser.add_argument("--results", help="planner_objective or planner_ranks by default")
     parser.add_argument("--recorded", action="store_true", help="into benchmarks/results")
     parser.add_argument("--link", choices=["1gbit"])
     parser.add_argument("--seconds", type=float, default=240.0, help="of steps, in all")
+    parser.add_argument("--ranks", type=int, default=2, help="of steps")
+    parser.add_argument("--plans", help="of steps and ranks: made before, or kept here")
+    parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
     args = parser.parse_args()
-    if args.what == "steps":
-        run_steps(
-            args.profile,
-            args.link,
-            args.planners,
-            tasks=args.tasks,
-            seconds=args.seconds,
-            recorded=args.recorded,
-        )
-        return
-    {"objective": objective, "speed": speed}[args.what](args)
+    args.results = args.results or f"planner_{args.what}"
+    if args.what == "ranks" and args.cells == CELLS:
+        args.cells = RANKS_CELLS
+    kinds = {"objective": objective, "ranks": run_ranks, "steps": run_steps, "speed": speed}
+    kinds[args.what](args)
 
 
 if __name__ == "__main__":

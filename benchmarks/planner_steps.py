@@ -1,186 +1,278 @@
-"""Plans of different planners as steps of the engine on 2 ranks, in turns: paired differences.
+"""Plans of different planners on the ranks of this machine: by the clock, and rank by rank.
 
-Each task is small enough for two ranks of a small machine. The plans of a task run one after
-another in every round, a round's order turned by one; the difference of a plan with ours is taken
-round by round. Rounds go on until every 95 % interval is below 3 %, or the time is over: then
-plans are "not told apart" where the interval holds 0. The rank correlation of what the model
-predicts with what the clock says is over the plans of a task.
+``steps``: on 2 ranks (or more), all plans of a task in turns; the difference of a plan with ours is
+taken round by round. Rounds go on until every 95 % interval is below 3 %, or the time is over: then
+plans are not told apart where the interval holds 0.
+``ranks``: for more ranks than there are cores. Every rank is a process with its part of the plan,
+and its moves are timed by the clock of its own thread, so that ranks which share a core do not
+count each other's work; what arrives is what would arrive, as if one rank at a time had been
+replayed. The exchanges are priced by the profile and the step is simulated.
+The first stated cost is of ``ranks``, the second of ``steps``; ``steps`` takes both and says how
+they rank plans alike. Where a planner may have several plans measured, one half of the rounds or
+passes chooses and the other is reported.
 """
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.network import start_ranks
-from benchmarks.peer_torchrec_planner import torchrec_plan
+from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
+from benchmarks.planner_worker import difference
 from benchmarks.record import Results
-from planner.calibrate import plan_of_tree, plan_tree
 from planner.cost import CostModel
-from planner.design import Law, Sample, draw_batches
-from planner.measure import dense_work_of, make_trainer
-from planner.planners import make_plan, published
+from planner.planners import GREEDY
 from planner.profile import Profile, load
-from planner.published.setting import Setting
-from planner.ranks import gather_texts
-from planner.search.problem import Assignment, price_of
-from planner.search.seeds import families
-from planner.shapes import plan_of
-from planner.task import DenseWork, Plan, Task
-from planner.workloads import Drawn, make_task, split_pool
-from sbpflow.boxing.executor import Boxing
-from sbpflow.runtime.world import World
-from sbpflow.training.step_schedule import OVERLAPPED
+from planner.records import plan_of_tree, plan_tree
+from planner.simulate import PHASE, TRANSFERS
+from planner.task import Task
 
-BATCH = 4096
-MOST_ROWS, MOST_IDS = 50_000, 20.0
-LEAST_ROUNDS, MOST_ROUNDS = 5, 60
-TOLD_APART = 0.03
+STEPS_BATCH, RANKS_BATCH = 4096, 2048
+STEPS_TABLES = (10, 26, 40)  # in turn
+PASSES = 3  # over the moves of every plan: the first chooses, the others are reported
+BEST_OF: Mapping[str, tuple[str, ...]] = {
+    "auto, best of 4": ("auto", "auto 2", "auto 3", "auto 4"),
+    "greedies, best of 4": tuple(name for name in GREEDY if name != "random"),
+    "random, best of 4": ("random 1", "random 2", "random 3", "random 4"),
+}
 
 
-def make_sample(number: int, world_size: int) -> Sample:
-    """10 to 60 held-out tables of the pool, cut to what two ranks hold, with their laws."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A task of the comparison, and everyone's plans of it by name."""
 
-    random = np.random.default_rng([number, 77])
-    half = split_pool(held_out=True)
-    count = int(random.choice([10, 26, 40]))
-    drawn: list[Drawn] = []
-    for place in random.choice(len(half), count, replace=False):
-        one = half[int(place)]
-        rows = min(one.num_rows, MOST_ROWS)
-        pooling = min(one.pooling, MOST_IDS)
-        drawn.append(replace(one, num_rows=rows, active=rows, pooling=pooling))
-    dims = [int(d) for d in random.choice([8, 16, 32], count)]
-    task = make_task(drawn, dims, world_size=world_size, batch_size=BATCH)
-    macs, parameters = dense_work_of(sum(dims))
-    task = replace(task, dense=DenseWork(macs_per_sample=macs, parameters=parameters))
-    laws = {f"t{n}": Law(s=one.s, q=one.q) for n, one in enumerate(drawn)}
-    return Sample(task=task, laws=laws)
+    number: int
+    tables: int
+    batch: int
+    plans: Named
 
+    def tree(self) -> dict[str, Any]:
+        """JSON-ready."""
+        plans = {name: [plan_tree(plan), ms] for name, (plan, ms) in self.plans.items()}
+        return {
+            "number": self.number, "tables": self.tables, "batch": self.batch, "plans": plans,
+        }  # fmt: skip
 
-def planners_of(
-    profile: Profile, names: Sequence[str]
-) -> dict[str, Callable[[Setting], Assignment]]:
-    """Everyone else, trained once for two ranks and this batch."""
-    cost = CostModel(profile).of(make_sample(0, 2).task)
-    found = {name: published(name, [cost], 0) for name in names if name != "torchrec"}
-    return {**found, "torchrec": torchrec_plan} if "torchrec" in names else found
+    @staticmethod
+    def of(tree: dict[str, Any]) -> "Case":
+        plans = {name: (plan_of_tree(plan), ms) for name, (plan, ms) in tree["plans"].items()}
+        return Case(number=tree["number"], tables=tree["tables"], batch=tree["batch"], plans=plans)
 
+    def task(self, world_size: int) -> Task:
+        return make_sample(
+            self.number, world_size, num_tables=self.tables, batch_size=self.batch
+        ).task
 
-def plans_of(
-    task: Task, profile: Profile, planners: dict[str, Callable[[Setting], Assignment]]
-) -> dict[str, tuple[Plan, float]]:
-    """name -> (plan, predicted ms): ours, its next best, everyone else's, all tables alike."""
-    cost = CostModel(profile).of(task)
-    ours = make_plan("auto", cost)
-    problem, found = ours.problem, ours.found
-    assert found is not None
-    setting = Setting(task, problem)
-    plans: dict[str, Assignment] = {"auto": ours.assignment}
-    for place, other in enumerate(found.others[:3]):
-        plans[f"auto {place + 2}"] = other
-    for name, planner in planners.items():
-        plans[name] = planner(setting)
-    for shape in families(problem):
-        if f"all {shape}" in found.plans:
-            plans[f"all {shape}"] = found.plans[f"all {shape}"]
-    return {
-        name: (plan_of(task, problem, plan), price_of(problem, plan).ms)
-        for name, plan in plans.items()
-    }
+    def distinct(self) -> dict[str, list[str]]:
+        """{plan as JSON: its names}: what is the same plan is measured once."""
+        found: dict[str, list[str]] = {}
+        for name, (plan, _) in self.plans.items():
+            found.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
+        return found
 
 
-def run_steps(
-    profile: str | None,
-    link: str | None,
-    names: Sequence[str],
-    *,
-    tasks: int,
-    seconds: float,
-    recorded: bool,
-) -> None:
-    results = Results(f"planner_steps_{link or 'loopback'}", recorded=recorded)
-    correlations: list[float] = []
-    prices = load(Path(profile) if profile else None)
-    planners = planners_of(prices, names)
-    for number in range(tasks):
-        sample = make_sample(number, 2)
-        plans = plans_of(sample.task, prices, planners)
-        distinct: dict[str, str] = {}  # plan as JSON -> the first name that has it
-        for name, (plan, _) in plans.items():
-            distinct.setdefault(json.dumps(plan_tree(plan), sort_keys=True), name)
-        with tempfile.TemporaryDirectory() as folder:
-            asked, answer = Path(folder, "plans.json"), Path(folder, "times.json")
-            asked.write_text(json.dumps([json.loads(text) for text in distinct]))
-            words = ["--task", str(number), "--plans", str(asked), "--output", str(answer)]
-            words += ["--seconds", str(seconds / tasks)]
-            start_ranks("benchmarks.planner_steps", 2, words, link=link)
-            times = dict(zip(distinct.values(), json.loads(answer.read_text()), strict=True))
-        same = {
-            name: distinct[json.dumps(plan_tree(plans[name][0]), sort_keys=True)] for name in plans
-        }
-        row = _compared(plans, times, same)
-        correlations.append(row["spearman"])
+def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    """Plans for (tables, ranks, number of the task) each; from ``--plans`` where it is there."""
+    path = Path(args.plans) if args.plans else None
+    known: dict[str, Any] = {}
+    if path is not None and path.is_file():
+        known = json.loads(path.read_text())
+    profile = load(Path(args.profile) if args.profile else None)
+    trained: dict[int, Any] = {}
+    for tables, size, number in cells:
+        key, batch = f"{tables}x{size} {number}", args.batch
+        if key in known:
+            continue
+        task = make_sample(number, size, num_tables=tables, batch_size=batch).task
+        if size not in trained:
+            trained[size] = planners_of(profile, task, args.planners)
+        alike = args.what == "steps"
+        plans = plans_of(task, profile, trained[size], alike=alike)
+        known[key] = Case(number=number, tables=tables, batch=batch, plans=plans).tree()
+        print(f"planned {key}: {len(plans)} plans", flush=True)
+        if path is not None:
+            path.write_text(json.dumps(known))
+    return known
+
+
+def run_steps(args: argparse.Namespace) -> None:
+    """By the clock, on ``--ranks`` of this machine."""
+    size = args.ranks
+    cells = [(STEPS_TABLES[n % len(STEPS_TABLES)], size, n) for n in range(args.tasks)]
+    args.batch = STEPS_BATCH
+    known = planned(args, cells)
+    if args.plan_only:
+        return
+    where = args.link or "loopback"
+    suffix = "" if size == 2 else f"_{size}_ranks"
+    results = Results(f"planner_steps_{where}{suffix}", recorded=args.recorded)
+    cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
+    profile = load(Path(args.profile) if args.profile else None)
+    found = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
+    rows: list[dict[str, Any]] = []
+    for case, one in zip(cases, found, strict=True):
+        names = [names[0] for names in case.distinct().values()]
+        times = dict(zip(names, one["rounds"], strict=True))
+        priced = dict(zip(names, _priced(profile, case, size, one["moves"]), strict=True))
+        row = _compared(case, times, priced)
+        rows.append(row)
         results.add(
             benchmark="steps",
-            number=number,
-            tables=len(sample.task.tables),
-            link=link or "loopback",
+            number=case.number,
+            tables=case.tables,
+            ranks=size,
+            link=where,
             rounds=len(times["auto"]),
             **row,
         )
-    results.add(
-        benchmark="summary",
-        link=link or "loopback",
-        spearman=round(statistics.mean(correlations), 3),
-    )
+    results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **_summary(rows))
+
+
+def run_ranks(args: argparse.Namespace) -> None:
+    """Rank by rank, for every ``--cells`` TxDxN."""
+    args.batch = RANKS_BATCH
+    profile = load(Path(args.profile) if args.profile else None)
+    results = Results(args.results, recorded=args.recorded)
+    for cell in args.cells:
+        tables, size, tasks = map(int, cell.split("x"))
+        cells = [(tables, size, number) for number in range(tasks)]
+        known = planned(args, cells)
+        if args.plan_only:
+            continue
+        cases = [Case.of(known[f"{tables}x{size} {number}"]) for _, _, number in cells]
+        found = _measured(cases, size, None, ["--passes", str(PASSES)])
+        rows: list[dict[str, Any]] = []
+        for case, one in zip(cases, found, strict=True):
+            names = [names[0] for names in case.distinct().values()]
+            ms = _priced(profile, case, size, one["moves"])
+            passes = {
+                name: [ms[place + turn * len(names)] for turn in range(PASSES)]
+                for place, name in enumerate(names)
+            }
+            row = _compared(case, passes)
+            rows.append(row)
+            results.add(benchmark="ranks", number=case.number, tables=tables, ranks=size, **row)
+        results.add(benchmark="cell", tables=tables, ranks=size, tasks=len(rows), **_summary(rows))
+
+
+def _measured(
+    cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What the workers say of each case, plans in the order of ``Case.distinct``."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder, "tasks.json"), Path(folder, "times.json")
+        tasks = [
+            {**case.tree(), "plans": [json.loads(text) for text in case.distinct()]}
+            for case in cases
+        ]
+        asked.write_text(json.dumps(tasks))
+        words = ["--tasks", str(asked), "--output", str(answer), *words]
+        start_ranks("benchmarks.planner_worker", size, words, link=link)
+        return json.loads(answer.read_text())
+
+
+def _priced(
+    profile: Profile, case: Case, size: int, moves: Sequence[Sequence[Sequence[float]]]
+) -> list[float]:
+    """ms of a step of measured moves with the profile's exchanges; ``moves`` may be many passes."""
+    cost = CostModel(profile).of(case.task(size))
+    plans = [case.plans[names[0]][0] for names in case.distinct().values()]
+    exchanges = [PHASE[kind] for kind in TRANSFERS]
+    said = [cost.rank_ms(cost.totals(plan)) for plan in plans]
+    phases = np.array(moves)
+    for place, one in enumerate(phases):
+        mine = said[place % len(plans)]
+        one[:, exchanges] = mine[:, exchanges]
+        one[:, PHASE["rest"]] = mine[:, PHASE["rest"]]
+    return [float(ms) for ms in cost.combine(phases)]
 
 
 def _compared(
-    plans: dict[str, tuple[Plan, float]], times: dict[str, list[float]], same: dict[str, str]
-) -> dict[str, object]:
-    """Of every plan: predicted and median ms, and how much slower than ours, with the interval."""
-    found: dict[str, object] = {}
-    medians = {name: statistics.median(times[same[name]]) for name in plans}
-    for name, (_, predicted) in plans.items():
-        mean, half = difference(times[same[name]], times[same["auto"]])
+    case: Case,
+    times: Mapping[str, Sequence[float]],
+    priced: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Of every plan: predicted and median ms, and how much slower than ours, with the interval.
+
+    ``times`` [name] are rounds or passes. What chooses among plans does so by every other one.
+    """
+    of = {name: names[0] for names in case.distinct().values() for name in names}
+    every = {name: list(times[of[name]]) for name in case.plans}
+    for name, among in BEST_OF.items():
+        there = [one for one in among if one in every]
+        if there:
+            chosen = min(there, key=lambda one: statistics.median(_choosing(every[one])))
+            every[name] = every[chosen]
+    reported = {name: _reported(ms) for name, ms in every.items()}
+    found: dict[str, Any] = {}
+    for name, ms in reported.items():
+        mean, half = difference(ms, reported["auto"])
         found[name] = {
-            "predicted_ms": round(predicted, 3),
-            "ms": round(medians[name], 3),
+            "ms": round(statistics.median(ms), 3),
             "slower_than_auto": round(mean, 4),
-            "plus_minus": round(half, 4),
-            "told_apart": abs(mean) > half,
+            "plus_minus": round(half, 4) if np.isfinite(half) else None,
         }
-    best = min(medians, key=lambda name: medians[name])
+        if name in case.plans:
+            found[name]["predicted_ms"] = round(case.plans[name][1], 3)
+            if priced is not None:
+                found[name]["rank_by_rank_ms"] = round(priced[of[name]], 3)
     names = list(times)
-    return {
+    clock = [found[name]["ms"] for name in names]
+    best = min(names, key=lambda name: found[name]["ms"])
+    row: dict[str, Any] = {
         "plans": found,
         "fastest": best,
-        "auto_over_fastest": round(medians["auto"] / medians[best] - 1, 4),
-        "spearman": spearman([plans[n][1] for n in names], [medians[n] for n in names]),
+        "auto_over_fastest": round(found["auto"]["ms"] / found[best]["ms"] - 1, 4),
+        "spearman_predicted": spearman([case.plans[name][1] for name in names], clock),
+    }
+    if priced is not None:
+        row["spearman_rank_by_rank"] = spearman([priced[name] for name in names], clock)
+    return row
+
+
+def _choosing(ms: Sequence[float]) -> list[float]:
+    """The rounds or passes by which one of several plans is chosen."""
+    return list(ms[:1]) if len(ms) <= PASSES else list(ms[0::2])
+
+
+def _reported(ms: Sequence[float]) -> list[float]:
+    """The others."""
+    return list(ms[1:]) if len(ms) <= PASSES else list(ms[1::2])
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over tasks: of every planner how much slower than ours, with 95 % intervals."""
+    found: dict[str, Any] = {}
+    names = [name for name in rows[0]["plans"] if all(name in row["plans"] for row in rows)]
+    for name in names:
+        theirs = [row["plans"][name]["ms"] for row in rows]
+        mean, half = difference(theirs, [row["plans"]["auto"]["ms"] for row in rows])
+        low, high = (1 + mean) / (1 + half) - 1, (1 + mean) * (1 + half) - 1
+        found[name] = {"slower_than_auto": round(mean, 4)}
+        if np.isfinite(half):
+            found[name]["interval"] = [round(low, 4), round(high, 4)]
+    means = ("auto_over_fastest", "spearman_predicted", "spearman_rank_by_rank")
+    return {
+        "planners": found,
+        **{
+            key: round(statistics.mean(row[key] for row in rows), 3)
+            for key in means
+            if key in rows[0]
+        },
     }
 
 
-def difference(theirs: list[float], ours: list[float]) -> tuple[float, float]:
-    """Mean of the paired logarithms, and half of its 95 % interval, as shares."""
-    logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=True)]
-    if len(logs) < 2:
-        return math.expm1(logs[0]), math.inf
-    return math.expm1(statistics.mean(logs)), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-
-
-def spearman(one: list[float], other: list[float]) -> float:
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     """Rank correlation."""
 
-    def ranks(values: list[float]) -> list[float]:
+    def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(range(len(values)), key=lambda n: values[n])
         found = [0.0] * len(values)
         for rank, n in enumerate(order):
@@ -188,59 +280,3 @@ def spearman(one: list[float], other: list[float]) -> float:
         return found
 
     return round(statistics.correlation(ranks(one), ranks(other)), 3) if len(one) > 2 else 0.0
-
-
-def work(args: argparse.Namespace) -> None:
-    """One rank: all plans of a task in turns."""
-    torch.set_num_threads(1)
-    sample = make_sample(args.task, 2)
-    plans = [plan_of_tree(tree) for tree in json.loads(Path(args.plans).read_text())]
-    with World.start("cpu") as world:
-        boxing = Boxing(world)
-        batches = draw_batches(sample, world.rank, 2, world.device)
-        trainers = [make_trainer(boxing, sample.task, plan) for plan in plans]
-        for trainer in trainers:
-            trainer.schedule = OVERLAPPED
-        times: list[list[float]] = [[] for _ in plans]
-        stop = time.monotonic() + args.seconds
-        for number in range(MOST_ROUNDS + 1):
-            for turn in range(len(plans)):
-                place = (turn + number) % len(plans)
-                ms = _timed(world, trainers[place], batches)
-                if number:
-                    times[place].append(ms)
-            if number >= LEAST_ROUNDS and _enough(boxing, times, stop):
-                break
-        if world.rank == 0:
-            Path(args.output).write_text(json.dumps(times))
-
-
-def _timed(world: World, trainer: object, batches: list) -> float:
-    """ms of a step, of four with the next batch's ids ahead."""
-    world.barrier()
-    start = time.perf_counter()
-    for step in range(4):
-        trainer.step(batches[step % 2], batches[(step + 1) % 2] if step < 3 else None)
-    world.barrier()
-    return 1e3 * (time.perf_counter() - start) / 4
-
-
-def _enough(boxing: Boxing, times: list[list[float]], stop: float) -> bool:
-    """Whether all are told apart or the time is over; rank 0 decides."""
-    widest = max(difference(mine, times[0])[1] for mine in times[1:]) if len(times) > 1 else 0.0
-    over = widest < TOLD_APART or time.monotonic() > stop
-    return gather_texts(boxing, str(over))[0] == "True"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", required=True)
-    parser.add_argument("--task", type=int)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--plans")
-    parser.add_argument("--output")
-    work(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

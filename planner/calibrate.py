@@ -1,15 +1,15 @@
 """Measure this machine and keep what was found: ``python -m planner calibrate``.
 
-Every rank runs ``calibrate``. Plans are measured one after another until the time is over; each is
-written down at once, so that a calibration that ends early goes on where it stopped. Then a model
-is fitted, asked for the plans that it thinks fastest, and these are measured and added: a model
-that is searched is wrong where the search goes.
+Every rank runs ``calibrate``. Tasks are measured one after another until the time is over, the
+plans of a task in turns; each plan is written down, so that a calibration that ends early goes on
+where it stopped. Then a model is fitted, asked for the plans that it thinks fastest, and these are
+measured and added: a model that is searched is wrong where the search goes.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,13 +19,15 @@ import numpy as np
 from tqdm import tqdm
 
 from planner.cost import CostModel, TaskCost
-from planner.design import Sample, draw_batches, draw_plans, draw_sample, place, shapes_for
-from planner.fit import Record, count_work, fit
-from planner.measure import Measured, measure
+from planner.design import Sample, draw_batches, draw_plans, draw_sample
+from planner.fit import fit
+from planner.measure import Measured, measure_in_turns
 from planner.optimizers import step_factors
+from planner.picks import picks
 from planner.profile import Profile
 from planner.ranks import gather_texts
-from planner.task import Choice, Plan, Shape
+from planner.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
+from planner.task import Plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage.measure import cpu_name
@@ -53,12 +55,16 @@ class Settings:
     least_samples: int = 12
     plans_per_sample: int = 6
     picks_per_round: int = 3
-    repeats: int = 5
-    overlapped: int = 8
+    turns: int = 3
+    serial: int = 2
+    overlapped: int = 5
 
 
-QUICK = Settings(seconds=4.0, rounds=1, most_rows=5_000, least_samples=3, repeats=2, overlapped=3)
+QUICK = Settings(
+    seconds=4.0, rounds=1, most_rows=5_000, least_samples=3, turns=2, serial=1, overlapped=2
+)
 Pick = Callable[[TaskCost, int], list[Plan]]
+Group = tuple[int, list[tuple[str, Plan]]]  # a sample's number, and plans of it by name
 
 
 class Journal:
@@ -76,6 +82,16 @@ class Journal:
             if entry.get("facts") == self._facts:
                 self.entries[entry["sample"], entry["name"]] = entry
 
+    def best_drawn(self, sample: int) -> tuple[str, dict[str, list[Any]]]:
+        """Name and tree of the fastest plan of a sample that no model picked."""
+        drawn = [
+            (entry["step_ms"], name, entry["plan"])
+            for (number, name), entry in self.entries.items()
+            if number == sample and not name.startswith((PICKED, AGAIN))
+        ]
+        _, name, tree = min(drawn, key=lambda one: one[:2])
+        return name, tree
+
     def add(self, sample: int, name: str, plan: Plan, measured: Measured) -> None:
         """Keep one plan's figures."""
         entry = {
@@ -84,7 +100,7 @@ class Journal:
             "plan": plan_tree(plan),
             "phases": measured.phases,
             "step_ms": measured.step_ms,
-            "noise": measured.noise,
+            "rounds_ms": measured.rounds_ms,
             "peak_bytes": measured.peak_bytes,
             "taken": datetime.now(UTC).isoformat(timespec="seconds"),
             "facts": self._facts,
@@ -95,31 +111,14 @@ class Journal:
             file.write(json.dumps(entry) + "\n")
 
 
-def plan_tree(plan: Plan) -> dict[str, list[Any]]:
-    """JSON-ready."""
-    return {
-        name: [one.shape.sbp, one.shape.exchange, list(one.shape.parts), list(one.ranks)]
-        for name, one in plan.items()
-    }
-
-
-def plan_of_tree(tree: Mapping[str, Sequence[Any]]) -> Plan:
-    """The plan that ``plan_tree`` wrote."""
-    return {
-        name: Choice(Shape(sbp, exchange, (parts[0], parts[1])), tuple(ranks))
-        for name, (sbp, exchange, parts, ranks) in tree.items()
-    }
-
-
 def calibrate(
     boxing: Boxing, settings: Settings, journal_path: Path, pick: Pick | None = None
 ) -> Profile | None:
     """Measure, fit, and measure the fit's picks; the profile on rank 0, ``None`` elsewhere.
 
-    ``pick(cost, count)`` gives the plans that a search takes for best; by default a descent
-    that moves one table at a time.
+    ``pick(cost, count)`` gives the plans that a search takes for best.
     """
-    run = _Run(boxing, settings, journal_path, pick or descend)
+    run = _Run(boxing, settings, journal_path, pick or picks)
     return run.all_rounds()
 
 
@@ -135,13 +134,14 @@ class _Run:
             "optimizer": settings.optimizer,
             "seed": str(settings.seed),
             "most_rows": str(settings.most_rows),
+            "turns": f"{settings.turns} of {settings.serial} + {settings.overlapped} steps",
         }
         self._journal = Journal(path, self._facts) if world.rank == 0 else None
         self._samples: dict[int, Sample] = {}
         self._factors: dict[str, float] = {}
         if world.rank == 0:
             base = cast("SparseName", settings.optimizer)
-            self._factors = step_factors(base, world.device, repeats=settings.repeats)
+            self._factors = step_factors(base, world.device, repeats=3 * settings.turns)
         self._start = time.monotonic()
         self._bar = tqdm(
             total=round(settings.seconds), unit="s", disable=world.rank != 0, desc="calibrating"
@@ -169,30 +169,31 @@ class _Run:
             )
         return self._samples[number]
 
-    def _drawn(self) -> Iterator[tuple[int, str, Plan]]:
+    def _drawn(self) -> Iterator[Group]:
         for number in range(MOST_SAMPLES):
-            for name, plan in draw_plans(
-                self.sample(number), number, self._settings.plans_per_sample
-            ):
-                yield number, name, plan
+            count = self._settings.plans_per_sample
+            yield number, list(draw_plans(self.sample(number), number, count))
 
-    def _picked(self, round_number: int) -> Iterator[tuple[int, str, Plan]]:
-        """The model's favourites for tasks that were measured; rank 0 has the model."""
-        world = self._boxing.world
+    def _picked(self, round_number: int) -> Iterator[Group]:
+        """The model's favourites for tasks that were measured, and the best drawn plan once more:
+        its two times tell the noise. Rank 0 has the model.
+        """
         model = None
-        if world.rank == 0:
-            profile = self._fitted()
+        if self._journal is not None:
+            profile = self._fitted(judged=False)
             model = CostModel(profile) if profile is not None else None
-        for number in self._known_samples():
+        known = self._known_samples()
+        order = np.random.default_rng([round_number, 16]).permutation(len(known))
+        for number in (known[int(place)] for place in order):
             text = "[]"
-            if model is not None:
-                plans = self._pick(
-                    model.of(self.sample(number).task), self._settings.picks_per_round
-                )
-                text = json.dumps([plan_tree(plan) for plan in plans])
+            if model is not None and self._journal is not None:
+                task, count = self.sample(number).task, self._settings.picks_per_round
+                trees = [plan_tree(plan) for plan in self._pick(model.of(task), count)]
+                named = [(f"{PICKED} {round_number}.{n}", tree) for n, tree in enumerate(trees)]
+                name, tree = self._journal.best_drawn(number)
+                text = json.dumps([*named, (f"{AGAIN} {round_number} {name}", tree)])
             chosen = json.loads(gather_texts(self._boxing, text)[0])
-            for place_in, tree in enumerate(chosen):
-                yield number, f"pick {round_number}.{place_in}", plan_of_tree(tree)
+            yield number, [(name, plan_of_tree(tree)) for name, tree in chosen]
 
     def _known_samples(self) -> list[int]:
         known: list[int] = []
@@ -200,55 +201,52 @@ class _Run:
             known = sorted({sample for sample, _ in self._journal.entries})
         return json.loads(gather_texts(self._boxing, json.dumps(known))[0])
 
-    def _measure_all(self, plans: Iterator[tuple[int, str, Plan]], deadline: float) -> None:
-        """Until the plans or the time are at an end; rank 0 says so."""
-        settings, seen = self._settings, set[int]()
-        for number, name, plan in plans:
-            seen.add(number)
+    def _measure_all(self, groups: Iterator[Group], deadline: float) -> None:
+        """Until the plans or the time are at an end; rank 0 says so. A task's plans take turns."""
+        settings = self._settings
+        for seen, (number, plans) in enumerate(groups):
             elapsed = time.monotonic() - self._start
-            over = elapsed > deadline and len(seen) > settings.least_samples
-            known = self._journal is not None and (number, name) in self._journal.entries
+            over = elapsed > deadline and seen >= settings.least_samples
+            wanted: list[str] | None = None if over else []
             if self._journal is not None:
                 self._bar.update(round(min(elapsed, settings.seconds)) - self._bar.n)
-            word = gather_texts(self._boxing, "stop" if over else "skip" if known else "go")[0]
-            if word == "stop":
+                if not over:
+                    known = self._journal.entries
+                    wanted = [name for name, _ in plans if (number, name) not in known]
+            wanted = json.loads(gather_texts(self._boxing, json.dumps(wanted))[0])
+            if wanted is None:
                 return
-            if word == "skip":
-                continue
-            measured = self._measure(number, plan)
-            if self._journal is not None:
-                self._journal.add(number, name, plan, measured)
+            missing = {name: plan for name, plan in plans if name in wanted}
+            for name, one in zip(missing, self._measure(number, missing), strict=True):
+                if self._journal is not None:
+                    self._journal.add(number, name, missing[name], one)
 
-    def _measure(self, number: int, plan: Plan) -> Measured:
-        sample, world = self.sample(number), self._boxing.world
-        return measure(
+    def _measure(self, number: int, plans: Mapping[str, Plan]) -> list[Measured]:
+        if not plans:
+            return []
+        sample, world, settings = self.sample(number), self._boxing.world, self._settings
+        return measure_in_turns(
             self._boxing,
             sample.task,
-            plan,
+            list(plans.values()),
             draw_batches(sample, world.rank, 2, world.device),
-            repeats=self._settings.repeats,
-            overlapped=self._settings.overlapped,
+            rounds=settings.turns,
+            serial=settings.serial,
+            overlapped=settings.overlapped,
         )
 
-    def _fitted(self) -> Profile | None:
+    def _fitted(self, judged: bool = True) -> Profile | None:
         if self._journal is None:
             return None
         records = [
-            Record(
-                sample=number,
-                name=name,
-                totals=count_work(self.sample(number).task, plan_of_tree(entry["plan"])),
-                phases=np.array(entry["phases"]),
-                step_ms=entry["step_ms"],
-                noise=entry["noise"],
-            )
-            for (number, name), entry in sorted(self._journal.entries.items())
+            record_of(entry, self.sample(number).task)
+            for (number, _), entry in sorted(self._journal.entries.items())
         ]
         about = {
             **self._facts,
             "taken": datetime.now(UTC).isoformat(timespec="seconds"),
             "plans": str(len(records)),
-            "picked by the model": str(sum(record.name.startswith("pick") for record in records)),
+            "picked by the model": str(sum(record.name.startswith(PICKED) for record in records)),
             "samples": str(len({record.sample for record in records})),
         }
         return fit(
@@ -257,32 +255,5 @@ class _Run:
             seed=self._settings.seed,
             about=about,
             step_factors=self._factors,
+            judged=judged,
         )
-
-
-def descend(cost: TaskCost, count: int) -> list[Plan]:
-    """Local optima from several starts, the cheapest first: each moves one table at a time."""
-    task = cost.task
-    random = np.random.default_rng(task.batch_size)
-    movable = [table for table in task.tables if table.name not in task.pinned]
-    found: list[tuple[float, Plan]] = []
-    for start in range(2 * count):
-        shapes = {table.name: shapes_for(table, task.world_size) for table in task.tables}
-        plan = {
-            name: place(own[min(start, len(own) - 1)], task, random) for name, own in shapes.items()
-        } | dict(task.pinned)
-        best = float(cost.cost([plan])[0])
-        for _ in range(2):
-            for table in movable:
-                others = [
-                    {**plan, table.name: place(shape, task, random)} for shape in shapes[table.name]
-                ]
-                prices = cost.cost(others)
-                if prices.min() < best:
-                    best, plan = float(prices.min()), others[int(prices.argmin())]
-        found.append((best, plan))
-    distinct: list[Plan] = []
-    for _, plan in sorted(found, key=lambda one: one[0]):
-        if plan not in distinct:
-            distinct.append(plan)
-    return distinct[:count]

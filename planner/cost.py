@@ -131,6 +131,10 @@ class TaskCost:
             return linear
         return self.profile.corrected(totals, linear, member)
 
+    def rough_ms(self, totals: Floats) -> Floats:
+        """As ``rank_ms`` by one member alone, for comparing ranks and options before pricing."""
+        return self.rank_ms(totals, member=0)
+
     def combine(self, phases: Floats) -> Floats:
         """[N] ms of a step from [N, D, P]; rises with every phase."""
         if self.objective == "sum_of_maxima":

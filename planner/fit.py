@@ -1,25 +1,25 @@
 """From measurements to a profile: weights by least squares, corrections and overlap learned on top.
 
-Weights are non-negative and relative errors count alike for short and
-long phases. A correction is trained per phase and member of an ensemble, each on a resample of the
-tasks; it is a sum of powers of non-negative mixes of the counts, so that more work never costs
-less, and bounded to the ratios that were measured. Errors are told for tasks that were held out.
+Weights are non-negative, and relative errors count alike for short and long phases. A correction is
+trained per phase and member of an ensemble, each on a resample of the tasks; it is a sum of powers
+of non-negative mixes of the counts, so that more work never costs less, and bounded to the ratios
+that were measured. Errors are told for tasks that were held out.
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from planner.cost import TaskCost
 from planner.features import Floats
+from planner.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
 from planner.profile import Fusion, Profile
+from planner.records import Record, on_one_clock
 from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
-from planner.task import Choice, Task
-from planner.work import FEATURES, INDEX, NUM_FEATURES
+from planner.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
@@ -61,34 +61,11 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     REST: (),  # what is left of whole steps: ``_rest``
 }
 REST_TERMS = ("always", *_GROUPS, "num_stacks", "vector_bytes", "gradient_bytes", "counted_bytes")
-FLOOR_MS = 0.15  # relative errors count less below: clocks and the host's scheduler
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
 MEMBERS, EPOCHS = 5, 150
+FOLDS = 4
 _POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One plan as it was measured: ``totals`` [D, F] counts, ``phases`` [D, P] ms."""
-
-    sample: int
-    name: str
-    totals: Floats
-    phases: Floats
-    step_ms: float
-    noise: float
-
-
-def empty_profile(world_size: int, backend: str) -> Profile:
-    """Prices nothing: for counting work."""
-    zero = tuple((0.0,) * NUM_PHASES for _ in range(NUM_FEATURES))
-    return Profile(weights=zero, world_size=world_size, backend=backend)
-
-
-def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
-    """[D, F] of a plan."""
-    return TaskCost(empty_profile(task.world_size, task.backend), task).totals(plan)
 
 
 def fit(
@@ -98,20 +75,21 @@ def fit(
     seed: int = 0,
     about: Mapping[str, str] | None = None,
     step_factors: Mapping[str, float] | None = None,
+    judged: bool = True,
 ) -> Profile:
-    """A profile from measurements of several tasks on one world; DataError for too few of them."""
+    """A profile from measurements of several tasks on one world; DataError for too few of them.
+
+    ``judged`` also fits it to parts of the tasks, to tell how far it is off on the others.
+    """
     samples = sorted({record.sample for record in records})
     if len(samples) < 3:
         raise DataError(
             f"calibration: {len(samples)} measured samples; a fit needs 3 at least, let it run on"
         )
-    held = set(samples[::5]) if len(samples) >= 10 else set[int]()
-    train = [record for record in records if record.sample not in held]
     errors: dict[str, float] = {}
-    if held:
-        judged = _fit(train, backend, seed)
-        errors = judge(judged, [record for record in records if record.sample in held])
-    final = _fit(records, backend, seed)
+    if judged and len(samples) >= 2 * FOLDS:
+        errors = held_out_errors(records, backend, seed)
+    final = _fit(on_one_clock(records), backend, seed)
     return Profile(
         weights=final.weights,
         world_size=final.world_size,
@@ -123,6 +101,23 @@ def fit(
         sources={"work": "measured", "transfers": "measured", "fusion": "learned from measured"},
         about=dict(about or {}),
     )
+
+
+def held_out_errors(records: Sequence[Record], backend: str, seed: int) -> dict[str, float]:
+    """Every task judged by a fit to the others, a ``FOLDS``-th of the tasks left out at a time."""
+    samples = sorted({record.sample for record in records})
+    phases: dict[int, Floats] = {}
+    steps: dict[int, float] = {}
+    for fold in range(FOLDS):
+        held = set(samples[fold::FOLDS])
+        mine = [n for n, record in enumerate(records) if record.sample in held]
+        train = [record for record in records if record.sample not in held]
+        profile = _fit(on_one_clock(train), backend, seed)
+        tested = [records[n] for n in mine]
+        phases |= dict(zip(mine, predicted_phases(profile, tested), strict=True))
+        steps |= dict(zip(mine, predicted_steps(profile, tested).tolist(), strict=True))
+    order = range(len(records))
+    return judge(records, [phases[n] for n in order], np.array([steps[n] for n in order]))
 
 
 def _fit(records: Sequence[Record], backend: str, seed: int) -> Profile:
@@ -281,17 +276,6 @@ def _train(
     ]
 
 
-def predicted_phases(profile: Profile, records: Sequence[Record]) -> list[Floats]:
-    """[D, P] for each record."""
-    weights = profile.weights_for(records[0].totals.shape[0])
-    found: list[Floats] = []
-    for record in records:
-        linear = np.maximum(record.totals @ weights, 0.0)
-        learned = profile.corrected(record.totals, linear) if profile.members else linear
-        found.append(learned)
-    return found
-
-
 def _hidden(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
     """The share of each transfer that overlap hides, by which the measured steps are met best."""
     phases = np.stack(predicted_phases(profile, records))
@@ -306,53 +290,3 @@ def _hidden(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
         tried = {share: error({**best, kind: share}) for share in _SHARES}
         best[kind] = min(tried, key=tried.__getitem__)
     return best
-
-
-def judge(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
-    """Errors on these records: of phases, of steps, of the order of plans within a task.
-
-    ``regret`` is how much slower the plan that is predicted fastest was than the fastest, over the
-    tasks; that of a plan taken at random is beside it.
-    """
-    phases = np.stack(predicted_phases(profile, records))
-    measured = np.stack([record.phases for record in records])
-    steps = step_ms(phases, profile.hidden)
-    actual = np.array([record.step_ms for record in records])
-    errors = {
-        f"{name} relative": float(
-            np.median(
-                np.abs(phases[..., place] - measured[..., place])
-                / (measured[..., place] + FLOOR_MS)
-            )
-        )
-        for name, place in PHASE.items()
-        if measured[..., place].mean() > LEAST_LEARNED_MS
-    }
-    errors["step relative"] = float(np.median(np.abs(steps / actual - 1.0)))
-    errors["noise of steps"] = float(np.median([record.noise for record in records]))
-    regrets: list[float] = []
-    blind: list[float] = []
-    ranks: list[float] = []
-    for sample in sorted({record.sample for record in records}):
-        mine = np.array([record.sample == sample for record in records])
-        if mine.sum() < 3:
-            continue
-        real, said = actual[mine], steps[mine]
-        regrets.append(float(real[said.argmin()] / real.min() - 1.0))
-        blind.append(float(real.mean() / real.min() - 1.0))
-        ranks.append(_spearman(real, said))
-    if regrets:
-        errors |= {
-            "regret": float(np.mean(regrets)),
-            "regret of a random plan": float(np.mean(blind)),
-            "rank correlation": float(np.mean(ranks)),
-        }
-    return errors
-
-
-def _spearman(a: Floats, b: Floats) -> float:
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-__all__ = ["FEATURES", "TERMS", "Record", "count_work", "empty_profile", "fit", "judge"]

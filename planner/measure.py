@@ -1,24 +1,23 @@
-"""One plan on the ranks of a world, with the engine's own trainer: what each move takes.
+"""Plans on the ranks of a world, with the engine's own trainer: what each move takes.
 
 Moves are timed by a watch of the trainer's moves, transfers where the engine waits for them.
-In serial steps every move begins on all ranks at once, so that a rank's waits are transfers and not
-the work of others; steps with overlap are timed as a whole.
+Plans of a task take turns. In serial steps every move begins on all ranks at once, so that a rank's
+waits are transfers and not the work of others; steps with overlap are timed as a whole.
 """
 
 import json
-import resource
-import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from planner.process_memory import peak_bytes, reset_peak, resident_bytes
 from planner.ranks import gather_texts
-from planner.simulate import MOVES, PHASES, TRANSFERS
+from planner.simulate import PHASES, TRANSFERS
 from planner.task import Choice, Task, embedding_plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
@@ -50,15 +49,14 @@ class Rows:
 class Measured:
     """``phases`` [rank][phase] in ms, of serial steps; ``step_ms`` with overlap, over all ranks.
 
-    ``noise`` is the relative spread of the steps (median absolute deviation). ``peak_bytes`` is
-    what each rank's process grew by, at its highest, while the plan was built and ran.
+    ``rounds_ms`` are such steps of each round alone. ``peak_bytes`` is what each rank's process
+    grew by, at its highest, while the plan was built and took its first steps.
     """
 
     phases: list[list[float]]
     step_ms: float
-    serial_ms: float
-    noise: float
-    peak_bytes: list[int] = field(default_factory=list[int])
+    rounds_ms: list[float]
+    peak_bytes: list[int]
 
 
 class MoveTimer:
@@ -149,119 +147,119 @@ def make_trainer(
     return Trainer(model, tables, optimizer, boxing, dtype=task.dtype, seed=3, schedule=SERIAL)
 
 
-def measure(
-    boxing: Boxing,
-    task: Task,
-    plan: Mapping[str, Choice],
-    batches: Sequence[Rows],
-    *,
-    repeats: int = 5,
-    overlapped: int = 8,
-) -> Measured:
-    """Serial steps move by move, then steps with overlap; every rank calls it, all get the same."""
-    reset_peak()
-    before = resident_bytes()
-    trainer = make_trainer(boxing, task, plan)
-    _steps(trainer, batches, 2)
-    serial: list[dict[str, float]] = []
-    totals: list[float] = []
-    for repeat in range(repeats):
+def time_moves(
+    boxing: Boxing, trainer: Trainer, batches: Sequence[Rows], steps: int
+) -> list[list[float]]:
+    """[steps][phase] ms of this rank in serial steps, after one that is not timed.
+
+    The caches are as whatever ran before left them. The trainer goes on with overlap.
+    """
+    trainer.schedule = SERIAL
+    trainer.step(batches[0])
+    found: list[list[float]] = []
+    for number in range(steps):
         with MoveTimer(boxing) as timer:
             trainer.move_watch = timer
-            start = time.perf_counter()
-            trainer.step(batches[repeat % len(batches)])
-            totals.append(1e3 * (time.perf_counter() - start))
-        serial.append(timer.times)
+            trainer.step(batches[number % len(batches)])
+        found.append([round(timer.times[name], 4) for name in PHASES])
     trainer.move_watch = MoveTimes()
     trainer.schedule = OVERLAPPED
-    times = _timed_steps(boxing, trainer, batches, overlapped)
-    peak = peak_bytes() - before
-    mine = [[round(one[name], 4) for name in PHASES] for one in serial]
-    texts = gather_texts(boxing, json.dumps([mine, totals, times, peak]))
-    return _join([json.loads(text) for text in texts])
+    return found
 
 
-def _join(ranks: Sequence[tuple[list[list[float]], list[float], list[float], int]]) -> Measured:
-    """Lower quartiles over the steps, for what else runs on a machine only adds to them.
+class _Turn:
+    """One plan's trainer on this rank, and what its steps took so far."""
+
+    def __init__(
+        self, boxing: Boxing, task: Task, plan: Mapping[str, Choice], batches: Sequence[Rows]
+    ) -> None:
+        reset_peak()
+        before = resident_bytes()
+        self._boxing, self._batches = boxing, batches
+        self._trainer = make_trainer(boxing, task, plan)
+        self._trainer.schedule = OVERLAPPED
+        self._steps(2)
+        self.peak_bytes = peak_bytes() - before
+        self.serial: list[list[float]] = []  # [step][phase]
+        self.overlapped: list[list[float]] = []  # [round][step]
+
+    def run(self, serial: int, overlapped: int) -> None:
+        """Steps in turn one by one, move by move, then steps with the next batch's ids ahead."""
+        if serial:
+            self.serial += time_moves(self._boxing, self._trainer, self._batches, serial)
+        self._boxing.world.barrier()
+        # The first has no ids ahead, the last sends none: neither is like the steps of a run.
+        self.overlapped.append(self._steps(overlapped + 2)[1:-1])
+
+    def _steps(self, count: int) -> list[float]:
+        """ms of each step; all but the last have another batch's ids ahead."""
+        times: list[float] = []
+        for number in range(count):
+            coming = self._batches[(number + 1) % len(self._batches)]
+            start = time.perf_counter()
+            loss = self._trainer.step(
+                self._batches[number % len(self._batches)], coming if number + 1 < count else None
+            )
+            if loss.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+
+
+def measure_in_turns(
+    boxing: Boxing,
+    task: Task,
+    plans: Sequence[Mapping[str, Choice]],
+    batches: Sequence[Rows],
+    *,
+    rounds: int = 3,
+    serial: int = 2,
+    overlapped: int = 6,
+) -> list[Measured]:
+    """Plans of one task side by side: in every round each takes ``serial`` steps move by move and
+    ``overlapped`` ones as a run takes them.
+
+    What drifts on a machine in minutes hits all plans of a task alike, so that their order is told
+    by steps that were taken together. Every rank calls it and all get the same.
+    """
+    turns = [_Turn(boxing, task, plan, batches) for plan in plans]
+    for number in range(rounds):
+        for place in range(len(turns)):
+            turns[(place + number) % len(turns)].run(serial, overlapped)
+    mine = [[turn.serial, turn.overlapped, turn.peak_bytes] for turn in turns]
+    ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(mine))]
+    return [_join(of_plan) for of_plan in zip(*ranks, strict=True)]
+
+
+def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> Measured:
+    """Lower quartiles over the steps, for what else runs on a machine only adds to them; a step
+    is as long as on its slowest rank.
+    """
+    phases = phases_of([serial for serial, _, _ in ranks])
+    rounds = [
+        [max(one) for one in zip(*of_round, strict=True)]
+        for of_round in zip(*(overlapped for _, overlapped, _ in ranks), strict=True)
+    ]
+    return Measured(
+        phases=phases,
+        step_ms=_lower_quartile([ms for times in rounds for ms in times]),
+        rounds_ms=[round(_lower_quartile(times), 4) for times in rounds],
+        peak_bytes=[peak for _, _, peak in ranks],
+    )
+
+
+def phases_of(ranks: Sequence[list[list[float]]]) -> list[list[float]]:
+    """[rank][phase] ms from ``time_moves`` of all ranks, lower quartiles over the steps.
 
     Of a transfer it is what the rank waited that came to it last.
     """
-    steps_of = [mine for mine, _, _, _ in ranks]
-    for step in zip(*steps_of, strict=True):
+    for step in zip(*ranks, strict=True):
         for place in (PHASES.index(name) for name in TRANSFERS):
             least = min(row[place] for row in step)
             for row in step:
                 row[place] = least
-    phases = [[_lower_quartile(column) for column in zip(*mine, strict=True)] for mine in steps_of]
-    steps = [max(one) for one in zip(*(times for _, _, times, _ in ranks), strict=True)]
-    median = statistics.median(steps)
-    spread = statistics.median(abs(ms - median) for ms in steps) / max(median, 1e-9)
-    return Measured(
-        phases=phases,
-        step_ms=_lower_quartile(steps),
-        serial_ms=max(_lower_quartile(totals) for _, totals, _, _ in ranks),
-        noise=spread,
-        peak_bytes=[peak for _, _, _, peak in ranks],
-    )
+    return [[_lower_quartile(column) for column in zip(*steps, strict=True)] for steps in ranks]
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
-
-
-def _steps(trainer: Trainer, batches: Sequence[Rows], count: int) -> None:
-    for number in range(count):
-        coming = batches[(number + 1) % len(batches)]
-        trainer.step(batches[number % len(batches)], coming if number + 1 < count else None)
-
-
-def _timed_steps(
-    boxing: Boxing, trainer: Trainer, batches: Sequence[Rows], count: int
-) -> list[float]:
-    """ms of each of ``count`` steps with the next batch's ids ahead, after two that warm up."""
-    if not count:
-        return [0.0]
-    times: list[float] = []
-    total = count + 2
-    for number in range(total):
-        coming = batches[(number + 1) % len(batches)]
-        if number == 2:
-            boxing.world.barrier()
-        start = time.perf_counter()
-        loss = trainer.step(batches[number % len(batches)], coming if number + 1 < total else None)
-        if loss.device.type == "cuda":
-            torch.cuda.synchronize()
-        if number >= 2:
-            times.append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def resident_bytes() -> int:
-    """Of this process now; on systems without /proc, its highest so far."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def reset_peak() -> None:
-    """Let the highest resident size start from now, where the system can."""
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
-    except OSError:
-        return
-
-
-def peak_bytes() -> int:
-    """Highest resident size since ``reset_peak``, or of the process where it cannot be reset."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            found = [line.split()[1] for line in file if line.startswith("VmHWM:")]
-        return int(found[0]) * 1024
-    except (OSError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-__all__ = ["MOVES", "Measured", "MoveTimer", "Rows", "dense_work_of", "make_trainer", "measure"]

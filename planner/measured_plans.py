@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from planner.design import Sample, draw_batches
-from planner.measure import measure
+from planner.measure import measure_in_turns
 from planner.tables_file import TablesFile
 from planner.task import Plan
 from sbpflow.boxing.executor import Boxing
@@ -21,9 +21,5 @@ def measure_plans(tables: TablesFile, plans: Sequence[Plan], *, rounds: int) -> 
         boxing = Boxing(world)
         sample = Sample(task=tables.task(world.size, world.device.type), laws=tables.laws)
         batches = draw_batches(sample, world.rank, 2, world.device)
-        times: list[list[float]] = [[] for _ in plans]
-        for _ in range(rounds):
-            for mine, plan in zip(times, plans, strict=True):
-                found = measure(boxing, sample.task, plan, batches, repeats=1, overlapped=8)
-                mine.append(found.step_ms)
-        return [statistics.median(mine) for mine in times] if world.rank == 0 else None
+        found = measure_in_turns(boxing, sample.task, plans, batches, rounds=rounds, serial=0)
+        return [statistics.median(one.rounds_ms) for one in found] if world.rank == 0 else None

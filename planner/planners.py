@@ -1,10 +1,11 @@
 """The planners by name, behind one function: ours, and the published ones to compare with.
 
 ``auto`` searches all layouts under the cost model. Of the others, those that learn are trained when
-they are asked for, on tasks drawn by ``planner.workloads`` for the same world and batch, priced as
-the task is; that takes up to a minute.
+they are first asked for, on tasks drawn by ``planner.workloads`` for the same world and batch,
+priced as the task is; that takes up to a minute, and what they learned is kept.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from planner.published.greedy import (
     size_greedy,
     size_lookup_greedy,
 )
+from planner.published.kept import keep, path_of, recall
 from planner.published.neuroshard import NeuroShard
 from planner.published.setting import Setting
 from planner.search.auto import Effort, Found, search
@@ -31,6 +33,8 @@ from planner.shapes import plan_of, problem_of
 from planner.task import Plan
 from planner.workloads import random_task
 from sbpflow.errors import ConfigError
+
+LOG = logging.getLogger(__name__)
 
 PlannerName = Literal[
     "auto",
@@ -52,6 +56,12 @@ GREEDY: Mapping[str, Callable[[Setting], Assignment]] = {
     "lookup": lookup_greedy,
     "size-lookup": size_lookup_greedy,
 }
+LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
+    "neuroshard": NeuroShard,
+    "dreamshard": DreamShard,
+    "autoshard": AutoShard,
+}
+MOST_FOR_EMBARK = 2000  # tables x ranks, beyond which its 189 placements take seconds
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # of a training task, from .. to
 
@@ -105,7 +115,7 @@ def published_seeds(setting: Setting) -> dict[str, Assignment]:
     if any(_lacks_whole(setting)):
         return {}
     plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}
-    if len(setting.tables) <= 300:
+    if len(setting.tables) * setting.num_ranks <= MOST_FOR_EMBARK:
         plans["embark"] = embark(setting)
     return plans
 
@@ -120,19 +130,24 @@ def _lacks_whole(setting: Setting) -> list[bool]:
 def published(
     name: PlannerName, like: Sequence[TaskCost], seed: int
 ) -> Callable[[Setting], Assignment]:
-    """A published planner, trained if it learns, for tasks like those given."""
+    """A published planner, for tasks like those given.
+
+    One that learns is trained, or taken from where it was kept when it was last.
+    """
     if name in GREEDY:
         return GREEDY[name]
     if name == "embark":
         return embark
-    settings = training_settings(like, seed)
-    if name == "neuroshard":
-        return NeuroShard.train(settings, seed).plan
-    if name == "dreamshard":
-        return DreamShard.train(settings, seed).plan
-    if name == "autoshard":
-        return AutoShard.train(settings, seed).plan
-    raise ConfigError(f"--planner: {name!r} is not a published one; use {', '.join(PLANNERS[1:])}")
+    if name not in LEARNED:
+        others = ", ".join(PLANNERS[1:])
+        raise ConfigError(f"--planner: {name!r} is not a published one; use {others}")
+    kind, path = LEARNED[name], path_of(name, like, seed)
+    model = kind.blank(like[0].task.world_size)
+    if not recall(model, path):
+        LOG.info("%s learns from %d drawn tasks", name, TRAINING_TASKS)
+        model = kind.train(training_settings(like, seed), seed)
+        keep(model, path)
+    return model.plan
 
 
 def training_settings(like: Sequence[TaskCost], seed: int) -> list[Setting]:

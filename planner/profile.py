@@ -161,20 +161,37 @@ class Profile:
 
     def corrected(self, totals: Floats, linear: Floats, member: int | None = None) -> Floats:
         """[.., P] with the learned corrections, of one member or on average."""
-        stacked = self._stacked
-        shape = (self.num_members, len(stacked.phases))
+        stacked = self._stacked if member is None else self._alone[member]
         # All members and phases in one product: a search calls this thousands of times a second.
         inside = np.maximum(totals @ stacked.mix, 0.0)
         terms = np.power(inside, stacked.power, out=inside)
         terms *= stacked.scale
-        raised = terms.reshape(*totals.shape[:-1], *shape, -1).sum(axis=-1)
+        raised = terms.reshape(*totals.shape[:-1], *stacked.low.shape, -1).sum(axis=-1)
         plain = linear[..., None, stacked.phases]
         values = np.clip(raised, stacked.low * plain, stacked.high * plain)
         out = linear.copy()
-        out[..., stacked.phases] = (
-            values.mean(axis=-2) if member is None else values[..., member, :]
-        )
+        out[..., stacked.phases] = values.mean(axis=-2)
         return out
+
+    @cached_property
+    def _alone(self) -> "list[_Stacked]":
+        """The corrections of one member each."""
+        all_of_them = self._stacked
+        found: list[_Stacked] = []
+        width = all_of_them.scale.size // self.num_members
+        for member in range(self.num_members):
+            part = slice(member * width, (member + 1) * width)
+            found.append(
+                _Stacked(
+                    phases=all_of_them.phases,
+                    mix=np.ascontiguousarray(all_of_them.mix[:, part]),
+                    scale=all_of_them.scale[part],
+                    power=all_of_them.power[part],
+                    low=all_of_them.low[member : member + 1],
+                    high=all_of_them.high[member : member + 1],
+                )
+            )
+        return found
 
     @cached_property
     def _stacked(self) -> "_Stacked":

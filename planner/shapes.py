@@ -96,7 +96,7 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
         shards=shards,
         home=cost.home,
         keys=cache(cost.keys),
-        alike=not len(shards) or bool(np.allclose(shards, shards[:1], rtol=ALIKE, atol=0.0)),
+        alike=not len(shards) or bool((np.ptp(shards, 0) <= ALIKE * np.abs(shards[0])).all()),
     )
 
 

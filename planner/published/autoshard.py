@@ -88,6 +88,11 @@ class AutoShard:
     scaling: Scaling
     unit_ms: float = 1.0
 
+    @classmethod
+    def blank(cls, num_ranks: int) -> "AutoShard":
+        """Untrained; the networks are the same for any number of ranks."""
+        return cls(Net(), Scaling.none())
+
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "AutoShard":
         """From tasks to train on, each with the prices that stand for measurements."""

@@ -78,6 +78,11 @@ class DreamShard:
     unit_ms: float = 1.0
     losses: list[float] = field(default_factory=list[float])
 
+    @classmethod
+    def blank(cls, num_ranks: int) -> "DreamShard":
+        """Untrained; the networks are the same for any number of ranks."""
+        return cls(Net(), Scaling.none())
+
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
         """From tasks to train on, each with the prices that stand for measurements."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from planner.published.setting import NUM_FEATURES
 from planner.search.problem import Floats
 
 LOGARITHMIC = (1, 2, 3)  # rows, pooling, size: over several orders of magnitude
@@ -33,6 +34,11 @@ class Scaling:
 
     mean: Floats
     deviation: Floats
+
+    @staticmethod
+    def none() -> "Scaling":
+        """Nothing is scaled."""
+        return Scaling(np.zeros(NUM_FEATURES), np.ones(NUM_FEATURES))
 
     @staticmethod
     def of(features: Floats) -> "Scaling":

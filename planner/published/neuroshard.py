@@ -56,6 +56,11 @@ class ComputeNet(nn.Module):
         return self.head(summed).squeeze(-1)
 
 
+def exchange_net(num_ranks: int) -> nn.Sequential:
+    """Sums of columns of all devices -> ms of each one's exchange."""
+    return mlp(num_ranks, 128, 64, 32, 16, num_ranks)
+
+
 @dataclass
 class NeuroShard:
     """Trained networks for one number of devices."""
@@ -66,6 +71,11 @@ class NeuroShard:
     compute_ms: float
     exchange_ms: float
     columns: float  # what sums of columns are divided by
+
+    @classmethod
+    def blank(cls, num_ranks: int) -> "NeuroShard":
+        """Untrained, for this number of ranks."""
+        return cls(ComputeNet(), exchange_net(num_ranks), Scaling.none(), 1.0, 1.0, 1.0)
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "NeuroShard":
@@ -237,7 +247,7 @@ def _train(settings: Sequence[Setting], random: np.random.Generator, amount: Amo
     sums, exchange = _placements(settings, random, amount.placements)
     model = NeuroShard(
         compute=ComputeNet(),
-        exchange=mlp(sums.shape[1], 128, 64, 32, 16, exchange.shape[1]),
+        exchange=exchange_net(sums.shape[1]),
         scaling=scaling,
         compute_ms=float(compute.mean()),
         exchange_ms=max(float(exchange.mean()), 1e-9),

@@ -150,7 +150,7 @@ class Inserter:
                 if key not in state.present:
                     added[tried.owner == place, key[0]] += 1.0
         totals = state.totals[None] + added[:, None]
-        before, after = problem.pricing.rank_ms(state.totals), problem.pricing.rank_ms(totals)
+        before, after = problem.pricing.rough_ms(state.totals), problem.pricing.rough_ms(totals)
         above = np.maximum(after - before.max(axis=0), 0.0).sum(axis=-1)
         held = problem.pricing.memory(totals)
         lacking = np.maximum(held - problem.limit_bytes, 0.0) / problem.limit_bytes.mean()

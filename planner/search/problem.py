@@ -51,11 +51,15 @@ class Option:
 class Pricing(Protocol):
     """A cost model as the search sees it. Times are milliseconds.
 
-    Both functions grow with every feature and every phase: more work never makes a step shorter.
+    All functions grow with every feature and every phase: more work never makes a step shorter.
     """
 
     def rank_ms(self, totals: Floats) -> Floats:
         """[.., features] -> [.., phases], rank by rank."""
+        ...
+
+    def rough_ms(self, totals: Floats) -> Floats:
+        """The same, cheaper and less exact: good enough to tell which moves to price."""
         ...
 
     def combine(self, phases: Floats) -> Floats:

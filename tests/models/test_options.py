@@ -15,7 +15,7 @@ from sbpflow.run.job import build_job
 from sbpflow.run.plain_model import plain_model
 from sbpflow.runtime import compiler
 from sbpflow.tensor import ops
-from tests.models.twins import MODELS, STEPS, config_of, twin_run
+from tests.models.twins import FEW, MODELS, config_of, twin_run
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device, train
 
 SHORT = 7
@@ -186,7 +186,7 @@ def plain_form(name):
     config = config_of(name, "1")
     spec = config.model.spec(FIELDS)
     module = spec.plain(seed=config.run.seed).double()
-    _, twin, logits = twin_run(name)
+    _, twin, logits = twin_run(name, FEW)
     values = {key: value for key, (value, _) in named(twin).items()}
     own = dict(module.named_parameters())
     assert own.keys() == spec.parameters.keys() == values.keys() - {t for t in values if "C" in t}
@@ -197,7 +197,7 @@ def plain_form(name):
             value.copy_(values[key])
         for buffer, value in zip(module.buffers(), running, strict=True):
             buffer.copy_(value)
-    batch = make_batches(STEPS, 30)[0]
+    batch = make_batches(FEW, 30)[0]
     vectors = {
         output.name: [values[table.name][batch.ids[:, n].long()]
                       for n, table in enumerate(output.tables)]

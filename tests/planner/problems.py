@@ -25,6 +25,9 @@ class PhaseMaxima:
         linear = totals @ LINEAR
         return linear * (1.0 + self.bend * linear / (1.0 + linear))
 
+    def rough_ms(self, totals: Floats) -> Floats:
+        return self.rank_ms(totals)
+
     def combine(self, phases: Floats) -> Floats:
         return phases.max(axis=-2).sum(axis=-1)
 

@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from planner.calibrate import QUICK, Journal, calibrate, plan_of_tree, plan_tree
+from planner.calibrate import QUICK, Journal, calibrate
 from planner.cost import CostModel
 from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
-from planner.fit import TERMS, Record, count_work, fit, judge, nonnegative_least_squares
-from planner.measure import MoveTimer, make_trainer, measure
+from planner.fit import TERMS, fit, nonnegative_least_squares
+from planner.judge import judge, predicted_phases, predicted_steps
+from planner.measure import MoveTimer, make_trainer, measure_in_turns
 from planner.optimizers import NAMES
 from planner.profile import load, weights_from
 from planner.ranks import gather_texts
+from planner.records import (
+    Record,
+    count_work,
+    drift_of,
+    empty_profile,
+    on_one_clock,
+    plan_of_tree,
+    plan_tree,
+    session_of,
+)
 from planner.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from planner.task import Choice, Shape
 from planner.work import INDEX, MEMORY
@@ -28,7 +39,8 @@ SETTINGS = replace(
     plans_per_sample=2,
     picks_per_round=1,
     most_rows=500,
-    repeats=1,
+    turns=1,
+    serial=1,
     overlapped=1,
 )
 
@@ -49,10 +61,20 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     (counts, first), (_, second) = ranks(2, calibrate_twice, path)
     assert (first, second) == (True, False)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert counts[0] == counts[1] == len(lines) == 3 * 2 + 3  # nothing is measured twice
+    assert counts[0] == counts[1] == len(lines) == 3 * 2 + 3 * 2  # nothing is measured twice
     assert len({(one["sample"], one["name"]) for one in lines}) == len(lines)
     assert any(one["name"].startswith("pick 1.") for one in lines)
     assert any(one["name"].startswith("all ") for one in lines)
+    again = [one for one in lines if one["name"].startswith("again 1 ")]
+    assert len(again) == 3  # the best drawn plan of every task, for the noise
+    times = {(one["sample"], one["name"]): one["step_ms"] for one in lines}
+    for one in again:
+        drawn = [
+            ms
+            for (sample, name), ms in times.items()
+            if sample == one["sample"] and not name.startswith(("pick", "again"))
+        ]
+        assert times[one["sample"], one["name"].removeprefix("again 1 ")] == min(drawn)
     one = lines[0]
     assert plan_tree(plan_of_tree(one["plan"])) == one["plan"]
     assert np.array(one["phases"]).shape == (2, NUM_PHASES)
@@ -141,15 +163,13 @@ def peak_and_prediction(world):
     }
     sample = laws_of(task)
     batches = draw_batches(sample, world.rank, 2, world.device)
-    measure(boxing, task, plan, batches, repeats=1, overlapped=1)  # what is there once
-    found = measure(boxing, task, plan, batches, repeats=1, overlapped=1)
+    measure_in_turns(boxing, task, [plan], batches, rounds=1)  # what is there once
+    (found,) = measure_in_turns(boxing, task, [plan], batches, rounds=1)
     cost = CostModel(load_nothing()).of(task)
     return found.peak_bytes, cost.memory(cost.totals(plan)).tolist()
 
 
 def load_nothing():
-    from planner.fit import empty_profile
-
     return empty_profile(2, "gloo")
 
 
@@ -203,7 +223,7 @@ def made_records(noise, samples=12):
                     totals=totals,
                     phases=noisy,
                     step_ms=step * float(np.exp(random.normal(0, noise))),
-                    noise=noise,
+                    rounds_ms=(step, step),
                 )
             )
     return records
@@ -222,9 +242,35 @@ def test_a_fit_predicts_steps_and_chooses_well_on_tasks_it_has_not_seen(fitted):
 
 def test_a_correction_learns_what_the_sum_cannot_say(fitted):
     fresh = made_records(0.0, samples=14)[12 * 6 :]  # two further tasks
-    with_it = judge(fitted, fresh)["update relative"]
-    without = judge(replace(fitted, members=()), fresh)["update relative"]
-    assert with_it < 0.7 * without
+
+    def error(profile):
+        phases, steps = predicted_phases(profile, fresh), predicted_steps(profile, fresh)
+        return judge(fresh, phases, steps)["update relative"]
+
+    assert error(fitted) < 0.7 * error(replace(fitted, members=()))
+
+
+def test_sessions_are_judged_apart_and_brought_on_one_clock():
+    """The second session ran on a machine twice as slow; its model chooses by the plans alone."""
+    exact = made_records(0.0, samples=1)
+    names = ["all whole", "mix 1", "mix 3", "pick 1.0", "pick 1.1", "again 1 mix 1"]
+    exact[5] = replace(exact[5], totals=exact[1].totals, step_ms=exact[1].step_ms)
+    records = [
+        replace(one, name=name, session=session_of(name), step_ms=one.step_ms * (1 + (n > 2)))
+        for n, (name, one) in enumerate(zip(names, exact, strict=True))
+    ]
+    assert [one.session for one in records] == [0, 0, 0, 1, 1, 1]
+    assert drift_of(records) == {(0, 1): pytest.approx(2.0)}
+    steps = np.array([one.step_ms for one in on_one_clock(records)])
+    np.testing.assert_allclose(steps, [one.step_ms for one in exact])
+    errors = judge(records, [one.phases for one in records], steps)
+    assert errors["step relative"] == errors["regret"] == errors["regret of one round"] == 0.0
+    assert errors["rank correlation"] == pytest.approx(1.0)
+    assert errors["drift between sessions"] == pytest.approx(np.log(2.0))
+    wrong = judge(records, [one.phases for one in records], -steps)
+    first, second = steps[:3], steps[3:]
+    regret = [max(one) / min(one) - 1.0 for one in (first, second)]
+    assert wrong["regret"] == pytest.approx(np.mean(regret))
 
 
 def test_weights_are_of_terms_that_the_phase_can_depend_on(fitted):

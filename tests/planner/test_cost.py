@@ -5,8 +5,8 @@ import pytest
 
 from planner.clusters import described
 from planner.cost import CostModel, TaskCost
-from planner.fit import count_work
 from planner.profile import Fusion, Profile, load, weights_from
+from planner.records import count_work
 from planner.simulate import NUM_PHASES, PHASE, SCHEDULES, max_of_sums, step_ms, sum_of_maxima
 from planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
 from planner.work import INDEX, MEMORY, NUM_FEATURES

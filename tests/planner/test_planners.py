@@ -10,7 +10,14 @@ import torch
 from planner.clusters import described
 from planner.cost import CostModel
 from planner.plan_command import compare, explain, plan
-from planner.planners import GREEDY, make_plan, planner_of, published_seeds
+from planner.planners import (
+    GREEDY,
+    LEARNED,
+    make_plan,
+    planner_of,
+    published,
+    published_seeds,
+)
 from planner.published import autoshard, dreamshard, neuroshard
 from planner.published.embark import embark
 from planner.published.setting import Setting
@@ -87,12 +94,33 @@ def test_embark_cuts_the_table_that_stands_out():
     assert found["t2"].shape.num_shards > 1
 
 
+DREAMSHARD = dreamshard.Amount(iterations=1, placements=2, cost_steps=3)
+NEUROSHARD = neuroshard.Amount(sets=40, placements=20, epochs=2)
+AUTOSHARD = autoshard.Amount(steps=40, episodes=2, cost_updates=1)
+
+
+def test_what_a_planner_learned_is_kept_for_the_same_arguments(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    one = setting(6, 2, 9)
+    small = {"dreamshard": DREAMSHARD, "neuroshard": NEUROSHARD, "autoshard": AUTOSHARD}
+    for name, kind in LEARNED.items():
+        train = kind.train
+        monkeypatch.setattr(
+            kind, "train", lambda tasks, seed, n=name, t=train: t(tasks[:3], seed, small[n])
+        )
+        learned = published(name, [one.problem.pricing], 3)(one)
+        monkeypatch.setattr(kind, "train", lambda *_: pytest.fail("it learned again"))
+        assert published(name, [one.problem.pricing], 3)(one) == learned
+        with pytest.raises(pytest.fail.Exception, match="learned again"):
+            published(name, [one.problem.pricing], 4)
+
+
 @pytest.mark.parametrize(
     ("kind", "amount"),
     [
-        (dreamshard.DreamShard, dreamshard.Amount(iterations=1, placements=2, cost_steps=3)),
-        (neuroshard.NeuroShard, neuroshard.Amount(sets=40, placements=20, epochs=2)),
-        (autoshard.AutoShard, autoshard.Amount(steps=40, episodes=2, cost_updates=1)),
+        (dreamshard.DreamShard, DREAMSHARD),
+        (neuroshard.NeuroShard, NEUROSHARD),
+        (autoshard.AutoShard, AUTOSHARD),
     ],
 )
 def test_learned_planners_train_and_repeat_themselves(kind, amount):

@@ -1,0 +1,143 @@
+"""The plans that comparisons of planners measure: ours, ours without some of its parts, everyone's.
+
+A task is small enough for the ranks of a small machine: held-out tables of the pool, their rows and
+pooling cut. Everyone sees the same profile; the planners that learn were trained on the same drawn
+tasks, priced by it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.peer_torchrec_planner import torchrec_plan
+from planner.cost import CostModel
+from planner.design import Law, Sample
+from planner.features import BIN_SAMPLES, from_histogram
+from planner.measure import dense_work_of
+from planner.planners import GREEDY, make_plan, published
+from planner.profile import Profile
+from planner.published.setting import Setting
+from planner.search.auto import search
+from planner.search.problem import Assignment, price_of
+from planner.search.seeds import families
+from planner.shapes import assignment_of, plan_of, problem_of, table_wise
+from planner.task import DenseWork, Plan, Task, choice_of, embedding_plan
+from planner.workloads import Drawn, make_task, split_pool
+from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
+from sbpflow.embedding.plan.frequencies import IdFrequencies
+from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
+from sbpflow.run.build_plan import LOOPBACK_GB_PER_S
+
+MOST_ROWS, MOST_IDS = 50_000, 20.0
+DIMS = (8, 16, 32)
+DRAWN_AT_RANDOM = 4  # random placements, of which a measurement may keep the best, as of ours
+Planner = Callable[[Setting], Assignment]
+Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
+
+
+def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
+    """Held-out tables of the pool, cut, with their laws; the same for the same arguments."""
+    random = np.random.default_rng([number, num_tables, 77])
+    half = split_pool(held_out=True)
+    drawn: list[Drawn] = []
+    for place in random.choice(len(half), num_tables, replace=False):
+        one = half[int(place)]
+        rows, pooling = min(one.num_rows, MOST_ROWS), min(one.pooling, MOST_IDS)
+        drawn.append(replace(one, num_rows=rows, active=rows, pooling=pooling))
+    dims = [int(d) for d in random.choice(DIMS, num_tables)]
+    task = make_task(drawn, dims, world_size=world_size, batch_size=batch_size)
+    macs, parameters = dense_work_of(sum(dims))
+    task = replace(task, dense=DenseWork(macs_per_sample=macs, parameters=parameters))
+    laws = {f"t{n}": Law(s=one.s, q=one.q) for n, one in enumerate(drawn)}
+    return Sample(task=task, laws=laws)
+
+
+def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str, Planner]:
+    """Everyone else, trained once for this number of ranks and this batch."""
+    cost = CostModel(profile).of(like)
+    found = {name: published(name, [cost], 0) for name in names if name != "torchrec"}
+    return {**found, "torchrec": torchrec_plan} if "torchrec" in names else found
+
+
+def plans_of(
+    task: Task, profile: Profile, planners: dict[str, Planner], *, alike: bool = True
+) -> Named:
+    """Ours and its next best, ablations, everyone else's; ``alike``: all tables in one shape."""
+    cost = CostModel(profile).of(task)
+    ours = make_plan("auto", cost)
+    problem, found = ours.problem, ours.found
+    assert found is not None
+    setting = Setting(task, problem)
+    plans: dict[str, Assignment] = {"auto": ours.assignment}
+    for place, other in enumerate(found.others[:3]):
+        plans[f"auto {place + 2}"] = other
+    for name, planner in planners.items():
+        plans[name] = planner(setting)
+    for number in range(DRAWN_AT_RANDOM):
+        plans[f"random {number + 1}"] = GREEDY["random"](replace(setting, seed=number))
+    for shape in families(problem) if alike else ():
+        if f"all {shape}" in found.plans:
+            plans[f"all {shape}"] = found.plans[f"all {shape}"]
+    if alike:
+        plans["scheme: auto"] = assignment_of(problem, scheme_auto(task))
+    for name, plan in ablations(task, profile).items():
+        plans[name] = assignment_of(problem, plan)
+    return {
+        name: (plan_of(task, problem, plan), price_of(problem, plan).ms)
+        for name, plan in plans.items()
+    }
+
+
+def scheme_auto(task: Task) -> Plan:
+    """What ``parallel.scheme: auto`` takes without a calibration, told how often ids repeat."""
+    size = BIN_SAMPLES
+    known: dict[str, IdFrequencies] = {}
+    for table in task.tables:
+        stats, per_sample = task.stats[table.name], task.lookups(table) / task.batch_size
+        rows = stats.touched(size * per_sample)
+        bins = tuple(
+            (round(rows * share), round(size * per_sample * mass))
+            for share, mass in zip(stats.bin_rows, stats.bin_lookups, strict=True)
+        )
+        known[table.features[0]] = IdFrequencies(bins=bins, per_sample=per_sample)
+
+    def plan(rules: Rules) -> Plan:
+        layouts = resolve_table_layouts(
+            ParallelConfig(tables=rules),
+            {table.name: table.shape for table in task.tables},
+            {},
+            task.world_size,
+            task.device_type,
+        )
+        return {name: choice_of(layout, task.world_size) for name, layout in layouts.items()}
+
+    ranked = rank_candidates(
+        candidates(task.tables, task.features, task.world_size, task.batch_size, known),
+        lambda rules: embedding_plan(task, plan(rules)),
+        num_rows=task.batch_size,
+        link_gb_per_s=LOOPBACK_GB_PER_S,
+        frequencies=known,
+    )
+    return plan(ranked[0].rules)
+
+
+def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
+    """Our search with a part of what it knows left out."""
+    plain = CostModel(replace(profile, members=())).of(task)
+    even = {
+        table.name: from_histogram(
+            [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size
+        )
+        for table in task.tables
+    }
+    cost = CostModel(profile).of(task)
+    narrow = problem_of(cost, table_wise)
+    whole = search(narrow).assignment
+    return {
+        "auto, no fusion correction": make_plan("auto", plain).plan,
+        "auto, ids taken as even": make_plan(
+            "auto", CostModel(profile).of(replace(task, stats=even))
+        ).plan,
+        "auto, whole or copied": plan_of(task, narrow, whole),
+    }

@@ -1,0 +1,123 @@
+"""One rank of a comparison of plans: steps in turns, or moves by this rank's own clock.
+
+Reads tasks with their plans from a file, and rank 0 writes what every plan took: ``rounds`` of
+steps as a run takes them, a round's order turned by one, and ``passes`` over serial steps, move by
+move.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.planner_plans import make_sample
+from planner.design import draw_batches
+from planner.measure import Rows, make_trainer, phases_of, time_moves
+from planner.ranks import gather_texts
+from planner.records import plan_of_tree
+from sbpflow.boxing.executor import Boxing
+from sbpflow.runtime.world import World
+from sbpflow.training.step_schedule import OVERLAPPED
+from sbpflow.training.trainer import Trainer
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 100
+STEPS = 4  # of a turn
+SERIAL_STEPS = 3
+TOLD_APART = 0.03
+
+
+def work(args: argparse.Namespace) -> None:
+    """All tasks, one after another."""
+    torch.set_num_threads(1)
+    tasks = json.loads(Path(args.tasks).read_text())
+    found: list[dict[str, Any]] = []
+    with World.start("cpu") as world:
+        boxing = Boxing(world)
+        for one in tasks:
+            sample = make_sample(
+                one["number"], world.size, num_tables=one["tables"], batch_size=one["batch"]
+            )
+            plans = [plan_of_tree(tree) for tree in one["plans"]]
+            batches = draw_batches(sample, world.rank, 2, world.device)
+            if args.passes:
+                made = (make_trainer(boxing, sample.task, plan) for plan in plans * args.passes)
+                moves = [time_moves(boxing, each, batches, SERIAL_STEPS) for each in made]
+                found.append({"moves": _joined(boxing, moves)})
+                continue
+            trainers = [make_trainer(boxing, sample.task, plan) for plan in plans]
+            for trainer in trainers:
+                trainer.schedule = OVERLAPPED
+            rounds = _rounds(boxing, trainers, batches, args.seconds)
+            moves = [time_moves(boxing, each, batches, SERIAL_STEPS) for each in trainers]
+            found.append({"rounds": rounds, "moves": _joined(boxing, moves)})
+        if world.rank == 0:
+            Path(args.output).write_text(json.dumps(found))
+
+
+def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[float]]]:
+    """[plan][rank][phase] ms."""
+    ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(moves))]
+    return [phases_of(of_plan) for of_plan in zip(*ranks, strict=True)]
+
+
+def _rounds(
+    boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
+) -> list[list[float]]:
+    """[plan][round] ms of a step."""
+    times: list[list[float]] = [[] for _ in trainers]
+    stop = time.monotonic() + seconds
+    for number in range(MOST_ROUNDS + 1):
+        for turn in range(len(trainers)):
+            place = (turn + number) % len(trainers)
+            ms = _timed(boxing.world, trainers[place], batches)
+            if number:
+                times[place].append(ms)
+        if number >= LEAST_ROUNDS and _enough(boxing, times, stop):
+            break
+    return times
+
+
+def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
+    """ms of a step, of four with the next batch's ids ahead after one that warms up."""
+    trainer.step(batches[1], batches[0])
+    world.barrier()
+    start = time.perf_counter()
+    for step in range(STEPS):
+        trainer.step(batches[step % 2], batches[(step + 1) % 2] if step < STEPS - 1 else None)
+    world.barrier()
+    return 1e3 * (time.perf_counter() - start) / STEPS
+
+
+def _enough(boxing: Boxing, times: list[list[float]], stop: float) -> bool:
+    """Whether all are told apart or the time is over; rank 0 decides."""
+    widest = max((difference(mine, times[0])[1] for mine in times[1:]), default=0.0)
+    over = widest < TOLD_APART or time.monotonic() > stop
+    return gather_texts(boxing, str(over))[0] == "True"
+
+
+def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
+    """Mean of the paired logarithms, and half of its 95 % interval, as shares."""
+    logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=True)]
+    if len(logs) < 2:
+        return math.expm1(logs[0]), math.inf
+    return math.expm1(statistics.mean(logs)), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", required=True)
+    parser.add_argument("--tasks", help="JSON: number, tables, batch and plans of each task")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of rounds, per task")
+    parser.add_argument("--passes", type=int, default=0, help="over moves, in place of rounds")
+    parser.add_argument("--output")
+    work(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

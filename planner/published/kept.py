@@ -1,0 +1,96 @@
+"""What a learned planner has learned, on disk: training takes most of a minute, and a benchmark or
+a command asks for the same planner again and again.
+
+A file is named by everything that training depends on: the planner, the prices that stand for
+measurements, the number of ranks, the batch, and the seed. Weights and numbers only, no code.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from planner.cost import TaskCost
+from planner.published.nets import Scaling
+from planner.published.setting import Setting
+from planner.search.problem import Assignment
+from sbpflow.runtime.cache_dir import cache_dir
+
+VERSION = 1  # of how planners learn: raised when the same arguments would learn something else
+
+
+class Learned(Protocol):
+    """A planner with networks: a dataclass of modules, a ``Scaling`` and numbers."""
+
+    @classmethod
+    def blank(cls, num_ranks: int) -> Self:
+        """With networks of the right sizes that have learned nothing."""
+        ...
+
+    @staticmethod
+    def train(settings: Sequence[Setting], seed: int) -> "Learned":
+        """From tasks to train on."""
+        ...
+
+    def plan(self, setting: Setting) -> Assignment: ...
+
+
+def path_of(name: str, like: Sequence[TaskCost], seed: int) -> Path:
+    """Where the planner that learned from tasks like these is kept."""
+    facts = [name, VERSION, seed]
+    for one in like:
+        task = one.task
+        prices = json.dumps([asdict(one.profile), one.objective], sort_keys=True)
+        digest = hashlib.sha256(prices.encode()).hexdigest()
+        facts += [task.world_size, task.batch_size, task.overlap, digest]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+    return cache_dir() / "planners" / f"{name}-{digest}.pt"
+
+
+def keep(model: Learned, path: Path) -> None:
+    """The file is replaced as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    torch.save(_state(model), fresh)
+    fresh.replace(path)
+
+
+def recall(model: Learned, path: Path) -> bool:
+    """Fill a blank model from the file; False if there is none or it is of another shape."""
+    if not path.is_file():
+        return False
+    state = torch.load(path, weights_only=True)
+    if set(state) != set(_state(model)):
+        return False
+    for name, value in state.items():
+        mine = getattr(model, name)
+        if isinstance(mine, nn.Module):
+            mine.load_state_dict(value)
+        elif isinstance(mine, Scaling):
+            setattr(model, name, Scaling(value[0].numpy(), value[1].numpy()))
+        else:
+            setattr(model, name, value)
+    return True
+
+
+def _state(model: Learned) -> dict[str, Any]:
+    if not is_dataclass(model):
+        raise TypeError(f"{type(model).__name__} is no dataclass")
+    state: dict[str, Any] = {}
+    for field in fields(model):
+        value = getattr(model, field.name)
+        if isinstance(value, nn.Module):
+            state[field.name] = value.state_dict()
+        elif isinstance(value, Scaling):
+            pair = (np.asarray(value.mean), np.asarray(value.deviation))
+            state[field.name] = [torch.from_numpy(one.copy()) for one in pair]
+        elif isinstance(value, float):
+            state[field.name] = value
+    return state
