@@ -105,14 +105,16 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
 def run_steps(args: argparse.Namespace) -> None:
     """By the clock, on ``--ranks`` of this machine."""
     size = args.ranks
-    cells = [(STEPS_TABLES[n % len(STEPS_TABLES)], size, n) for n in range(args.tasks)]
+    counts = args.tables or STEPS_TABLES
+    cells = [(counts[n % len(counts)], size, n) for n in range(args.tasks)]
     args.batch = STEPS_BATCH
     known = planned(args, cells)
     if args.plan_only:
         return
     where = args.link or "loopback"
     suffix = "" if size == 2 else f"_{size}_ranks"
-    results = Results(f"planner_steps_{where}{suffix}", recorded=args.recorded)
+    kind = "steps" if args.tables is None else "job"
+    results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
     cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
     profile = load(Path(args.profile) if args.profile else None)
     found = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
@@ -124,7 +126,8 @@ def run_steps(args: argparse.Namespace) -> None:
         row = _compared(case, times, priced)
         rows.append(row)
         results.add(
-            benchmark="steps",
+            benchmark=kind,
+            batch=case.batch,
             number=case.number,
             tables=case.tables,
             ranks=size,

@@ -58,7 +58,21 @@ def work(args: argparse.Namespace) -> None:
             layout=args.layout,
             kernel=args.kernel,
             model=args.model,
+            profile=args.profile,
         )
+        beside = {
+            layout: ClickTrainer(
+                shape,
+                batches,
+                world,
+                seed=SEED,
+                wire=args.wire,
+                layout=layout,
+                kernel=args.kernel,
+                model=args.model,
+            )
+            for layout in args.beside
+        }
         ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
@@ -78,6 +92,7 @@ def work(args: argparse.Namespace) -> None:
             "sbpflow": ours.pipelined,
             "sbpflow, no overlap": ours.plain,
         }
+        loops |= {f"sbpflow, {layout}": one.pipelined for layout, one in beside.items()}
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
         if args.model != "wdl":
@@ -95,7 +110,9 @@ def work(args: argparse.Namespace) -> None:
                     times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
                     cpu[name].append(1e3 * (time.process_time() - busy) / args.steps)
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps({"apart": apart, "times": times, "cpu": cpu}))
+            found = {"apart": apart, "times": times, "cpu": cpu}
+            found |= {"predicted_ms": ours.predicted_ms, "tables": ours.layouts}
+            Path(args.output).write_text(json.dumps(found))
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
@@ -111,7 +128,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
-        words += ["--output", str(output), "--model", args.model]
+        words += ["--output", str(output), "--model", args.model, "--beside", *args.beside]
+        words += ["--profile", args.profile] if args.profile else []
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
         found = json.loads(output.read_text())
@@ -154,8 +172,20 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),
         losses_apart=found["apart"],
+        tables=found["tables"],
+        predicted_ms=found["predicted_ms"],
+        beside={
+            name: _times_faster(found["times"][name], found["times"]["sbpflow"])
+            for name in (f"sbpflow, {layout}" for layout in args.beside)
+        },
         load=load,
     )
+
+
+def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
+    """Median, least and most of the ratios, run by run."""
+    pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
+    return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
 
 
 def main() -> None:
@@ -166,8 +196,10 @@ def main() -> None:
     parser.add_argument("--link")
     parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument(
-        "--layout", default="unique", choices=["unique", "reduce", "columns", "whole"]
+        "--layout", default="unique", choices=["unique", "reduce", "columns", "whole", "auto"]
     )
+    parser.add_argument("--profile", help="of --layout auto: a calibration; this machine's if none")
+    parser.add_argument("--beside", nargs="*", default=[], help="further layouts to take turns")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")
     parser.add_argument("--model", default="wdl", choices=MODELS, help="TorchRec's own, but wdl's")
