@@ -7,11 +7,12 @@ DEMO_ROWS ?= 300000
 # One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow test-versions lint bench gpu clean
+.PHONY: help demo test test-slow test-plain test-versions lint bench gpu clean
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
 	@echo "make test   lint, types, all tests but the slow ones"
-	@echo "make test-slow  the tests that take minutes: machines cut off, runs killed"
+	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality"
+	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
 	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
 	@echo "make lint   the checks of make test that run nothing: format, style, types"
 	@echo "make bench  what runs on this machine's CPU in minutes -> benchmarks/results/"
@@ -20,13 +21,23 @@ help:
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
-# Three tests at a time, for many of them wait more than they compute.
+# Three tests at a time, for many of them wait more than they compute; neighbours on one worker,
+# which sets up once what a file shares.
+PYTEST = -m pytest -n 3 --dist worksteal -m "not alone and not slow"
 test: lint
-	$(BIN)/python -m pytest -n 3 -m "not alone and not slow"
+	$(BIN)/python $(PYTEST)
 	$(BIN)/python -m pytest -m "alone and not slow"
 
 test-slow: .venv/.stamp
 	$(BIN)/python -m pytest -m slow
+
+# On the torch kernel and memory maps, as where there are no wheels of the others.
+test-plain: .venv-plain/.stamp
+	.venv-plain/bin/python $(PYTEST)
+	.venv-plain/bin/python -m pytest -m "alone and not slow"
+
+.venv-plain/.stamp: pyproject.toml .ci/setup
+	@PLAIN=1 VENV=.venv-plain .ci/setup
 
 # Each in a virtual environment of its own, .venv-*.
 test-versions:

@@ -40,12 +40,14 @@ def train(
     from models.registry import MODELS
     from planner.for_run import plan_tables
     from sbpflow.boxing.executor import Boxing
+    from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import data_path, run_dir
     from sbpflow.config.load import load_config
     from sbpflow.run import resume
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
+    from sbpflow.run.saved_model import saved_plan
     from sbpflow.run.start import start_world
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
     from sbpflow.training import health
@@ -93,9 +95,8 @@ def train(
         device=world.device,
         crosses=spec.hashed_columns,
     )
-    plan = resume.with_saved_kernels(plan, decision) or with_measured_kernels(
-        plan, config.parallel.kernel, boxing
-    )
+    kept = saved_plan(open_checkpoint(decision.newest), plan) if decision.newest else None
+    plan = kept or with_measured_kernels(plan, config.parallel.kernel, boxing)
     job = build_job(config, spec, plan, boxing)
     run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
     _fit(config, manifest, job, loaders, run, planned, tracker)

@@ -3,13 +3,16 @@
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
     python -m benchmarks.checkpoints --gb 0.5
 
-Writing and reading alternate with dd of as many bytes to the same disk, both synced; reads are of
-files that the page cache was told to drop. Beside training: the time that steps lost while a save
-was under way, as a share of its duration, and what the undo log took.
+Writing and reading alternate with dd of as many bytes to the same disk, both synced, each first in
+turn; reads are of files that the page cache was told to drop. A quarter and a half of the size as
+well, for the slope: seconds per further GB, from which those of 40 GB follow. Beside training: the
+time that steps lost while a save was under way, as a share of its duration, and what the undo log
+took.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -71,36 +74,64 @@ def forget(path: Path) -> None:
     os.close(file)
 
 
-def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, object]:
+def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
     """GB/s of saving, loading and dd, in turns; ratios of neighbours."""
     saver = Saver(folder, job.boxing, job.state, run="cost", deadline_s=600)
     times: dict[str, list[float]] = {"save": [], "dd_write": [], "load": [], "dd_read": []}
-    size = 0
-    for step in range(1, repeats + 1):
+    plain = folder / "plain"
+    size = saved_bytes(saver, 1)
+
+    def save(step: int) -> None:
         start = time.perf_counter()
-        path = saver.save(step, {})
+        saver.save(step, {})
         times["save"].append(time.perf_counter() - start)
-        size = open_checkpoint(path).num_bytes
-        plain = folder / "plain"
-        times["dd_write"].append(dd("/dev/zero", str(plain), size, "conv=fsync"))
+
+    def load(step: int) -> None:
+        path = folder / f"step-{step}"
         forget(path / "rank-0.bin")
         start = time.perf_counter()
         job.restore(open_checkpoint(path))
         times["load"].append(time.perf_counter() - start)
+
+    def write_plain(step: int) -> None:
+        times["dd_write"].append(dd("/dev/zero", str(plain), size, "conv=fsync"))
+
+    def read_plain(step: int) -> None:
         forget(plain)
         times["dd_read"].append(dd(str(plain), "/dev/null", size))
-        (path / "rank-0.bin").unlink()
+
+    for step in range(2, repeats + 2):
+        for pair in ((save, write_plain), (load, read_plain)):
+            for measure in pair if step % 2 else reversed(pair):
+                measure(step)
+        shutil.rmtree(folder / f"step-{step}")
         plain.unlink()
-    gb_per_s = {
-        f"{name}_gb_per_s": size / 1e9 / statistics.median(some) for name, some in times.items()
-    }
     shares = {
         f"{ours}_of_dd": statistics.median(
             b / a for a, b in zip(times[ours], times[theirs], strict=True)
         )
         for ours, theirs in (("save", "dd_write"), ("load", "dd_read"))
     }
-    return {"bytes": size, **gb_per_s, **shares, "repeats": repeats}
+    seconds = {f"{name}_s": statistics.median(some) for name, some in times.items()}
+    return {"bytes": size, **seconds, **shares, "repeats": repeats}
+
+
+def saved_bytes(saver: Saver, step: int) -> int:
+    """Of a checkpoint, which is taken away again; the first one settles who writes what."""
+    path = saver.save(step, {})
+    size = open_checkpoint(path).num_bytes
+    shutil.rmtree(path)
+    return size
+
+
+def extrapolated(found: list[dict[str, float]], gb: float) -> dict[str, float]:
+    """Seconds of a model of ``gb``: a line through those that were measured."""
+    sizes = [one["bytes"] / 1e9 for one in found]
+    values: dict[str, float] = {"gb": gb}
+    for name in ("save", "dd_write", "load", "dd_read"):
+        slope, start = statistics.linear_regression(sizes, [one[f"{name}_s"] for one in found])
+        values |= {f"{name}_s_per_gb": slope, f"{name}_s": start + slope * gb}
+    return values
 
 
 def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
@@ -129,6 +160,7 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
     usual, duration = statistics.median(alone), done[0] - begin
     lost = started_s + sum(meanwhile) - usual * len(meanwhile)
     size = open_checkpoint(folder / "step-1000").num_bytes
+    shutil.rmtree(folder / "step-1000")
     return {
         "bytes": size,
         "save_s": duration,
@@ -149,14 +181,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk in question")
     args = parser.parse_args()
-    rows = int(args.gb * 1e9 / ROW_BYTES / TABLES)
     results = Results("checkpoints", recorded=args.gb >= 4)
+    found: list[dict[str, float]] = []
     with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
-        job = make_job(world, rows)
-        generator = torch.Generator().manual_seed(0)
-        job.trainer.step(Rows(rows, generator))
-        results.add(benchmark="beside training", **beside(job, rows, Path(name)))
-        results.add(benchmark="waiting", **bandwidth(job, Path(name), args.repeats))
+        for share in (0.25, 0.5, 1.0):
+            rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
+            job = make_job(world, rows)
+            job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
+            if share == 1.0:
+                results.add(benchmark="beside training", **beside(job, rows, Path(name)))
+            found.append(bandwidth(job, Path(name), args.repeats))
+            results.add(benchmark="waiting", **found[-1])
+            del job
+    results.add(benchmark="extrapolated", **extrapolated(found, 40.0))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 # Ids per sample of the 26 fields of MLPerf's DLRMv2, which makes them from Criteo's single ones:
 # facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
 MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-HOTNESS = {"one": (1,) * 26, "mlperf": MLPERF_HOTNESS}
+HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,16 @@ class Rows:
     dense: Tensor  # [b, num_dense] float32
     ids: Tensor  # [b, sum of hotness] int32
     num_rows: int
+
+
+SHAPES = {
+    "usual": Shape(),
+    "t510": Shape(
+        num_tables=510, table_rows=2000, rows_per_rank=512, num_batches=8, hotness=(1,) * 510
+    ),
+    "d64": Shape(dim=64),
+    "d128": Shape(dim=128),
+}
 
 
 def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:

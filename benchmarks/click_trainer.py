@@ -51,6 +51,7 @@ class ClickTrainer:
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
+            "unique_columns": {"deep.*": TableRule(sbp="S(1)", exchange="unique")},
             "whole": {
                 name: TableRule(sbp="B", ranks=(index % world.size,), exchange="columns")
                 for index, name in enumerate(shape.names)

@@ -1,11 +1,15 @@
 """A run killed at random moments and started again, until it is through: is it the same run?
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
-    python -m benchmarks.faults --kills 7       one of each kind
+    python -m benchmarks.faults --kills 8       one of each kind
+    python -m benchmarks.faults --folder F --limit-s 400
+                                as many runs as begin in that time; the same command goes on
 
-Kinds: SIGKILL of one rank, of all, while a checkpoint is written, while a run starts (imports, the
-meeting of the ranks, loading, the first rows); SIGTERM and SIGINT to all ranks. The losses of
-every step and the final scores must equal, bit for bit, those of a run that nobody interrupts.
+Kinds: SIGKILL of one rank, of all, while a checkpoint is written, while one is loaded, while the
+first rows are read, at any moment of the start (imports, the meeting of the ranks); SIGTERM and
+SIGINT to all ranks, which save and end. The losses of every step and the final scores must equal,
+bit for bit, those of a run that nobody interrupts; no checkpoint that was complete may be lost,
+every rank must leave, and a run that came to its end leaves neither process nor temporary file.
 """
 
 import argparse
@@ -24,9 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.record import Results
+from sbpflow.checkpoint.folder import checked, list_checkpoints, step_of
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("one", "all", "save", "start", "term", "interrupt", "one")
+KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
+KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 START_S, END_S = 120.0, 60.0  # limits: for a first step, and for ranks to leave after a kill
 
@@ -47,6 +53,18 @@ class Ranks:
     def over(self) -> bool:
         """Whether all have ended."""
         return all(process.poll() is not None for process in self.processes)
+
+    def loading(self) -> bool:
+        """Whether one has a file of a complete checkpoint open."""
+        for process in self.processes:
+            for path in Path(f"/proc/{process.pid}/fd").glob("*"):
+                try:
+                    opened = os.readlink(path)
+                except OSError:  # closed since, or the process is gone
+                    continue
+                if "/checkpoints/step-" in opened:
+                    return True
+        return False
 
     def codes(self, limit_s: float) -> list[int]:
         """Exit codes; RuntimeError if a rank stays."""
@@ -88,8 +106,12 @@ def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
         f"checkpoint.every={EVERY}",
         *more,
     ]
+    scratch = folder.with_name(f"{folder.name}-tmp")
+    scratch.mkdir(exist_ok=True)
     environment = {
         **os.environ,
+        "TMPDIR": str(scratch),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.with_name("cache")),  # torch makes it at import
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -154,29 +176,69 @@ class Campaign:
     def log(self) -> Path:
         return self.folder.with_suffix(".log")
 
+    def saved(self) -> int:
+        """The step of the newest checkpoint, every byte of which is as it was written; 0: none."""
+        found = list_checkpoints(self.folder / "checkpoints")
+        if found:
+            checked(found[0]).verify()
+        return step_of(found[0]) if found else 0
+
     def kill(self, kind: str) -> None:
-        """Start, and kill once; a run that was through before does not count."""
-        before = steps_done(self.folder)
+        """Start, and kill once; a run that was through before, or too quick, does not count."""
+        before, saved = steps_done(self.folder), self.saved()
+        if kind in ("load", "read") and not saved:
+            kind = "one"  # there is nothing to load yet
+        said = self._told_to_go_on()
         ranks = start(self.data, self.folder, self.log, self.size)
-        if kind == "start":
-            time.sleep(self.chance.uniform(0.5, 12.0))
-        else:
-            target = before + self.chance.randint(1, STEPS // 4)
-            # The file is cut to the checkpoint first; one step more is certainly a new one.
-            if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
-                return
-            if kind == "save" and not wait(ranks, self._is_saving, START_S):
-                return
-            time.sleep(self.chance.uniform(0.0, 0.02))
-        if ranks.over():
+        if not self._came(kind, ranks, before, said):
+            ranks.signal(signal.SIGKILL)
+            ranks.codes(END_S)
             return
-        numbers = {"term": signal.SIGTERM, "interrupt": signal.SIGINT}
+        gentle = {"term": signal.SIGTERM, "interrupt": signal.SIGINT}
         one = (self.chance.randrange(self.size),) if kind == "one" else ()
         at = time.monotonic()
-        ranks.signal(numbers.get(kind, signal.SIGKILL), *one)
-        ranks.codes(END_S)
+        ranks.signal(gentle.get(kind, signal.SIGKILL), *one)
+        codes = ranks.codes(END_S)
         self.leaving_s.append(time.monotonic() - at)
+        self._check(kind, codes, saved)
         self.killed[kind] += 1
+
+    def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
+        """Wait for the moment of the kind; whether it came, and the ranks are there."""
+        if kind == "start":
+            time.sleep(self.chance.uniform(0.5, 8.0))
+        elif kind == "load":
+            return wait(
+                ranks, lambda: ranks.loading() or self._told_to_go_on() > said, START_S
+            ) and (ranks.loading() and not ranks.over())
+        elif kind == "read":
+            if not wait(ranks, lambda: self._told_to_go_on() > said, START_S):
+                return False
+            time.sleep(self.chance.uniform(0.0, 0.1))
+        else:
+            # Steps from before are in the file until it is cut, which is when the first is taken.
+            target = before + self.chance.randint(1, STEPS // 4)
+            if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
+                return False
+            if kind == "save" and not wait(ranks, self._is_saving, START_S):
+                return False
+            time.sleep(self.chance.uniform(0.0, 0.02))
+        return not ranks.over()
+
+    def _check(self, kind: str, codes: list[int], saved: int) -> None:
+        """RuntimeError where the end was not as it should be."""
+        now = self.saved()
+        if now < saved:
+            raise RuntimeError(f"the checkpoint of step {saved} is lost, {now} is the newest")
+        if kind in ("term", "interrupt"):
+            done = steps_done(self.folder)
+            if codes != [130] * self.size or now != done:
+                raise RuntimeError(f"{kind}: exit codes {codes}; step {now} of {done} was saved")
+        elif kind == "one" and sorted(codes) != [-9, *[3] * (self.size - 1)]:
+            raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-3000:]}")
+
+    def _told_to_go_on(self) -> int:
+        return self.log.read_text().count("goes on after step") if self.log.exists() else 0
 
     def _is_saving(self) -> bool:
         return any(self.folder.glob("checkpoints/.step-*.partial-*"))
@@ -188,18 +250,48 @@ class Campaign:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
 
     def left_over(self) -> list[str]:
-        """Files that a complete run does not leave."""
-        return sorted(
-            path.name
-            for path in (self.folder / "checkpoints").iterdir()
-            if path.name.startswith(".")
-        )
+        """Files and processes that a complete run does not leave."""
+        hidden = [path for path in self.folder.rglob("*") if path.name.startswith(".")]
+        scratch = list(self.folder.with_name(f"{self.folder.name}-tmp").rglob("*"))
+        return [*(str(path) for path in (*hidden, *scratch)), *self._processes()]
+
+    def _processes(self) -> list[str]:
+        mine = f"run.dir={self.folder}".encode()
+        return [
+            f"process {path.parent.name}"
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if mine in _bytes_of(path)
+        ]
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process is gone
+        return b""
 
 
 def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]]:
-    """What a run reports that nobody interrupts."""
-    Campaign(data, folder, size, random.Random(0)).finish()
-    return events(folder)
+    """What a run reports that nobody interrupts; made once per folder."""
+    end = folder / "report.json"
+    if not end.exists():
+        Campaign(data, folder, size, random.Random(0)).finish()
+        end.write_text(json.dumps(events(folder)))
+    return json.loads(end.read_text())
+
+
+def one_run(base: Path, number: int, size: int, seed: int) -> dict[str, object]:
+    """Some kills, and what came of them; SystemExit if it is another run than without them."""
+    expected = uninterrupted(base / "set", base / "whole", size)
+    run = Campaign(base / "set", base / f"run{number}", size, random.Random(seed * 1000 + number))
+    for place in range(KILLS_OF_A_RUN):
+        run.kill(KINDS[(KILLS_OF_A_RUN * number + place) % len(KINDS)])
+    run.finish()
+    same, left = events(run.folder) == expected, run.left_over()
+    sys.stderr.write(f"run {number}: {dict(run.killed)}, equal: {same}, left: {left}\n")
+    if not same or left:
+        raise SystemExit(f"run {number} is not the one that nobody interrupted")
+    return {"killed": dict(run.killed), "leaving_s": run.leaving_s}
 
 
 def main() -> None:
@@ -208,33 +300,40 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--folder", type=Path, help="keeps what is done; by default a temporary one"
+    )
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no run later")
     args = parser.parse_args()
-    results = Results("faults", recorded=args.kills >= 20)
-    chance, killed, leaving = random.Random(args.seed), Counter[str](), list[float]()
+    begin = time.monotonic()
+    results = Results("faults", recorded=args.kills >= 50)
     with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        make_set(base / "set")
-        expected = uninterrupted(base / "set", base / "whole", args.ranks)
-        number = equal = 0
-        while killed.total() < args.kills:
-            number += 1
-            run = Campaign(base / "set", base / f"run{number}", args.ranks, chance)
-            for place in range(5):
-                run.kill(KINDS[(5 * number + place) % len(KINDS)])
-            run.finish()
-            killed, leaving = killed + run.killed, leaving + run.leaving_s
-            same, left = events(run.folder) == expected, run.left_over()
-            equal += same
-            sys.stderr.write(f"run {number}: {dict(run.killed)}, equal: {same}, left: {left}\n")
-            if not same or left:
-                raise SystemExit(f"run {number} is not the one that nobody interrupted")
+        base: Path = args.folder or Path(name)
+        base.mkdir(parents=True, exist_ok=True)
+        done = base / "runs.jsonl"
+        if not (base / "set").exists():
+            make_set(base / "set")
+        while True:
+            lines = done.read_text().splitlines() if done.exists() else []
+            runs = [json.loads(line) for line in lines]
+            killed = sum((Counter[str](run["killed"]) for run in runs), Counter[str]())
+            if killed.total() >= args.kills:
+                break
+            if time.monotonic() - begin > args.limit_s:
+                raise SystemExit(f"{killed.total()} of {args.kills}; start it again to go on")
+            # A run that failed is made anew, with other moments, and said to have failed.
+            number = len(list(base.glob("run*.log")))
+            found = one_run(base, number, args.ranks, args.seed)
+            with done.open("a") as file:
+                file.write(json.dumps({"number": number, **found}) + "\n")
+        tried = len(list(base.glob("run*.log")))
     results.add(
         ranks=args.ranks,
         kills=killed.total(),
         by_kind=dict(killed),
-        runs=number,
-        runs_equal_bit_for_bit=equal,
-        longest_until_all_ranks_left_s=max(leaving),
+        runs=tried,
+        runs_equal_bit_for_bit=len(runs),
+        longest_until_all_ranks_left_s=max(max(run["leaving_s"]) for run in runs),
     )
 
 

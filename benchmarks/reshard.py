@@ -3,17 +3,20 @@
     python -m benchmarks.reshard             every layout to every other, each optimizer, rows of
                                              bfloat16 too, Wide & Deep and a torch module
     python -m benchmarks.reshard --count 100 a seeded sample
+    python -m benchmarks.reshard --folder F  keep what is done in F; the same command goes on there
 
 A run of 10 + 20 steps is the measure; its checkpoint after 10 goes on for 20 under the other
-layout. Where the layout is the same the bits are; elsewhere sums are added in another order.
+layout. Every rank compares all that it holds, copies too, with the state that was saved at the end.
+Where the layout is the same the bits are; elsewhere sums are added in another order.
 """
 
 import argparse
 import itertools
+import json
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -196,26 +199,43 @@ def _train(world: World, job: Job, steps: int) -> list[float]:
     ]
 
 
-def _saver(folder: Path, job: Job) -> Saver:
-    folder.mkdir(parents=True, exist_ok=True)
-    return Saver(folder, job.boxing, job.state, run="reshard", deadline_s=60)
-
-
 def save_and_go_on(world: World, folder: Path, case: Case) -> None:
     """Leave in ``folder`` the state after the steps before and at the end, and the losses since."""
     job = make_job(world, case, case.saved)
+    folder.mkdir(parents=True, exist_ok=True)
+    saver = Saver(folder, job.boxing, job.state, run="reshard", deadline_s=60)
     _train(world, job, case.before)
-    _saver(saved_folder(folder, case), job).save(case.before, {})
+    saver.save(case.before, {})
     losses = _train(world, job, case.after)
-    _saver(saved_folder(folder, case), job).save(case.before + case.after, {"losses": losses})
+    saver.save(case.before + case.after, {"losses": losses})
 
 
-def go_on(world: World, folder: Path, case: Case) -> None:
-    """The same from the first of the two on, under the other layout."""
+def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
+    """Train from the first of the two on, under the other layout; how far this rank is from the
+    second: the largest difference between the losses, and of each tensor of the state.
+    """
     job = make_job(world, case, case.loaded)
-    job.restore(open_checkpoint(saved_folder(folder, case) / f"step-{case.before}"))
+    job.restore(open_checkpoint(folder / f"step-{case.before}"))
     losses = _train(world, job, case.after)
-    _saver(loaded_folder(folder, case), job).save(case.before + case.after, {"losses": losses})
+    expected = open_checkpoint(folder / f"step-{case.before + case.after}")
+    state = job.state()
+    if state.keys() != expected.tensors.keys():
+        raise RuntimeError(f"{case}: other tensors")
+    reference = torch.tensor(expected.documents["losses"], dtype=torch.float64)
+    found = {"losses": _apart(torch.tensor(losses, dtype=torch.float64), reference)}
+    for name, tensor in state.items():
+        whole = expected.tensor(name)
+        flat = whole.reshape(whole.shape[0], -1) if whole.ndim else whole.reshape(1, 1)
+        for one in tensor.rectangles:
+            there = flat[one.row_start : one.row_stop, one.col_start : one.col_stop]
+            apart = _apart(one.values.reshape(there.shape), there)
+            found[name] = max(apart, found.get(name, 0.0))
+    return found
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    gaps = (one.double() - other.double()).abs()
+    return float(gaps.max()) if gaps.numel() else 0.0
 
 
 def saved_folder(folder: Path, case: Case) -> Path:
@@ -224,31 +244,9 @@ def saved_folder(folder: Path, case: Case) -> Path:
     return folder / f"{case.model}-{rows}-{case.optimizer}-{case.saved.size}-{case.saved.scheme}"
 
 
-def loaded_folder(folder: Path, case: Case) -> Path:
-    """Of the one that goes on."""
-    saved = saved_folder(folder, case)
-    return saved.with_name(f"{saved.name}-to-{case.loaded.size}-{case.loaded.scheme}")
-
-
 def bound_of(case: Case) -> float:
     """How far losses and state may be apart."""
     return 0.0 if case.saved == case.loaded else BOUND
-
-
-def differences(folder: Path, case: Case) -> dict[str, float]:
-    """The largest between the losses, and between the states at the end, by tensor."""
-    one, two = (
-        open_checkpoint(where(folder, case) / f"step-{case.before + case.after}")
-        for where in (saved_folder, loaded_folder)
-    )
-    if one.tensors.keys() != two.tensors.keys():
-        raise RuntimeError(f"{case}: other tensors")
-    losses = [torch.tensor(found.documents["losses"], dtype=torch.float64) for found in (one, two)]
-    values = {name: [found.tensor(name).double() for found in (one, two)] for name in one.tensors}
-    return {
-        name: float((first - second).abs().max())
-        for name, (first, second) in {"losses": losses, **values}.items()
-    }
 
 
 def all_cases() -> list[Case]:
@@ -282,43 +280,91 @@ def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
     mine = {
         saved_folder(Path(folder), case): case for case in picked if case.saved.size == world.size
     }
-    for case in mine.values():
-        save_and_go_on(world, Path(folder), case)
+    for where, case in mine.items():
+        # No rank can find it there before all have saved it.
+        if not (where / f"step-{case.before + case.after}").exists():
+            save_and_go_on(world, where, case)
 
 
-def go_on_all(world: World, folder: str, picked: Sequence[Case]) -> None:
-    """The runs of the cases that go on on this many ranks."""
-    for case in picked:
-        if case.loaded.size == world.size:
-            go_on(world, Path(folder), case)
+def go_on_all(
+    world: World, folder: str, picked: Sequence[Case], done: frozenset[int] = frozenset()
+) -> dict[int, dict[str, float]]:
+    """The differences that this rank finds in the cases that go on on this many ranks, by number.
+
+    Those that are ``done`` are left out.
+    """
+    return dict(_go_on_each(world, folder, picked, done))
+
+
+def _go_on_each(
+    world: World, folder: str, picked: Sequence[Case], done: frozenset[int]
+) -> Iterator[tuple[int, dict[str, float]]]:
+    for number, case in enumerate(picked):
+        if case.loaded.size == world.size and number not in done:
+            yield number, go_on(world, saved_folder(Path(folder), case), case)
 
 
 def _worker(folder: str, phase: str, seed: str, count: str) -> None:
-    picked = cases(seed=int(seed), count=int(count)) if int(count) else all_cases()
+    """Rank R leaves what it finds, a line per case, in ``found-SIZE-R.jsonl``."""
+    picked = _picked(int(seed), int(count))
     with World.start("cpu", timeout_s=120) as world:
-        (save_all if phase == "save" else go_on_all)(world, folder, picked)
+        if phase == "save":
+            save_all(world, folder, picked)
+            return
+        files = [Path(folder) / f"found-{world.size}-{rank}.jsonl" for rank in range(world.size)]
+        done = frozenset[int].intersection(*(frozenset(_found_in(file)) for file in files))
+        world.barrier()  # nobody writes before all have read
+        with files[world.rank].open("a") as file:
+            for number, found in _go_on_each(world, folder, picked, done):
+                file.write(json.dumps([number, found]) + "\n")
+                file.flush()
+
+
+def _found_in(file: Path) -> dict[int, dict[str, float]]:
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return dict(json.loads(line) for line in lines if line.endswith("\n"))
+
+
+def _picked(seed: int, count: int) -> list[Case]:
+    return cases(seed=seed, count=count) if count else all_cases()
+
+
+def _measure(folder: Path, seed: int, count: int) -> dict[Case, dict[str, float]]:
+    """Of each case the largest difference of any rank, by tensor."""
+    for phase in ("save", "go_on"):
+        for size in (1, 2, 4):
+            words = [str(folder), phase, str(seed), str(count)]
+            start_ranks("benchmarks.reshard", size, words, link=None)
+    picked = _picked(seed, count)
+    found: dict[Case, dict[str, float]] = {case: {} for case in picked}
+    for file in folder.glob("found-*.jsonl"):
+        for number, apart in _found_in(file).items():
+            worst = found[picked[number]]
+            for name, value in apart.items():
+                worst[name] = max(value, worst.get(name, 0.0))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=0, help="0: the whole matrix")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--folder", type=Path, help="keeps what is done; by default a temporary one"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         _worker(*args.worker)
         return
-    picked = cases(seed=args.seed, count=args.count) if args.count else all_cases()
     results = Results("reshard", recorded=not args.count)
-    with tempfile.TemporaryDirectory() as folder:
-        for phase in ("save", "go_on"):
-            for size in (1, 2, 4):
-                words = [folder, phase, str(args.seed), str(args.count)]
-                start_ranks("benchmarks.reshard", size, words, link=None)
-        found = {case: differences(Path(folder), case) for case in picked}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _measure(folder, args.seed, args.count)
     for same in (True, False):
         kinds: dict[tuple[str, str, bool], list[Case]] = defaultdict(list)
-        for case in picked:
+        for case in found:
             if (case.saved == case.loaded) == same:
                 kinds[case.model, case.optimizer, case.half].append(case)
         for (model, optimizer, half), some in kinds.items():
@@ -329,6 +375,7 @@ def main() -> None:
                 rows="bfloat16" if half else "float64",
                 same_layout=same,
                 cases=len(some),
+                steps=[worst.before, worst.after],
                 beyond_bound=sum(max(found[case].values()) > bound_of(case) for case in some),
                 bound=bound_of(worst),
                 largest_loss_difference=max(found[case]["losses"] for case in some),

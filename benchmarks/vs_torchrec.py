@@ -4,8 +4,9 @@
 
 Losses are compared first; then runs of both take turns and medians are reported. TorchRec plans by
 itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
-network namespace of its own behind a link of that rate (2 ranks, needs root). ``--ddp`` times
-plain torch as well: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
+network namespace of its own behind a link of that rate (2 ranks, needs root). ``--shape`` and
+``--hot`` are for other tables, widths and numbers of ids. ``--ddp`` times plain torch as well:
+EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
 ``dcnv2`` train TorchRec's own models, and time their dense part alone as well: what both spend
 there dilutes the ratio.
 """
@@ -17,12 +18,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.click_model import HOTNESS, Shape, make_batches
+from benchmarks.click_model import HOTNESS, SHAPES, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
@@ -42,7 +44,9 @@ def work(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     # With 214 ids per sample the learning rate of one per field makes the loss jump.
-    shape = Shape(hotness=HOTNESS[args.hot], lr=0.05 if args.hot == "one" else 0.005)
+    shape = SHAPES[args.shape]
+    if args.hot != "one":
+        shape = replace(shape, hotness=HOTNESS[args.hot], lr=0.005, num_batches=8)
     with World.start("cpu") as world, torch.random.fork_rng():
         batches = make_batches(shape, world.rank, world.size)
         wire = getattr(torch, args.wire)
@@ -128,12 +132,13 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
-        words += ["--output", str(output), "--model", args.model, "--beside", *args.beside]
+        words += ["--output", str(output), "--model", args.model, "--shape", args.shape]
+        words += ["--beside", *args.beside]
         words += ["--profile", args.profile] if args.profile else []
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
         found = json.loads(output.read_text())
-    ranks, rows = args.ranks, Shape().rows_per_rank
+    ranks, rows = args.ranks, SHAPES[args.shape].rows_per_rank
     medians = {name: statistics.median(values) for name, values in found["times"].items()}
     peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
     faster = min(peers, key=peers.__getitem__)
@@ -148,6 +153,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             ranks=ranks,
             model=args.model,
             link=args.link or "loopback",
+            shape=args.shape,
             hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
@@ -160,6 +166,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         benchmark="vs_torchrec_ratio",
         model=args.model,
         link=args.link or "loopback",
+        ranks=ranks,
+        shape=args.shape,
         hot=args.hot,
         wire=wire,
         layout=args.layout,
@@ -196,11 +204,14 @@ def main() -> None:
     parser.add_argument("--link")
     parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument(
-        "--layout", default="unique", choices=["unique", "reduce", "columns", "whole", "auto"]
+        "--layout",
+        default="unique",
+        choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
     parser.add_argument("--profile", help="of --layout auto: a calibration; this machine's if none")
     parser.add_argument("--beside", nargs="*", default=[], help="further layouts to take turns")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
+    parser.add_argument("--shape", default="usual", choices=SHAPES, help="tables, widths, batch")
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")
     parser.add_argument("--model", default="wdl", choices=MODELS, help="TorchRec's own, but wdl's")
     parser.add_argument("--ddp", action="store_true", help="plain torch, too (all tables B)")
@@ -212,10 +223,21 @@ def main() -> None:
         work(args)
         return
     where = args.link or "loopback"
+    if args.hot != "one" and len(SHAPES[args.shape].hotness) != len(HOTNESS[args.hot]):
+        parser.error(
+            f"--hot {args.hot} has ids of {len(HOTNESS[args.hot])} tables; use another --shape"
+        )
     if args.ddp and (args.hot != "one" or args.model != "wdl"):
         parser.error("--ddp: plain torch is there for --hot one and --model wdl")
-    usual = (("model", "wdl"), ("layout", "unique"), ("hot", "one"), ("kernel", "auto"))
+    usual = (
+        ("model", "wdl"),
+        ("shape", "usual"),
+        ("layout", "unique"),
+        ("hot", "one"),
+        ("kernel", "auto"),
+    )
     kinds = [chosen for key, value in usual if (chosen := getattr(args, key)) != value]
+    kinds += [f"{args.ranks}ranks"] if args.ranks != 2 else []
     results = Results("_".join([f"vs_torchrec_{where}", *kinds]))
     for wire in args.wire:
         compare(args, wire, results)

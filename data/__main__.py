@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from data.format.manifest import Manifest, load_manifest
 from data.format.schema import CRITEO
 from data.format.verify import verify_set
-from data.prepare.remote import input_path
+from data.prepare.remote import input_path, size_of
 from data.prepare.schema_file import parse_crosses, read_schema
 from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
@@ -240,7 +240,7 @@ def _room(args: argparse.Namespace, number: int) -> str:
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
-    size = sum(f.stat().st_size * _ROOM.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
+    size = sum(size_of(f) * _ROOM.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
         f"; about {size / 1e9:.1f} GB are needed at the peak, what is done included, and {free}; "
         "make room or choose another output, the same command goes on from here"

@@ -127,9 +127,7 @@ class DcnV2Spec(LayeredSpec):
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
         """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
         start = self._inputs(layers, vectors["deep"], dense)
-        crossed = start
-        for index in range(self.cross_layers):
-            crossed = self._cross(layers, f"cross.{index}", start, crossed)
+        crossed = layers.cross([f"cross.{index}" for index in range(self.cross_layers)], start)
         if self.stacked:
             return layers.mlp(self.mlp, [crossed])
         return layers.linear("output", [crossed, layers.mlp(self.mlp, [start])], whole=True)
@@ -147,13 +145,3 @@ class DcnV2Spec(LayeredSpec):
             return concat([first, deep], 1, id="inputs")
         last = layers.numeric_vectors(dense) if self.vectors else dense
         return concat([deep, last], 1, id="inputs")
-
-    def _cross(self, layers: Layers[T], name: str, start: T, x: T) -> T:
-        """``start * (W x + b) + x``; the product with W may be narrow, the sum is not."""
-        f = layers.functions
-        if self.cross_rank is None:
-            product = layers.linear(name, [x])
-        else:
-            product = layers.linear(f"{name}.w", [layers.linear(f"{name}.v", [x])])
-        product = layers.widen(product, name)
-        return f.add(f.mul(start, product, id=f"{name}.mul"), x, id=f"{name}.add")

@@ -32,6 +32,14 @@ class Functions(Protocol[T]):
     def linear_of_parts(
         self, xs: Sequence[T], weight: T, bias: T | None = None, *, id: str = "linear"
     ) -> T: ...
+    def cross_network(
+        self,
+        x: T,
+        layers: Sequence[Sequence[T]],
+        *,
+        half: torch.dtype | None = None,
+        id: str = "cross",
+    ) -> T: ...
     def dropout(
         self, x: T, p: float, seed: int, *, training: bool = True, id: str | None = None
     ) -> T: ...
@@ -154,6 +162,13 @@ class Layers(Generic[T]):
             last = self.linear(name, inputs, whole=not shape.last_relu)
             return f.relu(last) if shape.last_relu else last
         return inputs[0]
+
+    def cross(self, names: Sequence[str], x: T) -> T:
+        """Cross layers, [b, n] -> [b, n]; each NAME.weight, or NAME.v.weight and NAME.w.weight."""
+        kinds = (".v.weight", ".w.weight", ".w.bias", ".weight", ".bias")
+        own = self.parameters
+        found = [[own[n + kind] for kind in kinds if n + kind in own] for n in names]
+        return self.functions.cross_network(x, found, half=self.half, id="cross")
 
     def numeric_vectors(self, dense: T) -> T:
         """Each dense field by its vector: [b, fields] -> [b, fields x dim]."""

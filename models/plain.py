@@ -47,6 +47,23 @@ class PlainFunctions:
     ) -> Tensor:
         return F.linear(xs[0] if len(xs) == 1 else torch.cat(list(xs), 1), weight, bias)
 
+    def cross_network(
+        self,
+        x: Tensor,
+        layers: Sequence[Sequence[Tensor]],
+        *,
+        half: torch.dtype | None = None,
+        id: str = "cross",
+    ) -> Tensor:
+        start, dtype = x, half or x.dtype
+        for layer in layers:
+            *lower, upper, bias = (weight.to(dtype) for weight in layer)
+            entering = x.to(dtype)
+            if lower:
+                entering = F.linear(entering, lower[0])
+            x = start * F.linear(entering, upper, bias).to(start.dtype) + x
+        return x
+
     def dropout(
         self, x: Tensor, p: float, seed: int, *, training: bool = True, id: str | None = None
     ) -> Tensor:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from sbpflow.runtime.launch import ArgumentParser, run_main
+from sbpflow.runtime.launch import ArgumentParser, dispatch, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
@@ -68,15 +68,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def main() -> int:
     """Dispatch on the first word."""
-    from sbpflow.errors import ConfigError
-
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in ("-h", "--help"):
-        print(f"usage: python -m planner {{{','.join(COMMANDS)}}} [-h] ...")
-        return 0
-    if name not in COMMANDS:
-        raise ConfigError(f"command {name!r} is not known; use {' or '.join(COMMANDS)}")
-    return COMMANDS[name](sys.argv[2:])
+    return dispatch("python -m planner", COMMANDS, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from sbpflow.runtime.launch import ArgumentParser, run_main
+from sbpflow.runtime.launch import ArgumentParser, dispatch, run_main
 
 if TYPE_CHECKING:
+    from data import Manifest
     from sbpflow.run.plain_model import PlainModel
     from sbpflow.run.row_formats import RowFormat
     from sbpflow.runtime.doctor import Finding
@@ -21,28 +22,15 @@ if TYPE_CHECKING:
 _FORMS = "pt2,safetensors"
 
 
-def _checkout(command: str) -> SimpleNamespace:
-    """What of the packages beside sbpflow the commands need."""
-    try:
-        from data import fields_of, load_manifest, open_loader
-        from data.predictions import Scoring, check_ids
-        from data.read.loaders import choose_backend
-        from models.registry import MODELS
-    except ImportError as error:
+def _need_checkout(command: str) -> None:
+    """ConfigError where the packages beside sbpflow are not to be found."""
+    missing = [name for name in ("data", "models") if find_spec(name) is None]
+    if missing:
         from sbpflow.errors import ConfigError
 
         raise ConfigError(
-            f"{command} needs data and models of the checkout ({error}); run it in its folder"
-        ) from error
-    return SimpleNamespace(
-        fields_of=fields_of,
-        load_manifest=load_manifest,
-        open_loader=open_loader,
-        choose_backend=choose_backend,
-        scoring=Scoring,
-        check_ids=check_ids,
-        models=MODELS,
-    )
+            f"{command} needs {' and '.join(missing)} of the checkout; run it in its folder"
+        )
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -65,14 +53,16 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.kernels import with_known_kernels
     from sbpflow.runtime.world import device_type_of
 
-    own = _checkout("explain")
+    _need_checkout("explain")
+    from data import fields_of, load_manifest
     from data.growth import growth_of, growth_text
+    from models.registry import MODELS
 
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
-    config = load_config(args.config, args.overrides, models=own.models)
-    manifest = own.load_manifest(data_path(config))
-    fields = own.fields_of(manifest)
+    config = load_config(args.config, args.overrides, models=MODELS)
+    manifest = load_manifest(data_path(config))
+    fields = fields_of(manifest)
     device = config.parallel.device  # a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = None
@@ -143,7 +133,11 @@ def predict(argv: Sequence[str]) -> int:
     add("--overwrite", action="store_true", help="replace the file that is there")
     args = parser.parse_intermixed_args(argv)
 
-    own = _checkout("predict")
+    _need_checkout("predict")
+    from data import fields_of, load_manifest, open_loader
+    from data.predictions import Scoring
+    from data.read.loaders import choose_backend
+    from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.run.build_plan import plan_run
@@ -162,12 +156,12 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.training.report import setup_logging
 
     checkpoint = find_checkpoint(args.checkpoint)
-    config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
-    like = own.load_manifest(data_folder(checkpoint.path))
-    scoring = own.scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+    config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
+    like = load_manifest(data_folder(checkpoint.path))
+    scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     spec, plan = plan_run(
         config,
-        own.fields_of(like),
+        fields_of(like),
         world_size=world_size_of_environment(),
         device_type=device_type_of(config.parallel.device),
     )
@@ -182,13 +176,13 @@ def predict(argv: Sequence[str]) -> int:
     load_values(job, checkpoint)
     on_rank_0(boxing, lambda: scoring.encode(args.max_bad_fraction))
     manifest = scoring.manifest()
-    loader = own.open_loader(
+    loader = open_loader(
         manifest,
         split=scoring.split,
         batch_size=config.data.batch_size,
         rank=world.rank,
         world_size=world.size,
-        backend=own.choose_backend(config.data.loader),
+        backend=choose_backend(config.data.loader),
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,
@@ -217,7 +211,10 @@ def export(argv: Sequence[str]) -> int:
     add("--split", default="test", choices=("train", "val", "test"), help="of --score")
     args = parser.parse_intermixed_args(argv)
 
-    own = _checkout("export")
+    _need_checkout("export")
+    from data import fields_of, load_manifest, open_loader
+    from data.predictions import check_ids
+    from models.registry import MODELS
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.errors import ConfigError
     from sbpflow.run.build_plan import plan_run
@@ -227,9 +224,9 @@ def export(argv: Sequence[str]) -> int:
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint = find_checkpoint(args.checkpoint)
-    config = saved_config(checkpoint, args.overrides, models=own.models, own_model=args.model)
-    like = own.load_manifest(data_folder(checkpoint.path))
-    fields = own.fields_of(like)
+    config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
+    like = load_manifest(data_folder(checkpoint.path))
+    fields = fields_of(like)
     spec, plan = plan_run(config, fields, world_size=1, device_type="cpu")
 
     def make(rows: "RowFormat") -> "PlainModel":
@@ -243,8 +240,10 @@ def export(argv: Sequence[str]) -> int:
             row_format=rows,
         )
 
-    def score(rows: "RowFormat", model: "PlainModel") -> dict[str, float | None]:
-        loader = own.open_loader(
+    def score(
+        scored: "Manifest", rows: "RowFormat", model: "PlainModel"
+    ) -> dict[str, float | None]:
+        loader = open_loader(
             scored,
             split=args.split,
             batch_size=config.data.batch_size,
@@ -259,7 +258,7 @@ def export(argv: Sequence[str]) -> int:
         return {"auc": found.auc, "logloss": found.logloss}
 
     path = args.score or config.data.path
-    scored = own.load_manifest(path) if path is not None and path.is_dir() else None
+    scored = load_manifest(path) if path is not None and path.is_dir() else None
     if scored is None and row_format != "as_trained":
         raise ConfigError(
             f"--score: rows of {row_format} cost some AUC, and {path} is no set to measure it on; "
@@ -268,10 +267,10 @@ def export(argv: Sequence[str]) -> int:
     model = make(row_format)
     facts = facts_of(checkpoint, like.vocabulary_digest)
     if scored is not None:
-        own.check_ids(scored, like)
-        facts["scores"] = {row_format: score(row_format, model)}
+        check_ids(scored, like)
+        facts["scores"] = {row_format: score(scored, row_format, model)}
         if row_format != "as_trained":
-            facts["scores"]["as_trained"] = score("as_trained", make("as_trained"))
+            facts["scores"]["as_trained"] = score(scored, "as_trained", make("as_trained"))
     for file in write_model(args.output, model, facts, forms):
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
@@ -322,8 +321,6 @@ def doctor(argv: Sequence[str]) -> int:
 
 def main() -> int:
     """Dispatch on the first word."""
-    from sbpflow.errors import ConfigError
-
     commands = {
         "explain": explain,
         "report": report,
@@ -332,13 +329,7 @@ def main() -> int:
         "export": export,
         "checkpoint": checkpoint,
     }
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in ("-h", "--help"):
-        print(f"usage: python -m sbpflow {{{','.join(commands)}}} [-h] ...")
-        return 0
-    if name not in commands:
-        raise ConfigError(f"command {name!r} is not known; use {' or '.join(commands)}")
-    return commands[name](sys.argv[2:])
+    return dispatch("python -m sbpflow", commands, sys.argv[1:])
 
 
 if __name__ == "__main__":

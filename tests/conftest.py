@@ -1,8 +1,11 @@
 """Fixtures every test may use: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,6 +24,13 @@ else:  # a busy machine is slow, and no mistake
 if not torch.cuda.is_available():
     # Read when triton is first imported: its kernels then run in Python, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several workers start, compile for them all: meanwhile they collect their tests."""
+    several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if several and find_spec("numba"):
+        subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,19 +6,18 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.deadlines import run
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_script(folder: Path, source: str, *, timeout: float) -> subprocess.CompletedProcess[str]:
-    """``source`` on 2 ranks; the project is importable, ``timeout`` in seconds."""
+def run_script(folder: Path, source: str, *, seconds: float) -> subprocess.CompletedProcess[str]:
+    """``source`` on 2 ranks; the project is importable."""
     script = folder / "job.py"
     script.write_text(textwrap.dedent(source))
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)],
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run(
+        [*torchrun, "--nproc-per-node", "2", str(script)],
+        seconds,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )  # fmt: skip
+    )

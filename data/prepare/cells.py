@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from data.format.schema import SPLIT_COLUMN, Kind, Many, Number, Schema
 from data.prepare.keys import key_of, with_string_keys
@@ -23,6 +24,7 @@ REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _NO_NUMBER = r"(?i)^ *[+-]?nan$"
 _INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
+_FULL_YEAR = "^ *[0-9]{4}-"
 _EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
 
 Faults = dict[str, pl.Series]
@@ -45,7 +47,7 @@ def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, shown: Show
     for name in schema.dense:
         columns.append(_dense(frame[name], schema.number(name), faults))
     lists: dict[str, pl.DataFrame] = {}
-    cut: dict[str, int] = {}
+    cut: dict[str, NDArray[np.int64]] = {}
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
         many = schema.several(name)
         if many is None:
@@ -70,7 +72,7 @@ def _without_faults(
     typed: pl.DataFrame,
     faults: Faults,
     lists: dict[str, pl.DataFrame],
-    cut: dict[str, int],
+    cut: dict[str, NDArray[np.int64]],
     num_lines: int,
     shown: Shown,
 ) -> Piece:
@@ -93,7 +95,8 @@ def _without_faults(
         number = np.bincount(rows, minlength=int(stays.sum())).astype(np.uint16)
         counts.append(pl.Series(name, number))
     frame = typed.filter(~is_bad) if bad.total else typed
-    return Piece(frame.with_columns(counts), num_lines, bad, lists, cut)
+    num_cut = {name: int(values[stays].sum()) for name, values in cut.items()}
+    return Piece(frame.with_columns(counts), num_lines, bad, lists, num_cut)
 
 
 def _add(faults: Faults, reason: str, flags: pl.Series) -> None:
@@ -155,7 +158,7 @@ def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
 
 def _several(
     frame: pl.DataFrame, many: Many, kind: Kind, faults: Faults
-) -> tuple[pl.DataFrame, int]:
+) -> tuple[pl.DataFrame, NDArray[np.int64]]:
     found = read_list(frame, many, kind)
     expected = _EXPECTED.get(kind, "a string")
     _add(faults, f"category is not {expected}", found.misfits)
@@ -208,7 +211,9 @@ def _time(cells: pl.Series, kind: str) -> pl.Series:
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]
-        return cells.to_frame().select(pl.coalesce(moments)).to_series().cast(pl.Int64)
+        # To the parser 24-05-01 is a day of the year 24.
+        moment = pl.when(cell.str.contains(_FULL_YEAR)).then(pl.coalesce(moments))
+        return cells.to_frame().select(moment.alias(cells.name)).to_series().cast(pl.Int64)
     if cells.dtype == pl.Date or isinstance(cells.dtype, pl.Datetime):
         return cells.cast(pl.Datetime("us")).cast(pl.Int64).alias(cells.name)
     return pl.repeat(None, len(cells), dtype=pl.Int64, eager=True).alias(cells.name)

@@ -149,9 +149,9 @@ def encode_frame(
     schema = options.schema
     encoded = Encoded(np.empty((0, 0), dtype=np.int32), {})
     if schema.label in frame.columns:
-        columns = {schema.label: _bits(frame[schema.label].to_numpy())}
+        columns = [_bits(frame[schema.label].to_numpy())]
     else:
-        columns = {schema.label: _bits(np.full(len(frame), np.nan))}
+        columns = [_bits(np.full(len(frame), np.nan))]
     buckets: dict[str, NDArray[np.int32]] = {}
     # All columns at once: a call of Polars goes through its own threads, and back.
     single = [name for name in options.fields if name in tables and not schema.several(name)]
@@ -171,19 +171,19 @@ def encode_frame(
     for name in options.fields:
         many = schema.several(name)
         if name in buckets:
-            columns[name] = buckets[name]
+            columns.append(buckets[name])
         elif many is None:
             mask = missing[name].to_numpy() if name in has_missing else None
             checks = full[name + CHECK].to_numpy() if name + CHECK in full.columns else None
             ids = tables[name].lookup(full[name].to_numpy(), mask, checks)
-            columns[name] = _counted(name, ids, encoded)
+            columns.append(_counted(name, ids, encoded))
         elif many.fixed:
             ids = _ids_of(name, lists, tables, encoded)
-            for place, column in enumerate(_matrix(lists[name], ids, len(frame), many.most).T):
-                columns[f"{name}[{place}]"] = column
+            columns.extend(_matrix(lists[name], ids, len(frame), many.most).T)
         else:
             ragged.append(name)
-    encoded.words = pl.DataFrame(columns).to_numpy(order="c")
+    by_place = {str(place): column for place, column in enumerate(columns)}
+    encoded.words = pl.DataFrame(by_place).to_numpy(order="c")
     if ragged:
         encoded.parts |= _list_parts(frame, ragged, lists, tables, options, encoded)
     encoded.parts |= _beside(frame, fitted, options)
@@ -196,9 +196,9 @@ def _dense_columns(
     mask: NDArray[np.bool_],
     fitted: Mapping[str, Any],
     encoded: Encoded,
-    columns: dict[str, NDArray[np.int32]],
+    columns: list[NDArray[np.int32]],
 ) -> None:
-    """The column of a dense value, and the one that says where it is missing."""
+    """Append the column of a dense value, and the one that says where it is missing."""
     name = number.name
     made = transform(number, number.transform or "identity", values, mask, fitted.get(name, {}))
     floats, encoded.clamped[name] = made
@@ -206,7 +206,7 @@ def _dense_columns(
     if number.indicator:
         found[f"{name}_missing"] = mask.astype(np.float32)
     for column, array in found.items():
-        columns[column] = array.view(np.int32)
+        columns.append(array.view(np.int32))
         if len(array):
             encoded.ranges[column] = (float(array.min()), float(array.max()))
 

@@ -20,6 +20,7 @@ Values = NDArray[np.float32]
 _MANTISSA_BITS = 23
 _HALF = 12
 _BINS = 1 << 16
+_LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,9 @@ class Quantiles:
         for upper, rank in self._places:
             ends = np.cumsum(self._lower[upper])
             found.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
-        distinct = np.unique(np.array(found, dtype=np.uint32))
-        return [float(value) for value in _values(distinct)]
+        values = _values(np.array(found, dtype=np.uint32))
+        # Infinite values are in the outermost buckets then; JSON has no word for them.
+        return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
 def _ordered(values: Values) -> NDArray[np.int64]:

@@ -23,7 +23,8 @@ class Several(NamedTuple):
     too_long: pl.Series
     unpaired: pl.Series
     bad_weights: pl.Series
-    num_cut: int
+    num_cut: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    """Values left out of each row"""
 
 
 def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
@@ -61,13 +62,13 @@ def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
         columns["weight"] = values
     long = lengths > many.most
     table = pl.DataFrame(columns)
-    num_cut = 0
+    num_cut = np.zeros(total, dtype=np.int64)
     if long.any() and many.beyond != "error":
         place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
         if many.beyond == "last":
             place = lengths[rows] - 1 - place
         stays = place < many.most
-        num_cut = int((~stays).sum())
+        num_cut = np.maximum(lengths - many.most, 0)
         table = table.filter(pl.Series(stays))
     misfits = _rows_of(rows[lost.to_numpy()], total)
     return Several(table, misfits, pl.Series(long), unpaired, bad_weights, num_cut)

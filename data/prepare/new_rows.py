@@ -10,6 +10,7 @@ from data.prepare.options import PrepareOptions
 from data.prepare.prepare import prepare
 from data.prepare.remote import InputPath
 from data.prepare.split import SplitRule
+from sbpflow.errors import ConfigError
 
 
 def encode(
@@ -27,6 +28,11 @@ def encode(
     Of that one the manifest and the vocabularies are read, no rows. Raises what ``prepare`` raises,
     and returns what it returns; ``part`` is this machine's of several.
     """
+    if output.resolve() == like.resolve():
+        raise ConfigError(
+            f"--output {output}: is the set of --like, which the new rows would replace; choose "
+            "another"
+        )
     options = PrepareOptions(
         inputs=tuple(inputs),
         output=output,

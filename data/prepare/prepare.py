@@ -27,7 +27,7 @@ from data.prepare.encode import FieldIds, all_records, encode_all
 from data.prepare.fetch import fetch_tables
 from data.prepare.keep import Kept
 from data.prepare.options import PrepareOptions
-from data.prepare.remote import version
+from data.prepare.remote import size_of, version
 from data.prepare.source import Input, find_inputs
 from data.prepare.stage import describe_bad, stage_inputs
 from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
@@ -106,6 +106,7 @@ def _build(
     part = options.part
     owners = part.owners(inputs)
     mine = [source for source in inputs if owners[source.order] == part.number]
+    before = [version(source.path) for source in mine]
     fetched = {source.order: source for source in fetch_tables(mine, work)}
     inputs = [fetched.get(source.order, source) for source in inputs]
     num_bytes = sum(source.num_bytes for source in mine)
@@ -113,6 +114,7 @@ def _build(
         staged = stage_inputs(
             inputs, options, work, plan, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
+        _check_unwritten(mine, before)
         bar.set_description("count")
         kept = {v.name: v for v in build_vocabularies(staged, options, work, plan, like)}
         fitted = fit_columns(staged, options, work, plan, like)
@@ -152,6 +154,18 @@ def _build(
         alone = [names[0] for names in options.counted.values() if len(names) == 1]
         lookups = {name: kept[options.schema.vocabulary(name)].lookups for name in alone}
     _finish(work / "set", content, lookups, options)
+
+
+def _check_unwritten(inputs: Sequence[Input], before: Sequence[object]) -> None:
+    """DataError if a file was written while its rows were read: some may be lost, or there twice.
+
+    ``before`` are their versions then.
+    """
+    for source, was in zip(inputs, before, strict=True):
+        if version(source.path) != was or size_of(source.path) != source.num_bytes:
+            raise DataError(
+                f"{source.path}: was written while it was read; start again when it is complete"
+            )
 
 
 def _done(number: int) -> str:

@@ -1,10 +1,10 @@
 """A schema as YAML: which columns a table has, and what each of them is."""
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import yaml
 
 from data.format.schema import BEYOND, KINDS, Kind, Many, Number, Schema
@@ -19,6 +19,7 @@ _DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing")
 _SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights", "vocabulary")
 _MOST_VALUES = 2**16 - 1
 _MOST_BUCKETS = 4096
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_schema(path: Path) -> Schema:
@@ -143,9 +144,12 @@ class _Reader:
         if transform is not None:
             self.choice(f"{place}transform", transform, tuple(TRANSFORMS))
         if clip is not None:
-            fits = isinstance(clip, list) and len(clip) == 2 and all(map(_is_finite, clip))
+            fits = isinstance(clip, list) and len(clip) == 2 and all(map(_is_float32, clip))
             if not fits or clip[0] >= clip[1]:
-                raise ConfigError(f"{self.key}: {place}clip is {clip!r}; write [LEAST, GREATEST]")
+                raise ConfigError(
+                    f"{self.key}: {place}clip is {clip!r}; write [LEAST, GREATEST], two numbers "
+                    f"within float32, {-_LARGEST:g} to {_LARGEST:g}"
+                )
         buckets = how.get("buckets", 0)
         if buckets:
             self.count(f"{place}buckets", buckets, 2, _MOST_BUCKETS)
@@ -224,8 +228,8 @@ def _known() -> str:
     return f"write one of {', '.join(TRANSFORMS)}, or a mapping with {', '.join(_DENSE_KEYS)}"
 
 
-def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast("float", value))
+def _is_float32(value: object) -> bool:
+    return type(value) in (int, float) and abs(cast("float", value)) <= _LARGEST
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:

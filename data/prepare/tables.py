@@ -66,7 +66,8 @@ def table_piece(path: Path, index: int, schema: Schema) -> Piece:
     ]:
         raise DataError(
             f"{path}: columns {', '.join(odd)} are of a type that is not read; write strings or "
-            "whole numbers"
+            "whole numbers (dates need `time: NAME` in the schema; structs in lists are the value, "
+            "then its weight)"
         )
 
     def shown(row: int) -> bytes:
@@ -81,10 +82,14 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
     if isinstance(kind, pl.List | pl.Array):
         many = schema.several(name)
         if many is not None and many.inline is not None and isinstance(kind.inner, pl.Struct):
+            names = [part.name.lower() for part in kind.inner.fields]
             parts = [part.dtype for part in kind.inner.fields]
-            return len(parts) == 2 and all(part in _COLUMN_TYPES for part in parts)
+            is_pair = len(parts) == 2 and not names[0].startswith("weight")
+            return is_pair and all(part in _COLUMN_TYPES for part in parts)
         several = {many.name for many in schema.many} | {many.weights for many in schema.many}
         return name in several and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        return kind in _COLUMN_TYPES or kind == pl.Date or isinstance(kind, pl.Datetime)
+        # As integers, dates would be days, or whatever unit the file has.
+        is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
+        return kind in _COLUMN_TYPES or (is_date and schema.time[1] == "date")
     return kind in _COLUMN_TYPES

@@ -27,11 +27,16 @@ Words = NDArray[np.int32]
 _WIDE_COLUMNS = ("group", "time", "row_key")  # 64 bits each, if the set has them as numbers
 
 
+BLOCK_BYTES = 16 << 20
+"""Batches are read together up to so much: what Python does for a block, and its way from thread to
+thread, takes as long as a copy of 1 or 2 MB."""
+
+
 class Block(NamedTuple):
-    """``words`` [n] of ``num_rows`` rows."""
+    """``words`` [n] of the rows of some batches, one after the other; ``sizes`` rows of each."""
 
     words: Words
-    num_rows: int
+    sizes: tuple[int, ...]
 
 
 class Parts(NamedTuple):
@@ -78,15 +83,20 @@ class BlockReader:
         self._bounds = id_bounds(manifest, self._crosses.rows)
         self._only_words = self._row_words == self._words.num_words
 
-    def view(self, words: SplitRows, runs: Runs) -> Block | None:
+    @property
+    def most_rows(self) -> int:
+        """Rows of a block of several batches; lists make a block of each batch."""
+        return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
+
+    def view(self, words: SplitRows, runs: Runs) -> Words | None:
         """The rows of one run as they lie in the maps ``words``; None where there is more to it."""
         if not self._only_words or len(runs.firsts) != 1:
             return None
         first, length = int(runs.firsts[0]), int(runs.lengths[0])
         found = words.view(first, first + length)
-        return None if found is None else Block(found.reshape(-1), length)
+        return None if found is None else found.reshape(-1)
 
-    def read(self, runs: Runs, take: Callable[[int], Words]) -> Block:
+    def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
         """Rows of these runs, in order, in an array of the size asked of ``take``."""
         num_rows = int(runs.lengths.sum())
         lists = self._lists
@@ -113,7 +123,7 @@ class BlockReader:
             weights = sections.next(num_values).view(np.float32) if self._weighted else None
             lists.gather(extents, narrow, values, weights)
             lengths[:] = narrow
-        return Block(sections.words, num_rows)
+        return sections.words
 
     def _read_with_crosses(
         self, runs: Runs, take: Callable[[int], Words], floats: Words, ids: Words
@@ -126,8 +136,12 @@ class BlockReader:
         ids[:, :given] = words[:, self._num_floats :]
         self._crosses.fill(ids[:, :given], ids[:, given:])
 
-    def split(self, words: Tensor, num_rows: int) -> Parts:
-        """The columns of a block [n] as views of it."""
+    def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[Parts]:
+        """The columns of each batch in a block [n], as views of it."""
+        whole = self._split(words, sum(sizes))
+        return [whole] if len(sizes) == 1 else _batches(whole, sizes)
+
+    def _split(self, words: Tensor, num_rows: int) -> Parts:
         sections = _Sections(words)
         columns = {name: sections.next(num_rows, 2).view(torch.int64)[:, 0] for name in self._wide}
         if len(self._crosses):
@@ -164,6 +178,21 @@ class BlockReader:
         for part in (self._words, self._lists, self._labels, self._weight, *self._wide.values()):
             if part is not None:
                 part.close()
+
+
+def _batches(whole: Parts, sizes: tuple[int, ...]) -> list[Parts]:
+    if isinstance(whole.ids, BatchIds):
+        raise TypeError("a block with lists is one batch")
+    weights = [None] * len(sizes) if whole.weights is None else whole.weights.split(sizes)
+    columns = {name: column.split(sizes) for name, column in whole.columns.items()}
+    split = zip(
+        whole.labels.split(sizes), whole.dense.split(sizes), whole.ids.split(sizes), weights,
+        strict=True,
+    )  # fmt: skip
+    return [
+        Parts(*parts, {name: column[k] for name, column in columns.items()})
+        for k, parts in enumerate(split)
+    ]
 
 
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:

@@ -1,7 +1,7 @@
 """How blocks get from a read function into torch tensors: memory map, or DALI external_source.
 
 Blocks are read in threads of the loader, a few ahead of the consumer, and DALI runs in one
-of its own; a feed yields them as tensors on the device. Both feeds yield the same bits.
+of its own; a feed yields the batches in them, on the device. Both feeds yield the same bits.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,16 +20,16 @@ from data.read.blocks import Block, Parts, Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]
-Read = Callable[[int], Block]
-Split = Callable[[Tensor, int], Parts]  # views of a block of so many rows
+Split = Callable[[Tensor, tuple[int, ...]], list[Parts]]  # views of a block
 Feed = Callable[[Iterator[Block], Split, torch.device, "Threads"], Iterator[Parts]]
 
-_AHEAD = 4
+Group = TypeVar("Group")
+
+_AHEAD = 3
 _READERS = 2
-_RUNS_AHEAD = 2
-_BLOCKS_PER_RUN = 4
-# Blocks read, in runs of DALI, in the group that is being delivered, and in the consumer's hands.
-_MOST_BUFFERS = _AHEAD + (_RUNS_AHEAD + 1) * _BLOCKS_PER_RUN + 2
+_RUNS_AHEAD = 1
+# Blocks read, in a run of DALI, done by it, being delivered, and in the consumer's hands.
+_MOST_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
 
 
 class Buffers:
@@ -41,19 +41,20 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        # Its append and popleft are atomic: a lease may end in any thread, at any moment.
+        # Its calls are atomic: a lease may end in any thread, at any moment. The last one given
+        # back is taken first: a few that are in the cache cost a fifth less than all in turn.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
         """An array [num_words] that no one else uses."""
         for _ in range(len(self._free)):
             try:
-                memory = self._free.popleft()
+                memory = self._free.pop()
             except IndexError:  # taken by another reader
                 break
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
-            self._free.append(memory)
+            self._free.appendleft(memory)
         # Lists make batches of unequal sizes: with some room, most fit into what is there.
         return self._lease(np.empty(num_words + num_words // _ROOM, dtype=np.int32))[:num_words]
 
@@ -84,16 +85,20 @@ class Threads:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[Block]:
-    """Yield ``read(0)``, ``read(1)``, ... with the next few already being read.
+def read_ahead(
+    read: Callable[[Group], Block], groups: Iterator[Group], readers: ThreadPoolExecutor
+) -> Iterator[Block]:
+    """Yield ``read(group)`` of each, in order, with the next few already being read.
 
     An abandoned iterator waits for nothing when it is collected, which may happen in any thread.
     """
     pending: deque[Future[Block]] = deque()
     try:
-        for index in range(count):
-            while len(pending) < _AHEAD and index + len(pending) < count:
-                pending.append(readers.submit(read, index + len(pending)))
+        while True:
+            more = islice(groups, _AHEAD - len(pending))
+            pending.extend(readers.submit(read, group) for group in more)
+            if not pending:
+                return
             yield pending.popleft().result()
     finally:
         for future in pending:
@@ -103,18 +108,20 @@ def read_ahead(read: Read, count: int, readers: ThreadPoolExecutor) -> Iterator[
 def memmap_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[Parts]:
-    """Yield each block as a tensor; to a GPU through pinned memory, one copy ahead."""
+    """Yield the batches of each block; to a GPU through pinned memory, one copy ahead."""
     if device.type == "cuda":
-        for words, num_rows in _to_gpu(blocks, device):
-            yield split(words, num_rows)
+        for words, sizes in _to_gpu(blocks, device):
+            yield from split(words, sizes)
     else:
         for block in blocks:
-            yield split(torch.from_numpy(block.words), block.num_rows)
+            yield from split(torch.from_numpy(block.words), block.sizes)
 
 
-def _to_gpu(blocks: Iterator[Block], device: torch.device) -> Iterator[tuple[Tensor, int]]:
+def _to_gpu(
+    blocks: Iterator[Block], device: torch.device
+) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     side = torch.cuda.Stream(device)
-    waiting: tuple[Tensor, int] | None = None
+    waiting: tuple[Tensor, tuple[int, ...]] | None = None
     for block in blocks:
         with torch.cuda.stream(side):
             copied = torch.from_numpy(block.words).pin_memory().to(device, non_blocking=True)
@@ -123,7 +130,7 @@ def _to_gpu(blocks: Iterator[Block], device: torch.device) -> Iterator[tuple[Ten
         # The consumer's stream waits for this copy only, which ran beside its last step.
         torch.cuda.current_stream(device).wait_stream(side)
         copied.record_stream(torch.cuda.current_stream(device))
-        waiting = (copied, block.num_rows)
+        waiting = (copied, block.sizes)
     if waiting is not None:
         yield waiting
 
@@ -134,8 +141,7 @@ def dali_feed(
     """Yield each block through a DALI pipeline; one sample is a whole block, never a row.
 
     A run passes through three threads of DALI's, which takes a consumer that comes back from a step
-    about 1 ms. So it happens in a thread, ahead, and for several blocks at once: an output of the
-    pipeline for each, since DALI copies the samples of one output into one buffer.
+    about 1 ms. So it happens in a thread, ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -147,48 +153,46 @@ def dali_feed(
 
     gpu = device.type == "cuda"
 
-    rows: deque[int] = deque()
+    sizes: deque[tuple[int, ...]] = deque()
     """Of the blocks handed to DALI and not yet split."""
     source = [blocks]
     """Emptied at the end: DALI's operators refer to each other, and one of them to this function,
     so what it reads from would stay until the garbage collector runs."""
     del blocks
 
-    def next_blocks() -> list[list[Words]]:
-        """A batch of one sample for every output; without rows where the epoch is over."""
+    def next_block() -> list[Words]:
+        """A batch of one sample."""
         if not source:
             raise StopIteration
-        found = [next(source[0])]
-        found += islice(source[0], _BLOCKS_PER_RUN - 1)
-        rows.extend(block.num_rows for block in found)
-        none = [found[0].words[:0]] * (_BLOCKS_PER_RUN - len(found))
-        return [[words] for words in (*(block.words for block in found), *none)]
+        block = next(source[0])
+        sizes.append(block.sizes)
+        return [block.words]
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=device.index or 0 if gpu else None)
     def pipeline() -> object:
-        outputs = fn.external_source(
-            source=next_blocks,
-            num_outputs=_BLOCKS_PER_RUN,
-            no_copy=True,
-            ndim=1,
-            dtype=types.INT32,
-        )
-        return tuple(words.gpu() for words in outputs) if gpu else tuple(outputs)
+        words = fn.external_source(source=next_block, no_copy=True, ndim=1, dtype=types.INT32)
+        return words.gpu() if gpu else words
 
     pipe = pipeline()
     pipe.build()
 
-    def run() -> Iterator[Parts]:
-        words = (output[0] for output in pipe.run())
-        blocks = (torch.from_dlpack(block) for block in words if block.shape()[0])
+    def run() -> Callable[[], list[Parts]]:
+        (output,) = pipe.run()
+
+        def split_block() -> list[Parts]:
+            block = torch.from_dlpack(output[0])
+            return split(block.clone() if gpu else block, sizes.popleft())
+
         # On a GPU the consumer converts, which joins its stream, and copies: DALI reuses a block's
         # memory in the order of its own stream, which knows nothing of the consumer's reads.
         # Elsewhere this thread converts: right after a step of some ms a consumer's first calls of
         # torch take five times as long.
-        parts = (split(block.clone() if gpu else block, rows.popleft()) for block in blocks)
-        return parts if gpu else iter(list(parts))
+        if gpu:
+            return split_block
+        parts = split_block()
+        return lambda: parts
 
-    pending: deque[Future[Iterator[Parts]]] = deque(
+    pending: deque[Future[Callable[[], list[Parts]]]] = deque(
         threads.runner.submit(run) for _ in range(_RUNS_AHEAD)
     )
     try:
@@ -198,7 +202,7 @@ def dali_feed(
             except StopIteration:
                 return
             pending.append(threads.runner.submit(run))
-            yield from parts
+            yield from parts()
     finally:
         for future in pending:
             future.cancel()

@@ -20,6 +20,7 @@ def fields_of(manifest: Manifest) -> Fields:
         dense=manifest.dense,
         sparse=tuple(_id_field(c, stats.get(c.name), rows) for c in manifest.sparse),
         crosses=tuple(_id_field(c, stats.get(c.name), rows) for c in manifest.crosses),
+        grouped=any(column.role == "group" for column in manifest.side),
     )
 
 

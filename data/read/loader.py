@@ -133,19 +133,22 @@ class RowLoader:
     def _deliver(self, epoch: int, number: int, maps: SplitRows) -> Iterator[Batch]:
         self._check_read(number)
         order, steps = self._order(epoch), self._steps(self._cursor)
-        filled = [step for step in steps if step.stop > step.start]
+        groups = self._groups(steps, maps)
         buffers = Buffers()
 
-        def read(index: int) -> Block:
-            runs = order.runs(filled[index].start, filled[index].stop)
-            return self._rows.view(maps, runs) or self._rows.read(runs, buffers.take)
+        def read(group: list[_Step]) -> Block:
+            runs = order.runs_of([(step.start, step.stop) for step in group])
+            words = self._rows.view(maps, runs)
+            if words is None:
+                words = self._rows.read(runs, buffers.take)
+            return Block(words, tuple(step.stop - step.start for step in group))
 
         # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
-        # gathering short runs keeps both readers busy.
-        if self._backend == "dali" and order.shuffle in ("none", "blocks"):
-            blocks = map(read, range(len(filled)))
+        # gathering keeps both readers busy.
+        if self._backend == "dali" and order.shuffle == "none":
+            blocks = map(read, groups)
         else:
-            blocks = read_ahead(read, len(filled), self._threads.readers)
+            blocks = read_ahead(read, groups, self._threads.readers)
         feed = FEEDS[self._backend](blocks, self._rows.split, self._device, self._threads)
         for step in steps:
             self._check_read(number)
@@ -169,6 +172,28 @@ class RowLoader:
                 parts.columns,
             )
 
+    def _groups(self, steps: Sequence[_Step], maps: SplitRows) -> Iterator[list[_Step]]:
+        """The steps in which this rank has rows, those together that are read as one block.
+
+        In file order only those that a view of one map can have.
+        """
+        group: list[_Step] = []
+        num_rows, most_rows = 0, self._rows.most_rows
+        for step in steps:
+            own = step.stop - step.start
+            fits = bool(group) and num_rows + own <= most_rows
+            if fits and self._shuffle == "none":
+                joins = group[-1].stop == step.start
+                fits = joins and len(maps.pieces(group[0].start, step.stop)) == 1
+            if group and own and not fits:
+                yield group
+                group, num_rows = [], 0
+            if own:
+                group.append(step)
+                num_rows += own
+        if group:
+            yield group
+
     def _begin(self, epoch: int) -> None:
         if not self._restored or (epoch == self._epoch + 1 and self._is_over()):
             self._epoch, self._cursor = epoch, 0
@@ -183,8 +208,8 @@ class RowLoader:
         return self._num_steps(self._cursor) == 0
 
     def _no_rows(self) -> Parts:
-        words = self._rows.read(self._order(0).runs(0, 0), _new).words
-        return self._rows.split(torch.from_numpy(words).to(self._device), 0)
+        words = self._rows.read(self._order(0).runs(0, 0), _new)
+        return self._rows.split(torch.from_numpy(words).to(self._device), (0,))[0]
 
     def peek(self, num_batches: int, epoch: int | None = None) -> list[Ids]:
         """``Batch.ids``, on the CPU, of this rank's next batches; fewer where the epoch ends.
@@ -200,8 +225,8 @@ class RowLoader:
         steps = self._steps(self._cursor if epoch == self._epoch else 0)[:num_batches]
         ids: list[Ids] = []
         for step in steps:
-            block = self._rows.read(order.runs(step.start, step.stop), _new)
-            ids.append(self._rows.split(torch.from_numpy(block.words), block.num_rows).ids)
+            words = torch.from_numpy(self._rows.read(order.runs(step.start, step.stop), _new))
+            ids.append(self._rows.split(words, (step.stop - step.start,))[0].ids)
         return ids
 
     def _identity(self) -> State:

@@ -6,6 +6,7 @@ length is what the kinds differ in. No array of the order exists: ``data.read.pe
 the places that are asked for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -66,6 +67,20 @@ class RowOrder:
         if position < first:
             return position // self._run_rows
         return before if position < first + rows else (position - rows) // self._run_rows + 1
+
+    def runs_of(self, ranges: Sequence[tuple[int, int]]) -> Runs:
+        """The rows at these ranges of positions, one after the other."""
+        joined = [ranges[0]]
+        for start, stop in ranges[1:]:
+            if start == joined[-1][1]:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        pieces = [self.runs(start, stop) for start, stop in joined]
+        if len(pieces) == 1:
+            return pieces[0]
+        firsts, lengths = zip(*pieces, strict=True)
+        return Runs(np.concatenate(firsts), np.concatenate(lengths))
 
     def runs(self, start: int, stop: int) -> Runs:
         """The rows at positions [start, stop), in order; the first and the last run may be cut."""

@@ -1,9 +1,9 @@
 """Saving on all ranks: who writes what is settled once, then each writes its share of the state."""
 
 import json
-import threading
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from sbpflow.checkpoint.snapshot import Snapshot, Storages
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.embedding.state import LogicalTensor, Rectangle
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.background import in_background
 from sbpflow.training.health import gather_facts, gather_text
 
 State = Mapping[str, LogicalTensor]
@@ -48,8 +49,7 @@ class Saver:
         self._nonce = gather_text(boxing, uuid.uuid4().hex[:8])[0]
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
         self._storages = storages
-        self._under_way: threading.Thread | None = None
-        self._failed: Exception | None = None
+        self._under_way: Future[None] | None = None
         self.kept_bytes = 0
         self._count = 0
         self._names: list[str] = []
@@ -85,34 +85,28 @@ class Saver:
 
         def work() -> None:
             try:
-                try:
-                    attempt.report(snapshot.write(attempt.file()))
-                except CheckpointError as error:
-                    attempt.give_up(str(error))
-                finally:
-                    snapshot.end()
-                    self.kept_bytes = snapshot.num_kept_bytes
-                attempt.finish()
-                if done is not None:
-                    done()
-            except Exception as error:  # noqa: BLE001  (raised by check, in the thread that trains)
-                self._failed = error
+                attempt.report(snapshot.write(attempt.file()))
+            except CheckpointError as error:
+                attempt.give_up(str(error))
+            finally:
+                snapshot.end()
+                self.kept_bytes = snapshot.num_kept_bytes
+            attempt.finish()
+            if done is not None:
+                done()
 
-        self._under_way = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._under_way.start()
+        self._under_way = in_background(work, "checkpoint")
 
     def wait(self) -> None:
         """Until no save is under way; what failed in it is raised."""
         if self._under_way is not None:
-            self._under_way.join()
-            self._under_way = None
-        self.check()
+            ended, self._under_way = self._under_way, None
+            ended.result()
 
     def check(self) -> None:
-        """Raise what failed in a save that was started."""
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
+        """Raise what failed in a save that was started and has ended."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
 
     def _begin(self, step: int, documents: Mapping[str, Any]) -> tuple[Attempt, list[Part]]:
         state = self._state()

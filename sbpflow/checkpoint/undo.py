@@ -1,7 +1,8 @@
 """Rows of a storage as they were at one moment, while training goes on changing them.
 
 An undo log: the first change of a row that is still to be written copies it before. Two threads
-meet here, the one that trains and the one that writes; both hold the lock while they copy.
+meet here, the one that trains and the one that writes. The writer copies a range without a lock,
+so some of its rows may be half changed; those are in the log by then, and are put right from it.
 """
 
 import threading
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+_Kept = tuple[Tensor, dict[str, Tensor]]  # rows, and what they were by key
 
 
 class RowLog:
@@ -22,7 +25,9 @@ class RowLog:
         self._tensors = dict(tensors)
         self._pending = pending
         self._lock = threading.Lock()
-        self._kept: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._new: list[_Kept] = []  # not seen by the writer yet
+        self._sorted: list[_Kept] = []  # by row; the writer's
+        self._copies: dict[str, Tensor] = {}
         self._stream = torch.cuda.current_stream(pending.device) if pending.is_cuda else None
         self.num_kept_bytes = 0
 
@@ -31,24 +36,48 @@ class RowLog:
         with self._lock:
             # A storage of fixed size names one row behind all others, which holds nothing.
             mine = rows[rows < self._pending.numel()].to(torch.int64)
-            mine = mine[self._pending[mine]].sort().values
+            mine = mine[self._pending[mine]]
             if not mine.numel():
                 return
             self._pending[mine] = False
             values = {key: tensor.index_select(0, mine) for key, tensor in self._tensors.items()}
-            self._kept.append((mine, values))
+            self._new.append((mine, values))
             self.num_kept_bytes += sum(v.numel() * v.itemsize for v in values.values())
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Rows [start, stop) as they were, on the CPU; each row is read once."""
-        with self._lock, torch.cuda.stream(self._stream):
-            self._pending[start:stop] = False
-            found = {key: tensor[start:stop].clone() for key, tensor in self._tensors.items()}
-            bounds = torch.tensor([start, stop], device=self._pending.device)
-            for rows, values in self._kept:
-                first, last = torch.searchsorted(rows, bounds).tolist()
-                if first < last:
-                    places = rows[first:last] - start
-                    for key, value in values.items():
-                        found[key].index_copy_(0, places, value[first:last])
+        """Rows [start, stop) as they were, on the CPU, good until the next are read.
+
+        Each row is read once, by one thread.
+        """
+        with torch.cuda.stream(self._stream):
+            found = {key: self._copy(key, start, stop) for key in self._tensors}
+            with self._lock:  # what changes from here on was copied above
+                self._pending[start:stop] = False
+                new, self._new = self._new, []
+            for rows, values in new:
+                order = rows.argsort()
+                kept = {key: value.index_select(0, order) for key, value in values.items()}
+                self._sorted.append((rows[order], kept))
+            self._put_right(found, start, stop)
             return {key: value.cpu() for key, value in found.items()}
+
+    def _copy(self, key: str, start: int, stop: int) -> Tensor:
+        """In memory that is used again: fresh pages cost the thread that trains more than this."""
+        source = self._tensors[key][start:stop]
+        target = self._copies.get(key)
+        if target is None or target.shape[0] < stop - start:
+            target = self._copies[key] = torch.empty_like(source)
+        return target[: stop - start].copy_(source)
+
+    def _put_right(self, found: dict[str, Tensor], start: int, stop: int) -> None:
+        bounds = torch.tensor([start, stop], device=self._pending.device)
+        inside: list[_Kept] = []
+        for rows, values in self._sorted:
+            first, last = torch.searchsorted(rows, bounds).tolist()
+            if first < last:
+                part = {key: value[first:last] for key, value in values.items()}
+                inside.append((rows[first:last], part))
+        if inside:
+            places = torch.cat([rows for rows, _ in inside]) - start
+            for key, value in found.items():
+                value.index_copy_(0, places, torch.cat([values[key] for _, values in inside]))

@@ -5,7 +5,6 @@ changing (``undo.py``). Nothing here talks to other ranks.
 """
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from sbpflow.checkpoint.crc import crc32
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece, Place
 from sbpflow.errors import CheckpointError
 
@@ -88,7 +88,7 @@ class PieceWriter:
             now, data = data[:room], data[room:]
             if room == BLOCK_BYTES:
                 self._crcs.append(0)
-            self._crcs[-1] = zlib.crc32(now, self._crcs[-1])
+            self._crcs[-1] = crc32(now, self._crcs[-1])
             self._file.write(now, self._start + self._written)
             self._written += len(now)
 

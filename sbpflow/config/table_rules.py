@@ -294,7 +294,8 @@ def _fit(
     placement = rule.placement(key, device_type, world_size)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
         raise ConfigError(
-            f"{key}.ranks: {outside} not in a world of {world_size}; use ranks 0..{world_size - 1}"
+            f"{key}.ranks: {outside} not in a world of {world_size}; use ranks "
+            f"0..{world_size - 1}, or leave ranks and sizes out for all that there are"
         )
     sbps = [
         _fit_axis(key, rule, axis, sbp, name, shape, placement)

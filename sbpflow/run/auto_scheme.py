@@ -51,6 +51,11 @@ def candidates(
                 if table.dim >= world_size
                 else whole[table.name]
             ),
+            "all S(1), unique": lambda table: (
+                TableRule(sbp="S(1)", exchange="unique")
+                if table.dim >= world_size
+                else whole[table.name]
+            ),
         }
     found = {
         name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()

@@ -11,7 +11,7 @@ from typing import cast
 
 from sbpflow.config.checks import check
 from sbpflow.config.model_tables import TableRules, check_matches
-from sbpflow.config.schema import Config, TableChanges, TableOptimizer
+from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainConfig
 from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
@@ -138,6 +138,7 @@ def plan_run(
         loss=config.train.loss,
     )
     slice_columns(config.train.slices, embeddings)
+    _check_metrics(config.train, fields)
     clip = config.optimizer.clip
     schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     return spec, RunPlan(
@@ -164,6 +165,17 @@ def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfi
         names = [table.name for output in outputs for table in output.tables]
         check_matches("model.fields", model.fields, (one.name for one in fields.ids), "field")
         check_matches("model.tables", model.tables, names, "table")
+
+
+def _check_metrics(train: TrainConfig, fields: Fields) -> None:
+    """ConfigError if a run would wait for a metric that its set cannot have."""
+    for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
+        if watch is not None and watch.metric == "gauc" and not fields.grouped:
+            raise ConfigError(
+                f"train.{name}.metric: gauc needs rows that name a group, and the set has none; "
+                "prepare it with a group in its schema, such as `group: {user: string}`, or use "
+                f"train.{name}.metric=auc"
+            )
 
 
 def _planned_rules(

@@ -59,11 +59,15 @@ class IdField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """The columns of a data set, in the order of its batches: ``sparse`` ids, then ``crosses``."""
+    """The columns of a data set, in the order of its batches: ``sparse`` ids, then ``crosses``.
+
+    ``grouped``: its rows name a group, which GAUC needs.
+    """
 
     dense: tuple[str, ...] = ()
     sparse: tuple[IdField, ...] = ()
     crosses: tuple[IdField, ...] = ()
+    grouped: bool = False
 
     @property
     def ids(self) -> tuple[IdField, ...]:

@@ -1,8 +1,8 @@
 """Predictions of a trained job over a split, batch by batch, brought together on rank 0."""
 
-import threading
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from concurrent.futures import wait
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import MESSAGE_ERRORS, ConfigError
+from sbpflow.runtime.background import in_background
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.evaluate import gather_rows
 from sbpflow.training.health import gather_facts
@@ -41,22 +42,6 @@ def probabilities(logits: NDArray[np.floating]) -> Floats:
         return (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
 
 
-class _Attempt(threading.Thread, Generic[Result]):
-    """Work in a thread, and how it ended."""
-
-    def __init__(self, work: Callable[[], Result]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self.result: Result | None = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.result = self._work()
-        except BaseException as error:  # noqa: BLE001  (raised again by who waits for it)
-            self.error = error
-
-
 def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result | None:
     """What ``work`` returns, on rank 0, which alone does it, however long; None elsewhere.
 
@@ -65,20 +50,18 @@ def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0)
     """
     if boxing.world.size == 1:
         return work()
-    attempt = _Attempt(work) if boxing.world.rank == 0 else None
-    if attempt is not None:
-        attempt.start()
+    attempt = in_background(work, "rank 0's work") if boxing.world.rank == 0 else None
     while True:
         said = {"state": "done", "error": ""}
         if attempt is not None:
-            attempt.join(ask_s)
-            said["state"] = "busy" if attempt.is_alive() else "done"
-            if isinstance(attempt.error, MESSAGE_ERRORS):
-                said["error"] = str(attempt.error)
+            wait([attempt], ask_s)
+            said["state"] = "done" if attempt.done() else "busy"
+            if attempt.done() and isinstance(attempt.exception(), MESSAGE_ERRORS):
+                said["error"] = str(attempt.exception())
         heard = gather_facts(boxing, said)[0]
-        if attempt is not None and attempt.error is not None:
-            raise attempt.error
+        if attempt is not None and heard["state"] == "done":
+            return attempt.result()
         if heard["error"]:
             raise ConfigError(heard["error"])
         if heard["state"] == "done":
-            return None if attempt is None else attempt.result
+            return None

@@ -4,12 +4,11 @@ An unfinished run of the same results goes on; another one is refused, saying wh
 else is there makes room. Reads checkpoints, changes no tensor.
 """
 
-import json
 import logging
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +26,8 @@ from sbpflow.checkpoint.folder import (
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.config.load import config_facts
 from sbpflow.config.schema import Config
-from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.job import Job
-from sbpflow.run.plan import RunPlan
-from sbpflow.run.plan_file import plan_from_json
 from sbpflow.training.health import gather_facts, on_all_or_none
 from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, set_aside
 
@@ -255,7 +252,7 @@ def _restored(path: Path, job: Job, data: DataFacts) -> str:
             raise CheckpointError(
                 f"{path}: was trained on the set {saved['path']}, whose ids are of another "
                 f"vocabulary than those of {data.path}; use that set, or one that was grown from "
-                "it (python -m data prepare --vocabulary)"
+                "it (python -m data prepare --like OLD --grow)"
             )
         job.restore(checkpoint, grown=relation == "grown")
     except CheckpointError as error:
@@ -297,20 +294,3 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
         going_on=(step, documents["metrics_bytes"]) if decision.goes_on else None,
         best=documents["best"] if decision.goes_on else None,
     )
-
-
-def with_saved_kernels(plan: RunPlan, decision: Decision) -> RunPlan | None:
-    """The plan with the kernels that the run had, if it is the same but for them; else None.
-
-    Kernels are chosen by their times, which another start would measure anew, and they differ in
-    the last bits.
-    """
-    if decision.newest is None:
-        return None
-    saved = open_checkpoint(decision.newest).documents.get("plan")
-    try:
-        before = plan_from_json(json.dumps(saved))
-    except DataError:
-        return None
-    same = replace(before, kernels=plan.kernels) == plan
-    return replace(plan, kernels=before.kernels) if same else None

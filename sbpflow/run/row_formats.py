@@ -18,21 +18,7 @@ _BLOCK = 1 << 16  # rows converted at a time, so that the float copy of a table 
 _STEPS = 255
 
 
-class Rows(nn.Module):
-    """The rows of a table; ``forward``: ids of any shape -> [*ids.shape, dim] of ``dtype``."""
-
-    format: str
-
-    def stored(self) -> dict[str, Tensor]:
-        """What a file holds, by what comes behind the name of the table."""
-        raise NotImplementedError
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """IndexError for an id that is no row."""
-        raise NotImplementedError
-
-
-class FloatRows(Rows):
+class FloatRows(nn.Module):
     """Rows of floating numbers."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -43,13 +29,15 @@ class FloatRows(Rows):
         self.format = str(weight.dtype).removeprefix("torch.")
 
     def stored(self) -> dict[str, Tensor]:
+        """What a file holds, by what comes behind the name of the table."""
         return {"": self.weight}
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Ids of any shape -> [*ids.shape, dim] of ``dtype``; IndexError for one that is no row."""
         return F.embedding(ids, self.weight).to(self.dtype)
 
 
-class ByteRows(Rows):
+class ByteRows(nn.Module):
     """Rows of 8 bits with a scale and a least value each."""
 
     def __init__(self, values: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> None:
@@ -64,12 +52,17 @@ class ByteRows(Rows):
         self.format = "int8"
 
     def stored(self) -> dict[str, Tensor]:
+        """What a file holds, by what comes behind the name of the table."""
         return {"/int8": self.values, "/scale": self.scale, "/low": self.low}
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Ids of any shape -> [*ids.shape, dim] of ``dtype``; IndexError for one that is no row."""
         values = F.embedding(ids, self.values).to(torch.float32)
         scale, low = (F.embedding(ids, one.unsqueeze(1)) for one in (self.scale, self.low))
         return (values * scale + low).to(self.dtype)
+
+
+Rows = FloatRows | ByteRows
 
 
 def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Rows:

@@ -56,7 +56,9 @@ def saved_config(
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
     """The plan that the run followed, kernels included, if ``plan`` is that but for these.
 
-    So a prediction makes the moves that evaluations of the run made.
+    Kernels are chosen by their times, which another start would measure anew, and they differ in
+    the last bits: so a run that goes on and a prediction take those that there were. None too if
+    one of them is not to be had here.
     """
     try:
         kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))

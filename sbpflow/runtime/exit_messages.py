@@ -21,6 +21,7 @@ from typing import Literal
 
 from sbpflow.errors import PeerLostError
 from sbpflow.runtime.environment import machine_name, rank_and_world_size
+from sbpflow.runtime.start_name import name_of_start
 from sbpflow.runtime.store import TimedStore, open_store
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "interrupt", "terminated"]
@@ -53,6 +54,7 @@ class Meeting:
     world_size: int
     store: TimedStore | None
     by_hand: bool = False
+    name: str = ""
     posts: dict[int, Reason] = field(default_factory=dict[int, Reason])
     machines: dict[int, str] = field(default_factory=dict[int, str])
     _order: int = 0
@@ -78,8 +80,14 @@ class Meeting:
 
         by_hand = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         opened = open_store(by_hand and rank == 0)
-        store = PrefixStore(_name_of_run(), opened.torch_store)
-        return Meeting(rank, world_size, TimedStore(store, opened.where), by_hand)
+
+        def named(name: str) -> TimedStore:
+            return TimedStore(PrefixStore(name, opened.torch_store), opened.where)
+
+        name = f"sbpflow/{os.environ.get('TORCHELASTIC_RUN_ID', 'by-hand')}"
+        if not by_hand:  # the store may have been there before this start
+            name = f"{name}/{name_of_start(named(name), rank, world_size)}"
+        return Meeting(rank, world_size, named(name), by_hand, name)
 
     def listen(self, told: Callable[[], None]) -> None:
         """Say where this rank runs, and call ``told`` in a thread once another rank leaves early.
@@ -194,7 +202,7 @@ class Meeting:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
                 # In Linux's abstract namespace: no file, and free again when the process ends.
-                name.bind(f"\0{_name_of_run()}/{machine_name()}")
+                name.bind(f"\0{self.name}/{machine_name()}")
                 here = [rank for rank, where in self.machines.items() if where == machine_name()]
                 _print(self.message(alive=here or [self.rank], store_lost=str(error)))
             time.sleep(_GRACE_S)
@@ -208,11 +216,6 @@ class Meeting:
             alive=alive or [],
             store_lost=store_lost,
         )
-
-
-def _name_of_run() -> str:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"sbpflow/{os.environ.get('TORCHELASTIC_RUN_ID', 'by-hand')}/{attempt}"
 
 
 def compose(

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -54,6 +54,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
+
+
+def dispatch(
+    prog: str, commands: Mapping[str, Callable[[Sequence[str]], int]], argv: Sequence[str]
+) -> int:
+    """Run the command that the first word names with the others; without a word, say which."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
+        return 0
+    if name not in commands:
+        raise ConfigError(f"command {name!r} is not known; use {' or '.join(commands)}")
+    return commands[name](argv[1:])
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

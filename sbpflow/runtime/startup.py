@@ -21,19 +21,18 @@ _POLL_S = 0.05
 _LONGEST_POLL_S = 0.5  # a round trip to the store per rank
 
 
-def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> TimedStore | None:
+def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Meeting:
     """Return once all ranks of the launcher's environment called this, with the same ``facts``.
 
     AbsentError if they do not come in time: ``timeout_s`` counts from this rank's call, and the
     first rank's end ends all. ConfigError on every rank where facts differ, with those that do, for
-    a rank number that two processes have, and where there is nowhere to meet. The store that is
-    returned keeps the one that rank 0 serves open until torch has joined it; ``None`` in a world of
-    one.
+    a rank number that two processes have, and where there is nowhere to meet. What is returned
+    keeps the store that rank 0 serves open until torch has joined it.
     """
     meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
     if store is None:
-        return None
+        return meeting
     store.answer_s = max(timeout_s, store.answer_s)  # machines are busy while ranks start
     _claim_rank(store, meeting.rank)
     mine = json.dumps(dict(facts or {}), sort_keys=True)
@@ -47,7 +46,7 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Tim
             raise AbsentError(_message(missing, waited_s, size))
         if store.check(keys):
             _compare(store, store.get_all(keys))
-            return store
+            return meeting
         if time.monotonic() >= end:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if missing:

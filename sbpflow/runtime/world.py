@@ -23,6 +23,7 @@ from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
 from sbpflow.runtime.devices import choose_device, why_no_cuda
 from sbpflow.runtime.environment import env_int, rank_and_world_size
+from sbpflow.runtime.exit_messages import Meeting
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.startup import await_ranks
 from sbpflow.runtime.store import TimedStore, within
@@ -120,18 +121,19 @@ class World:
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
-            roll = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
+            met = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
+            store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
                 dist.init_process_group,
                 backend,
-                init_method=meeting.init_method,
-                store=_names["HashStore"]() if alone else None,
+                init_method=meeting.init_method if store is None else None,
+                store=store,
                 rank=meeting.rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=timeout_s),
             )
             _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
-            del roll  # till here, for rank 0 may serve it
+            del met  # till here, for rank 0 may serve its store
         return World(
             dist.get_rank(),
             dist.get_world_size(),
@@ -310,6 +312,19 @@ def _connect(
         raise
     except RuntimeError as error:
         raise broken(error, step_id, what) from error
+
+
+def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
+    """Where torch is to connect the ranks, if not where it would by itself.
+
+    torchrun's store has the addresses of the ranks of every start before, at which torch 2.13 would
+    look for those of this one (pytorch/pytorch#135712).
+    """
+    if met is None or met.store is None or met.by_hand:
+        return None
+    store = cast("Any", met.store.torch_store).clone()  # the stub lacks it
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return dist.PrefixStore("torch", store)
 
 
 def _meeting_from_environment() -> Rendezvous:

@@ -183,10 +183,7 @@ def _of(evaluation: Evaluation | None, metric: Metric) -> float:
 
 def _no_metric(name: str, metric: Metric, step: int) -> str:
     if metric == "gauc":
-        why = (
-            "the rows of val have no group, or no group has both classes; give the set a column of "
-            "role group"
-        )
+        why = "no group has rows of both classes"
     else:
         why = "val has rows of one class only"
     return (

@@ -1,8 +1,12 @@
 """Tables that grew, state per column shard, a folder that not all ranks see: what is told apart."""
 
+import ctypes
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
@@ -75,7 +79,7 @@ def test_a_grown_table_keeps_its_rows_and_has_new_ones_behind_them(ranks, memory
         (memory / name).mkdir()
     for refused, steps in ranks(2, grow, memory):
         assert "tables/deep.C1: saved as [37, 5], this run has [50, 5]" in refused
-        assert "--vocabulary" in refused
+        assert "--like OLD --grow" in refused
         assert steps == 5
     before, new = (open_checkpoint(memory / n) for n in ("before/step-3", "new/step-1"))
     after = open_checkpoint(memory / "after/step-3")
@@ -131,6 +135,47 @@ def look(world: World, folders: list[Path]):
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def look_from_another_machine(world: World, folder: Path):
+    """Rank 1 sees a disk of its own at ``folder``; "refused" where the system allows no such."""
+    if world.rank != 1:
+        return look(world, [folder] * world.size)
+    said: list[str] = []
+
+    def work() -> None:
+        disk = _mount_over(folder)  # of this thread alone, and gone with it
+        said.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+def _mount_over(folder: Path) -> str:
+    """An empty file system in memory over ``folder``, for this thread; or why there is none."""
+    system = ctypes.CDLL(None, use_errno=True)
+    new_namespace, recursive_private = 0x00020000, 0x4000 | 0x40000
+    if (
+        system.unshare(new_namespace)
+        or system.mount(None, b"/", None, recursive_private, None)
+        or system.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, None)
+    ):
+        return os.strerror(ctypes.get_errno())
+    return ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
+def test_a_machine_whose_own_disk_is_at_checkpoint_dir_is_named(ranks, memory):
+    said = ranks(2, look_from_another_machine, memory)
+    if said[1].startswith("refused"):
+        pytest.skip(said[1])
+    for one in said:
+        assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 has" in one
+        assert "checkpoint.dir=/shared/runs/train" in one
+    assert list(memory.iterdir()) == []
+    assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused(ranks, memory):

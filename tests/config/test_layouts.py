@@ -127,8 +127,8 @@ MISFITS = [
         ["deep.C1.exchange: columns", "reduce or unique"],
     ),
     (
-        "{scheme: 1, tables: {deep.C1: {sbp: S(1), exchange: unique}}}",
-        2,
+        "{scheme: 1, tables: {deep.C1: {sbp: S(1), exchange: unique, ranks: [0, 1]}}}",
+        3,
         ["deep.C1.exchange: unique", "use columns"],
     ),
     (
@@ -196,3 +196,17 @@ def test_what_is_wrong_with_a_grid_is_said(resolve, rule, expected):
     with pytest.raises(ConfigError) as caught:
         resolve(f"{{scheme: 1, tables: {{deep.C1: {rule}}}}}", 4)
     assert expected in str(caught.value)
+
+
+def test_a_rule_for_a_rank_that_is_gone_says_what_to_write(resolve):
+    rule = "{scheme: dp, tables: {deep.C1: {sbp: S(0), ranks: [0, 1], sizes: [30, 20]}}}"
+    assert resolve(rule, 2)["deep.C1"].layout.placement.ranks == (0, 1)
+    with pytest.raises(ConfigError) as caught:
+        resolve(rule, 1)
+    assert (
+        "deep.C1.ranks: [1] not in a world of 1; use ranks 0..0, or leave ranks and sizes out"
+        in (str(caught.value))
+    )
+    left_out = "{scheme: dp, tables: {deep.C1: {sbp: S(0)}}}"
+    for size in (1, 2, 3):
+        assert resolve(left_out, size)["deep.C1"].layout.placement.size == size

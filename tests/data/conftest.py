@@ -36,6 +36,12 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
     return load_manifest(folder)
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a read of a small set has several blocks, and a block several batches."""
+    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 50_000)
+
+
 @pytest.fixture(scope="session")
 def row_set(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Manifest]:
     """``row_set(n)``: the set of ``make_set`` with n train rows, made once per session."""

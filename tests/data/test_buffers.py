@@ -1,6 +1,5 @@
 """Memory of batches: used again when the last view of it has gone, and not before."""
 
-import gc
 import threading
 
 import numpy as np
@@ -13,6 +12,7 @@ from data.read.feeds import Buffers
 from data.read.loaders import open_loaders
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
+from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
 
 
@@ -35,7 +35,8 @@ def test_memory_is_used_again_once_no_view_of_it_is_left():
     del again
     assert address(buffers.take(10)) != first
     del part, other
-    assert first in {address(buffers.take(900)) for _ in range(3)}
+    held = [buffers.take(900) for _ in range(3)]
+    assert first in map(address, held)
 
 
 def test_memory_too_small_is_left_for_others():
@@ -43,7 +44,8 @@ def test_memory_too_small_is_left_for_others():
     small = buffers.take(10)
     first = address(small)
     del small
-    assert address(buffers.take(1000)) != first
+    large = buffers.take(1000)
+    assert address(large) != first
     assert address(buffers.take(10)) in {first}
 
 
@@ -69,7 +71,7 @@ def test_a_view_may_go_in_any_thread_and_while_another_takes():
     assert errors == []
 
 
-@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monkeypatch):
     made = []
     real = np.empty
@@ -81,13 +83,13 @@ def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monke
 
     loader = open_loader(row_set(9000), batch_size=100, backend=backend)
     monkeypatch.setattr("data.read.feeds.np.empty", counted)
+    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
     batches = loader.epoch(0)
     num_batches = 0
     for _ in batches:
-        gc.collect()
         num_batches += 1
     assert num_batches == 90
-    assert 1 <= len(made) < 30  # DALI has up to 18 under way
+    assert 1 <= len(made) < 12  # DALI has up to 8 under way
 
 
 def test_rows_without_labels_are_not_trained_on(tmp_path):

@@ -17,6 +17,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.model import Fields, HashedColumn
+from tests.data.backends import BACKENDS
 from tests.data.full_set import make_full_set
 from tests.training.wdl_case import make_config
 
@@ -101,7 +102,7 @@ def sets(tmp_path_factory):
 
 
 @pytest.mark.parametrize("shuffle", ["none", "runs"])
-@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_computed_columns_are_the_prepared_ones(sets, backend, shuffle):
     plain, full = sets
     options = {"batch_size": 256, "shuffle": shuffle, "rank": 1, "world_size": 2}

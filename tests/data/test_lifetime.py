@@ -14,10 +14,9 @@ from data import load_manifest, open_loader
 from data.format.manifest import write_manifest
 from data.format.shards import RowFiles, SplitRows
 from sbpflow.errors import DataError
+from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
 from tests.data.rows import ROOT, run_prepare, text_rows, write_rows
-
-BACKENDS = ["memmap", "dali"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -152,6 +151,7 @@ def test_a_loader_closed_by_another_thread_ends_the_read_with_its_message(
     monkeypatch, row_set, backend, shuffle
 ):
     """Closed while it waits for a block, since blocks take longer than steps."""
+    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
     for name in ("view", "gather"):
         monkeypatch.setattr(SplitRows, name, slowed(getattr(SplitRows, name)))
 

@@ -11,6 +11,7 @@ import torch
 
 from data import open_loader
 from sbpflow.errors import ConfigError, DataError
+from tests.data.backends import BACKENDS, HERE, needs_dali
 
 SHUFFLES = ["none", "blocks", "runs", "rows"]
 
@@ -47,6 +48,7 @@ def test_an_epoch_is_every_row_once_whatever_the_world(row_set, shuffle, num_row
     assert sorted(chain.from_iterable(one)) == list(range(num_rows))
 
 
+@needs_dali
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_backends_yield_the_same_bits(row_set, shuffle):
     both = [
@@ -67,6 +69,34 @@ def test_backends_yield_the_same_bits(row_set, shuffle):
         assert (left.num_rows, left.step, left.cursor) == (right.num_rows, right.step, right.cursor)
         for name in ("labels", "dense", "ids"):
             assert torch.equal(getattr(left, name), getattr(right, name))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_do_not_depend_on_how_many_are_read_at_once(
+    row_set, monkeypatch, world, backend, shuffle
+):
+    """One by one, a few at a time, and the whole epoch: also across shards, and the short one."""
+    options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
+    reads = []
+    for size in (0, 30_000, 1 << 30):
+        monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", size)
+        reads.append(list(open_loader(row_set(9100), backend=backend, **options).epoch(1)))
+    one = reads[0]
+    assert [batch.cursor.row for batch in one] == [*range(300, 9001, 300), 9100]
+    for other in reads[1:]:
+        for left, right in zip(one, other, strict=True):
+            assert left.cursor == right.cursor
+            for name in ("labels", "dense", "ids"):
+                assert torch.equal(getattr(left, name), getattr(right, name))
+    if shuffle != "none":  # there a batch is a view of its own
+        assert _num_memories(reads[1]) < _num_memories(one) / 2
+        assert _num_memories(reads[2]) == 1
+
+
+def _num_memories(batches):
+    return len({batch.dense.untyped_storage().data_ptr() for batch in batches})
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -148,7 +178,7 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 def test_epochs_left_half_way_are_collected_in_any_thread(row_set):
     """A generator that waits for its readers when it is collected by one of them waits for ever."""
-    for backend in ("memmap", "dali"):
+    for backend in HERE:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
             ring = [loader.epoch(0)]
@@ -262,7 +292,7 @@ def test_peek_on_a_new_loader_at_the_end_and_of_another_epoch(row_set):
         loader.peek(-1)
 
 
-@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_read_ends_the_first(row_set, backend):
     loader = open_loader(row_set(9000), batch_size=700, backend=backend)
     first = loader.epoch(0)

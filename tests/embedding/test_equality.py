@@ -22,12 +22,14 @@ ALL = {
     "reduce": Spec("S(0)", "reduce"),
     "unique": Spec("S(0)", "unique"),
     "columns": Spec("S(1)", "columns"),
+    "unique_columns": Spec("S(1)", "unique"),
 }
 SCHEMES = {
     "dp": ("dp", "dp"),
     "scheme1": ("reduce", "columns"),
     "scheme2": ("reduce", "reduce"),
     "scheme3": ("unique", "unique"),
+    "unique columns": ("unique", "unique_columns"),
 }
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
 
@@ -113,6 +115,19 @@ def test_mixed_layouts_equal_the_reference(ranks, optimizer):
         deep_c=Spec("S(1)", "columns", ranks=(2, 0), sizes=(1, 5)),
     )
     check(ranks, 4, case)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "lazy_adam"])
+def test_unique_rows_of_uneven_columns_equal_the_reference(ranks, optimizer, kernel):
+    case = make_case(
+        "unique",
+        "unique_columns",
+        optimizer,
+        deep_a=Spec("S(1)", "unique", ranks=(2, 0, 1), sizes=(3, 1, 2)),
+        deep_b=Spec("S(1)", "unique", ranks=(2, 0, 1), sizes=(3, 1, 2)),
+    )
+    check(ranks, 3, replace(case, kernel=kernel))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

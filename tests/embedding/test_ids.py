@@ -244,7 +244,7 @@ def test_plans_refuse_what_cannot_be():
         ("B", (0, 1), "unique", "use local"),
         ("B", (0,), "local", "use columns"),
         ("S(0)", (0, 1), "local", "use reduce or unique"),
-        ("S(1)", (0, 1), "unique", "use columns"),
+        ("S(1)", (1,), "unique", "use columns"),
         ("(S(1), S(0))", ((0, 1), (2, 3)), "reduce", "use B, S(0), S(1) or (S(0), S(1))"),
     ],
 )
@@ -259,6 +259,14 @@ def test_a_layout_that_cannot_run_its_exchange_is_refused(sbp, ranks, exchange, 
             size=size,
         )
     assert use in str(error.value)
+
+
+def test_unique_columns_need_a_column_on_every_rank():
+    table = TableConfig(name="t", features=("a",), num_rows=10, dim=1)
+    layout = Layout(Placement.of("cpu", (0, 1)), parse_nd_sbp("S(1)"))
+    layouts = {"t": TableLayout(layout=layout, exchange="unique")}
+    with pytest.raises(ConfigError, match=r"table t: unique of S\(1\).*use columns, or a dim of 2"):
+        plan_tables([OutputConfig(name="o", tables=(table,))], layouts, size=2)
 
 
 BOUNDS = IdBounds(columns=(10, 20, 20), lists=(30, 40), lengths=(3, 2))

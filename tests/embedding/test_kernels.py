@@ -152,6 +152,27 @@ def test_compiled_rounding_is_torchs(row_dtype, dtype):
         assert same.all(), (step, (~same).nonzero()[0])
 
 
+@pytest.mark.parametrize("width", [1, 11, 16])
+@pytest.mark.parametrize("row_dtype", HALF_DTYPES)
+def test_compiled_reads_of_half_rows_are_torchs(row_dtype, width):
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(0)
+    options = {"dtype": torch.float32, "row_dtype": row_dtype}
+    plain, compiled = (storage_of(k, SGD, width, **options) for k in ("torch", "numba"))
+    every = torch.randint(-(1 << 15), 1 << 15, (50, width), generator=generator)
+    finite = (
+        torch.randn(50, width, generator=generator) * 10.0 ** torch.arange(-9, 1).repeat(5)[:, None]
+    )
+    bits = {"every": every.to(torch.int16), "finite": finite.to(row_dtype).view(torch.int16)}
+    for name, values in bits.items():  # single rows of any bits, sums of finite ones
+        for storage in (plain, compiled):
+            storage.weights.view(torch.int16).copy_(values)
+        batches = [uses for _, uses in accesses(torch.float32)]
+        for uses in batches if name == "finite" else [(torch.arange(50),)]:
+            found, want = (s.lookup(Access(*uses)).view(torch.int32) for s in (compiled, plain))
+            assert torch.equal(found, want), (name, uses)
+
+
 @pytest.mark.parametrize("num_addresses", [1, 70, 5000, 10**9])
 @pytest.mark.parametrize("count", [0, 1, 2, 999])
 def test_compiled_indices_are_those_of_a_sort(num_addresses, count):

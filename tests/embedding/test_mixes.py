@@ -62,6 +62,8 @@ def specs(draw, rows: int, dim: int, world_size: int) -> Spec:
         return Spec("(S(0), S(1))", "reduce", ranks=(tuple(ranks[:2]), tuple(ranks[2:])))
     if kind == "columns":
         count = draw(st.integers(2, min(dim, world_size)))
+        if count == world_size and draw(st.booleans()):
+            return Spec("S(1)", "unique", ranks=tuple(ranks))
         return Spec("S(1)", "columns", ranks=tuple(ranks[:count]))
     count = draw(st.integers(1, world_size))
     cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=count - 1, max_size=count - 1)))
@@ -157,6 +159,9 @@ FEATURES = (
 )
 
 
+UNIQUE_COLUMNS = "unique S(1)"
+
+
 def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
     """All kinds of features on tables of one layout, on two ranks."""
     tables = tuple(
@@ -165,18 +170,18 @@ def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
             [(("one",), 40, "sum"), (("three", "one"), 9, "mean"), (("bags",), 64, "sum")]
         )
     )
-    sbp = {"local": "B", "columns": "S(1)"}.get(exchange, "S(0)")
+    sbp = {"local": "B", "columns": "S(1)", UNIQUE_COLUMNS: "S(1)"}.get(exchange, "S(0)")
     return Mix(
         features=FEATURES,
         outputs=(OutputConfig(name="deep", tables=tables),),
-        specs={table.name: Spec(sbp, exchange) for table in tables},
+        specs={table.name: Spec(sbp, exchange.split()[0]) for table in tables},
         optimizer=rule,
         world_size=2,
         **changes,
     )
 
 
-EXCHANGES = ["local", "columns", "reduce", "unique"]
+EXCHANGES = ["local", "columns", "reduce", "unique", UNIQUE_COLUMNS]
 
 
 @pytest.mark.parametrize("rule", RULES[:4], ids=lambda rule: rule.name)
@@ -185,7 +190,9 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     # Weights near 0.05, steps near 0.1: float32 rounds each of 20 steps by about 1e-8; Adagrad's
     # first steps divide small gradients by their own size and may lose three digits more. Its sums
     # of squares come to some 100 and are right to 1e-6 of that.
-    check(ranks, mix_of(exchange, 8, rule, dtype=torch.float32), 2e-5, rtol=1e-6)
+    pytest.importorskip("fbgemm_gpu")
+    mix = mix_of(exchange, 8, rule, dtype=torch.float32, kernel="fbgemm")
+    check(ranks, mix, 2e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)])
@@ -245,10 +252,12 @@ def bytes_of(world, mix: Mix) -> dict[str, int]:
     return sent
 
 
-def test_unique_sends_each_unique_row_once_each_way(ranks):
-    mix = mix_of("unique", 8, RULES[2], dtype=torch.float32)
+@pytest.mark.parametrize("exchange", ["unique", UNIQUE_COLUMNS])
+def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
+    mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
-    rows = 0  # that a rank names in a batch and the other owns
+    by_rows = exchange == "unique"
+    rows = 0  # that a rank names in a batch and the other owns, or has columns of
     for step, size in enumerate(mix.batch_sizes):
         bags = mix.bags(step)
         for rank in range(2):
@@ -261,9 +270,13 @@ def test_unique_sends_each_unique_row_once_each_way(ranks):
                     for row in ids
                 }
                 first = (table.num_rows + 1) // 2  # balanced: rank 0 owns the rows below
-                rows += sum((row < first) != (rank == 0) for row in named)
+                rows += sum(not by_rows or (row < first) != (rank == 0) for row in named)
     assert rows > 0
-    for suffix, itemsize in (("fwd/ids", 4), ("fwd/vectors", 4 * 8), ("bwd/vectors", 4 * 8)):
+    width = 8 if by_rows else 4
+    for suffix, itemsize in (
+        ("fwd/ids", 4),
+        *((f"{way}/vectors", 4 * width) for way in ("fwd", "bwd")),
+    ):
         total = sum(n for s in sent for name, n in s.items() if name.endswith(suffix))
         assert total == rows * itemsize, suffix
 

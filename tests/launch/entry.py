@@ -40,7 +40,7 @@ def main() -> int | None:
     from sbpflow.runtime.world import World
 
     facts = json.loads(os.environ.get("FACTS", "{}"))
-    world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "120")), facts=facts)
+    world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "1200")), facts=facts)
     world.barrier()
     (ready / f"rank{rank}").write_text(str(os.getpid()))
     world.barrier()  # both have written theirs before one fails

@@ -13,10 +13,12 @@ from typing import IO
 
 import pytest
 
+from tests.deadlines import Deadline, output_of
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
 PORT = 29400  # each pair of namespaces has its own ports
-START_S = 120  # torch imports on a loaded machine
+START_S = 60
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,
@@ -45,13 +47,25 @@ class Machine:
         with log.open("a") as file:
             self._run([loop, *self._torchrun(), *words], file, {"WAIT_S": "1", **env})
 
-    def _torchrun(self) -> list[str]:
+    def elastic(self, words: list[str], log: Path, **env: str) -> None:
+        """torchrun of ``words`` with as many machines as there are, one or two.
+
+        Without its own store per start torch 2.13 lets no machine in that comes later.
+        """
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        torchrun = self._torchrun("--max-restarts", "3", nnodes="1:2", conf=f",{waits}")
+        with log.open("a") as file:
+            self._run([*torchrun, *words], file, env)
+
+    def _torchrun(self, *more: str, nnodes: str = "2", conf: str = "") -> list[str]:
         return [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
+            *("--nnodes", nnodes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
             *("--rdzv-id", "test", "--rdzv-endpoint", f"10.77.0.1:{PORT}"),
-            *("--rdzv-conf", f"is_host={int(self.number == 1)}"),
+            *("--rdzv-conf", f"is_host={int(self.number == 1)}{conf}"),
             *("--local-addr", f"10.77.0.{self.number}"),
+            *more,
         ]
 
     def _run(self, command: list[str], output: IO[str] | int, env: dict[str, str]) -> None:
@@ -69,7 +83,7 @@ class Machine:
 
     def output(self, limit_s: float) -> str:
         assert self.process is not None
-        return self.process.communicate(timeout=limit_s)[0]
+        return output_of(self.process, limit_s)
 
     def terminate(self) -> None:
         """SIGTERM to torchrun, as a preemption does."""
@@ -133,9 +147,9 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 def wait_for_ranks(folder: Path) -> dict[int, int]:
     """Process id by rank, once both are connected."""
-    end = time.monotonic() + START_S
+    deadline = Deadline(START_S)
     files = {rank: folder / f"rank{rank}" for rank in range(2)}
     while not all(file.exists() and file.read_text() for file in files.values()):
-        assert time.monotonic() < end, "the ranks did not start"
+        assert not deadline.over(), "the ranks did not start"
         time.sleep(0.05)
     return {rank: int(file.read_text()) for rank, file in files.items()}

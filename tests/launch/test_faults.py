@@ -24,6 +24,7 @@ from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.runtime.launch import classify
 from sbpflow.training.report import MetricsWriter
 from tests.data.conftest import make_set
+from tests.deadlines import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,13 +153,8 @@ def test_a_shard_cut_short_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
 def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(source))
-    return subprocess.run(
-        [sys.executable, str(path), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return run([sys.executable, str(path), *words], 60, env=env)
 
 
 def test_no_wait_depends_on_the_clock_of_the_day():

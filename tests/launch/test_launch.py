@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import Deadline, output_of
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
-START_S = 180  # torch imports on a loaded machine
-END_S = 100  # to the last rank gone; a collective would wait 120
+START_S = 60
+END_S = 60  # to the last rank gone; a collective would wait 20 minutes
 
 
 class Run:
@@ -33,18 +35,17 @@ class Run:
 
     def pids(self) -> list[int]:
         """Process ids of both ranks, once both are past init_process_group."""
-        end = time.monotonic() + START_S
+        deadline = Deadline(START_S)
         files = [self.folder / f"rank{rank}" for rank in range(2)]
         while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < end, "the ranks did not start"
+            assert not deadline.over(), "the ranks did not start"
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
         return [int(file.read_text()) for file in files]
 
     def output(self, limit_s: float) -> str:
         """What all ranks wrote, less torchrun's own summary."""
-        text, _ = self.process.communicate(timeout=limit_s)
-        return text
+        return output_of(self.process, limit_s)
 
     def close(self) -> None:
         """End what a failing test left behind, and say so: ranks have sessions of their own."""

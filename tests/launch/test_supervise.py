@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.deadlines import outputs_of
+
 LOOP = Path(__file__).resolve().parents[2] / "examples" / "supervise.sh"
 
 
@@ -23,7 +25,7 @@ def start(folder: Path, job: str, **settings: str) -> subprocess.Popen[str]:
 def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 3 ] || exit 3"
     process = start(tmp_path, job)
-    _, told = process.communicate(timeout=30)
+    _, told = outputs_of(process, 30)
     assert process.returncode == 0
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
     assert told.splitlines() == [
@@ -34,7 +36,7 @@ def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
 
 def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
     process = start(tmp_path, "echo x >> starts; exit 2", RESTARTS="2")
-    _, told = process.communicate(timeout=30)
+    _, told = outputs_of(process, 30)
     assert process.returncode == 2
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
     assert told.endswith("supervise: ended with code 2, and no restart is left of 2\n")
@@ -43,7 +45,7 @@ def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
 def test_starts_that_lasted_do_not_count(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 4 ] || exit 3"
     process = start(tmp_path, job, RESTARTS="1", SHORT_S="0")
-    process.communicate(timeout=30)
+    outputs_of(process, 30)
     assert process.returncode == 0
 
 
@@ -53,7 +55,7 @@ def test_sigterm_is_passed_on_and_the_job_may_save_first(tmp_path):
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=30)
+    _, told = outputs_of(process, 30)
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert process.returncode == 130
     assert "starts again" not in told
@@ -70,7 +72,7 @@ def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
         "signal.pause()\n"
     )
     process = start(tmp_path, f"exec {sys.executable} hang.py", STUCK_S="1")
-    _, told = process.communicate(timeout=30)
+    _, told = outputs_of(process, 30)
     assert process.returncode == 0
     # The shell may say "Killed" in between.
     assert [line for line in told.splitlines() if line.startswith("supervise")] == [

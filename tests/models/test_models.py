@@ -12,7 +12,7 @@ from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, count_parameters
-from tests.models.twins import BATCH, DIM, MODELS, STEPS, config_of, named, twin_run
+from tests.models.twins import BATCH, DIM, FEW, MODELS, STEPS, config_of, named, twin_run
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_job, train
 
 MIXED = {
@@ -30,27 +30,27 @@ SPLIT = {
 }
 
 
-def train_and_score(world, config):
+def train_and_score(world, config, steps):
     """What ``train`` gives, running statistics, and this rank's logits of the first batch after."""
     import tests.training.wdl_case as case
 
     jobs = []
     real, case.make_job = case.make_job, lambda *a: jobs.append(make_job(*a)) or jobs[0]
     try:
-        result = train(world, config, STEPS)
+        result = train(world, config, steps)
     finally:
         case.make_job = real
     (job,) = jobs
-    batch = make_batches(STEPS, BATCH)[0].part(world.rank, world.size)
+    batch = make_batches(steps, BATCH)[0].part(world.rank, world.size)
     result["logits"] = job.trainer.predict(batch).numpy()
     result["buffers"] = {name: one.part.numpy() for name, one in job.model.buffers.items()}
     assert {f"dense/{name}" for name in result["buffers"]} <= set(job.state())
     return result
 
 
-def check(ranks, world_size, name, config):
-    results = ranks(world_size, train_and_score, config)
-    losses, twin, logits = twin_run(name)
+def check(ranks, world_size, name, config, steps):
+    results = ranks(world_size, train_and_score, config, steps)
+    losses, twin, logits = twin_run(name, steps)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
     # Weights and what follows from them: sums in another order, over 50 steps of momentum 0.9.
@@ -86,22 +86,33 @@ def check_tables(results, twin):
         np.testing.assert_allclose(weights, wanted, rtol=0, atol=1e-9, err_msg=table)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("world_size", "scheme"), [(1, "1"), (2, "1"), (3, "2"), (4, "dp"), (4, "3")]
-)
-def test_schemes_train_like_the_twin(ranks, world_size, scheme, name):
-    check(ranks, world_size, name, config_of(name, scheme))
+# On more than two ranks a step is mostly waiting for cores: there the whole length is a slow test.
+LENGTHS = [FEW, pytest.param(STEPS, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_mixed_plan_trains_like_the_twin(ranks, name):
-    check(ranks, 3, name, config_of(name, "2", tables=MIXED))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scheme_1_trains_like_the_twin(ranks, world_size, name):
+    check(ranks, world_size, name, config_of(name, "1"), STEPS)
 
 
+@pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
-def test_split_parameters_train_like_the_twin(ranks, name):
-    check(ranks, 2, name, config_of(name, "3", dense_layouts=SPLIT[name]))
+@pytest.mark.parametrize(("world_size", "scheme"), [(3, "2"), (4, "dp"), (4, "3")])
+def test_schemes_on_more_ranks_train_like_the_twin(ranks, world_size, scheme, name, steps):
+    check(ranks, world_size, name, config_of(name, scheme), steps)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mixed_plan_trains_like_the_twin(ranks, name, steps):
+    check(ranks, 3, name, config_of(name, "2", tables=MIXED), steps)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_split_parameters_train_like_the_twin(ranks, name, steps):
+    check(ranks, 2, name, config_of(name, "3", dense_layouts=SPLIT[name]), steps)
 
 
 def rows_of(total, count):

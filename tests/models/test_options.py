@@ -15,7 +15,7 @@ from sbpflow.run.job import build_job
 from sbpflow.run.plain_model import plain_model
 from sbpflow.runtime import compiler
 from sbpflow.tensor import ops
-from tests.models.twins import MODELS, STEPS, config_of, twin_run
+from tests.models.twins import FEW, MODELS, config_of, twin_run
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device, train
 
 SHORT = 7
@@ -47,13 +47,15 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
 def dtypes_of_one_step(world, name):
     """What each linear, interaction and loss computed in, and the dtypes of weights and logits."""
     seen = {}
-    real = {op: getattr(ops, op) for op in ("linear_of_parts", "fm_interaction", "dot_interaction")}
+    named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
+    real = {op: getattr(ops, op) for op in named}
 
     def spy(op):
         def call(first, *args, **kwargs):
             y = real[op](first, *args, **kwargs)
             one = first[0] if isinstance(first, list) else first
-            seen[kwargs["id"]] = str(one.dtype), str(y.dtype)
+            half = kwargs.get("half")  # of products between sums that are whole
+            seen[kwargs["id"]] = (str(half or one.dtype), str(half or y.dtype))
             return y
 
         return call
@@ -80,8 +82,8 @@ HALF, WHOLE = ("torch.bfloat16",) * 2, ("torch.float32",) * 2
         ("wdl", {"mlp.2", "wide_numeric"}, {"mlp.0", "mlp.1"}),
         ("deepfm", {"mlp.2", "wide_numeric", "fm"}, {"mlp.0", "mlp.1"}),
         ("dlrm", {"top.2"}, {"bottom.0", "bottom.1", "dots", "top.0", "top.1"}),
-        ("dcnv2", {"output"}, {"cross.0", "cross.1", "mlp.0", "mlp.1"}),
-        ("dcnv2 low rank", {"mlp.2"}, {"bottom.0", "cross.0.v", "cross.0.w", "mlp.0", "mlp.1"}),
+        ("dcnv2", {"output"}, {"cross", "mlp.0", "mlp.1"}),
+        ("dcnv2 low rank", {"mlp.2"}, {"bottom.0", "cross", "mlp.0", "mlp.1"}),
     ],
 )
 def test_what_is_narrow_and_what_is_not(ranks, name, whole, half):
@@ -184,7 +186,7 @@ def plain_form(name):
     config = config_of(name, "1")
     spec = config.model.spec(FIELDS)
     module = spec.plain(seed=config.run.seed).double()
-    _, twin, logits = twin_run(name)
+    _, twin, logits = twin_run(name, FEW)
     values = {key: value for key, (value, _) in named(twin).items()}
     own = dict(module.named_parameters())
     assert own.keys() == spec.parameters.keys() == values.keys() - {t for t in values if "C" in t}
@@ -195,7 +197,7 @@ def plain_form(name):
             value.copy_(values[key])
         for buffer, value in zip(module.buffers(), running, strict=True):
             buffer.copy_(value)
-    batch = make_batches(STEPS, 30)[0]
+    batch = make_batches(FEW, 30)[0]
     vectors = {
         output.name: [values[table.name][batch.ids[:, n].long()]
                       for n, table in enumerate(output.tables)]

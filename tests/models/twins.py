@@ -28,7 +28,7 @@ from tests.training.wdl_case import FIELDS, make_batches, make_config
 
 ROWS = [one.rows for one in FIELDS.sparse]
 NAMES = [one.name for one in FIELDS.sparse]
-DIM, BATCH, STEPS = 5, 30, 50
+DIM, BATCH, STEPS, FEW = 5, 30, 50, 15
 
 MODELS: dict[str, Any] = {
     "wdl": WdlConfig(
@@ -81,8 +81,8 @@ def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
 
 
 @functools.cache
-def twin_run(name: str) -> tuple[list[float], PlainModel, Tensor]:
-    """Losses of ``STEPS`` steps, the twin after them, and its logits of the first batch then."""
+def twin_run(name: str, steps: int) -> tuple[list[float], PlainModel, Tensor]:
+    """Losses of so many steps, the twin after them, and its logits of the first batch then."""
     twin = make_twin(name).train()
     config = config_of(name, "1")
     sparse, dense = config.optimizer.sparse, config.optimizer.dense
@@ -91,7 +91,7 @@ def twin_run(name: str) -> tuple[list[float], PlainModel, Tensor]:
         torch.optim.SGD(twin.others(), lr=dense.lr, momentum=dense.momentum),
     ]
     losses = []
-    batches = make_batches(STEPS, BATCH)
+    batches = make_batches(steps, BATCH)
     for batch in batches:
         for optimizer in optimizers:
             optimizer.zero_grad()

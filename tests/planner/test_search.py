@@ -1,8 +1,7 @@
 """The search finds the best plan of small spaces, and is never worse than what it starts from."""
 
-from itertools import product
-
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest

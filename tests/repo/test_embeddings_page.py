@@ -2,7 +2,7 @@
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sbpflow
+from tests.deadlines import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,39 +56,35 @@ def test_the_model_on_global_tensors_trains_alike_with_its_weight_split(ranks, d
         assert losses == pytest.approx(one, abs=1e-13)
 
 
-def run_block(tmp_path: Path, num_ranks: int) -> list[str]:
-    """What each rank prints that runs the last Python block of the page."""
-    block = BLOCKS[2]
-    tmp_path.mkdir()
-    script = tmp_path / "block.py"
-    script.write_text(block)
+def run_on_two_ranks(script: Path) -> list[str]:
+    """What each rank prints."""
+    log = script.parent / "log"
     # Each rank's output in a file of its own: in one pipe they mix within a line.
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    torchrun += ["--redirects", "1", "--log-dir", str(tmp_path / "log")]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, *(torchrun if num_ranks > 1 else []), str(script)],
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(
+        [sys.executable, *torchrun, "--redirects", "1", "--log-dir", str(log), str(script)],
+        60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=script.parent,
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    if num_ranks == 1:
-        return [done.stdout]
-    return [path.read_text() for path in sorted(tmp_path.glob("log/*/*/*/stdout.log"))]
+    return [path.read_text() for path in sorted(log.glob("*/*/*/stdout.log"))]
 
 
-def test_the_block_trains_alike_on_one_rank_and_on_two(tmp_path):
+def test_the_block_trains_alike_on_one_rank_and_on_two(tmp_path, capfd):
     """Every rank has the same samples, so the mean over the batch does not depend on their number:
     gradients that are too large by the number of ranks would show.
     """
-    one, two = ([_parse(output) for output in run_block(tmp_path / str(n), n)] for n in (1, 2))
-    assert len(one) == 1
-    assert one[0] == sorted(set(one[0]), reverse=True), "every step lowers the loss"
-    assert two == [pytest.approx(one[0], abs=0.002)] * 2
+    script = tmp_path / "block.py"
+    script.write_text(BLOCKS[2])
+    runpy.run_path(str(script), run_name="__main__")
+    shown = capfd.readouterr()
+    assert "Warning" not in shown.err
+    one = _parse(shown.out)
+    assert one == sorted(set(one), reverse=True), "every step lowers the loss"
+    two = [_parse(output) for output in run_on_two_ranks(script)]
+    assert two == [pytest.approx(one, abs=0.002)] * 2
 
 
 def _parse(output: str) -> list[float]:

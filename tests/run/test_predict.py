@@ -1,7 +1,7 @@
 """Predictions: what evaluation saw, on one rank and several, from raw rows and from sets."""
 
+import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,13 +19,17 @@ from data.read.loaders import open_loaders
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.__main__ import export, predict
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.save import Saver
+from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config, DataConfig
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
+from sbpflow.run.plan_file import plan_to_json
 from sbpflow.run.predict import on_rank_0, predictions, probabilities
 from sbpflow.run.saved_model import find_checkpoint, load_values, saved_config, saved_plan
 from sbpflow.runtime.world import World
+from tests import deadlines
 from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
 from tests.run.saved import save_job
 from tests.training.wdl_case import make_config
@@ -163,6 +167,37 @@ def test_scores_of_other_layouts_differ_by_rounding_alone(ranks, run, folder, si
         assert scores.tolist() == wanted.tolist()
 
 
+def _train_on_all(world: World, folder: Path, run: Path, scheme: str) -> list[np.ndarray]:
+    """Train and save on all ranks; this rank's scores of each batch as its evaluation sees them."""
+    config, manifest = config_of(folder, scheme), load_manifest(folder / "set")
+    fields = fields_of(manifest)
+    spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
+    job = build_job(config, spec, plan, Boxing(world))
+    loaders = open_loaders(
+        manifest, config.data, world.rank, world.size, seed=7, device=world.device
+    )
+    for _, batch in zip(range(STEPS), loaders["train"].epoch(0), strict=False):
+        job.trainer.step(batch)
+    documents = {"config": plain(config), "plan": json.loads(plan_to_json(plan))}
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    saver = Saver(run / "checkpoints", job.boxing, job.state, run="test", deadline_s=30)
+    saver.save(STEPS, documents)
+    logits = [job.trainer.predict(batch) for batch in loaders["test"].epoch(0)]
+    return [probabilities(part.numpy()) for part in logits]
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(2, "3"), (3, "2")])
+def test_several_ranks_predict_bit_for_bit_what_their_evaluation_saw(
+    ranks, folder, tmp_path, size, scheme
+):
+    seen = ranks(size, _train_on_all, folder, tmp_path, scheme)
+    results = ranks(size, _predict, folder, tmp_path, [])
+    scores, as_the_run = results[0]
+    assert as_the_run
+    wanted = [part for batch in zip(*seen, strict=True) for part in batch]
+    assert scores.tolist() == np.concatenate(wanted).tolist()
+
+
 def _slow(world: World, kind: str):
     """Rank 0 works for longer than it takes to say so."""
 
@@ -235,13 +270,11 @@ def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path)
     source = write_csv(tmp_path / "new.csv", rows)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]
-    done = subprocess.run(
+    done = deadlines.run(
         [*command, *words(run, source, tmp_path / "s.parquet")],
+        60,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = pl.read_parquet(tmp_path / "s.parquet")

@@ -3,15 +3,17 @@
 import dataclasses
 import os
 import re
-import subprocess
 import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from examples import own_module
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, SparseSgd
 from sbpflow.config.table_rules import ParallelConfig
@@ -25,6 +27,7 @@ from sbpflow.runtime.streams import fill_uniform, stream_key
 from sbpflow.runtime.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
+from tests import deadlines
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = Fields.of(["I1", "I2"], {"C1": 37, "C2": 11, "C3": 53})
@@ -212,8 +215,19 @@ def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[st
     return losses, dict(net.named_parameters()) | running
 
 
-@pytest.mark.parametrize("kind", ["plain", "compiled", "batch norm", "compiled batch norm"])
-@pytest.mark.parametrize(("scheme", "size"), [("dp", 2), ("1", 3), ("2", 1), ("3", 4)])
+KINDS = ["plain", "batch norm", "compiled", "compiled batch norm"]
+PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
+
+
+# Each rank compiles for itself, seconds long: more than two are a slow test.
+@pytest.mark.parametrize(
+    ("kind", "scheme", "size"),
+    [
+        pytest.param(kind, *place, marks=[pytest.mark.slow] * ("compiled" in kind and place[1] > 2))
+        for kind in KINDS
+        for place in PLACES
+    ],
+)
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
     losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
@@ -376,22 +390,29 @@ def test_a_spec_that_lacks_something_is_told_what():
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
-def run_example(num_ranks: int, *more: str) -> str:
+def run_example(num_ranks: int) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={num_ranks}", *(more or ["examples/own_module.py"])]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    command = [*torchrun, f"--nproc-per-node={num_ranks}", "examples/own_module.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = deadlines.run(command, 60, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_example_gives_one_curve_on_any_number_of_ranks():
-    outputs = [run_example(num_ranks) for num_ranks in (1, 2, 4)]
-    losses = [float(line.split()[-1]) for line in outputs[0].splitlines()]
+def run_example_here(world: World) -> str:
+    """What the example prints on the ranks that are there, as it is but for their start."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(World, "start", lambda device: nullcontext(world))
+        own_module.main()
+    return printed.getvalue()
+
+
+def test_the_example_gives_one_curve_on_any_number_of_ranks(ranks):
+    started = run_example(2)
+    losses = [float(line.split()[-1]) for line in started.splitlines()]
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert [ranks(size, run_example_here)[0] for size in (1, 4)] == [started] * 2
 
 
 def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.plain import PlainFunctions
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
@@ -124,6 +125,43 @@ def test_the_sum_of_interactions_of_a_half_type_is_float32():
     boxing = DryBoxing(1)
     found = ops.fm_interaction(GlobalTensor(values, alone, (1, 2, 4), boxing))
     assert found.part.item() == 4 * 300.0**2  # more than float16 holds
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["full rank", "low rank"])
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
+def test_cross_layers_by_blocks_of_rows(low, half):
+    """Three layers over more rows than a block has, against autograd through whole tensors."""
+    shapes = [(5, 9), (9, 5), (9,)] if low else [(9, 9), (9,)]
+    values = torch.Generator().manual_seed(3)
+    dtype = torch.float64 if half is None else torch.float32
+    full = [torch.randn(700, 9, generator=values, dtype=dtype)]
+    full += [torch.randn(s, generator=values, dtype=dtype) / 3 for _ in range(3) for s in shapes]
+    plain = [one.clone().requires_grad_() for one in full]
+    weights = [plain[1:][n : n + len(shapes)] for n in range(0, 3 * len(shapes), len(shapes))]
+    wanted = PlainFunctions().cross_network(plain[0], weights, half=half)
+    boxing, alone = DryBoxing(1), Layout(Placement.line("cpu", 1), parse_nd_sbp("B"))
+    x, *own = (
+        GlobalTensor(one.clone(), alone, tuple(one.shape), boxing).requires_grad_() for one in full
+    )
+    layers = [own[n : n + len(shapes)] for n in range(0, len(own), len(shapes))]
+    found = ops.cross_network(x, layers, half=half)
+    bound = 1e-12 if half is None else 2e-2
+    torch.testing.assert_close(found.part, wanted, rtol=bound, atol=bound)
+    cotangent = torch.randn(wanted.shape, generator=values, dtype=dtype)
+    wanted.backward(cotangent)
+    found.part.backward(cotangent)
+    for mine, theirs in zip([x, *own], plain, strict=True):
+        difference = (mine.part.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
+        assert difference < bound
+
+
+def test_what_a_cross_network_refuses():
+    x, square, bias = dry("S(0)", (4, 3)), dry("B", (3, 3)), dry("B", (3,))
+    assert ops.cross_network(x, []) is x
+    with pytest.raises(SbpError, match=r"layer 1 has .* \[\[3\], \[3, 3\]\]; x has 3"):
+        ops.cross_network(x, [(square, bias), (bias, square)])
+    with pytest.raises(SbpError, match="operands are float32, float32, bfloat16"):
+        ops.cross_network(x, [(square, dry("B", (3,), torch.bfloat16))])
 
 
 def test_what_a_norm_refuses():

@@ -49,6 +49,13 @@ def _dots(x):
     return torch.stack([(x[:, i] * x[:, j]).sum(1) for i, j in pairs], 1)
 
 
+def _cross(x, *weights):
+    """One layer: w, b or v, w, b."""
+    *lower, upper, bias = weights
+    entering = x @ lower[0].T if lower else x
+    return x * (entering @ upper.T + bias) + x
+
+
 def _sum_of_dots(x):
     return _dots(x).sum(1, keepdim=True)
 
@@ -89,6 +96,16 @@ OPS = {
     "gather": (ops.gather, lambda t, i: F.embedding(i, t), [(ROWS, 5), "ids"]),
     "dot_interaction": (ops.dot_interaction, _dots, [(5, 4, 3)]),
     "fm_interaction": (ops.fm_interaction, _sum_of_dots, [(5, 4, 3)]),
+    "cross_full": (
+        lambda x, w, b: ops.cross_network(x, [(w, b)]),
+        _cross,
+        [(5, 7), (7, 7), (7,)],
+    ),
+    "cross_low": (
+        lambda x, v, w, b: ops.cross_network(x, [(v, w, b)]),
+        _cross,
+        [(5, 4), (3, 4), (4, 3), (4,)],
+    ),
     "layer_norm": (
         ops.layer_norm,
         lambda x, w, b: F.layer_norm(x, (7,), w, b),

@@ -1,7 +1,6 @@
 """World, log, checked mode, start and wait: what holds the ranks together."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -23,6 +22,7 @@ from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.infer_shape import infer_shape
 from tests import oracle
+from tests.deadlines import run
 from tests.oracle import line_layout
 from tests.ranks import RanksFailed
 from tests.torchrun import run_script
@@ -259,16 +259,12 @@ def test_sizes_that_are_not_balanced_are_shown_on_every_rank(ranks):
         assert "for other sizes use Split(dim, sizes=(..))" in text
 
 
-def _script(text, env=None, **kwargs):
+def _script(text, env=None):
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
+    return run(
         [sys.executable, "-W", "error::FutureWarning", "-c", textwrap.dedent(text)],
+        60,
         env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **kwargs,
     )
 
 
@@ -324,7 +320,7 @@ def test_torchrun_starts_a_world(tmp_path):
             if world.rank == 0:
                 print("sum", out.tolist(), "of", world.size)
     """
-    done = run_script(tmp_path, source, timeout=120)
+    done = run_script(tmp_path, source, seconds=60)
     assert done.returncode == 0, done.stderr
     assert "sum [3.0, 3.0] of 2" in done.stdout
 

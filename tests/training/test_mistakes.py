@@ -20,6 +20,7 @@ from models.wdl import WdlConfig, WideConfig
 from sbpflow.__main__ import explain
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.model import Fields
+from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme1.yaml")
@@ -131,8 +132,8 @@ class Run:
             start_new_session=True,
         )
 
-    def end(self, limit_s: float = 150) -> str:
-        text, _ = self.process.communicate(timeout=limit_s)
+    def end(self) -> str:
+        text = output_of(self.process, 60)
         assert self.process.returncode != 0
         assert "sbpflow/runtime/launch.py" not in text, text  # a traceback of ours
         return text
@@ -154,9 +155,9 @@ def training_run(synth_set: Path, folder: Path) -> Run:
         f"data.path={synth_set}", f"run.dir={folder}", "train.epochs=10000", "train.log_every=1"
     )
     metrics = folder / "metrics.jsonl"
-    end = time.monotonic() + 180
+    deadline = Deadline(60)
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert time.monotonic() < end, "the run made no step"
+        assert not deadline.over(), "the run made no step"
         assert run.process.poll() is None, run.process.communicate()[0]
         time.sleep(0.05)
     return run

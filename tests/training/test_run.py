@@ -14,6 +14,7 @@ import torch.distributed as dist
 import train_wdl
 from data import load_manifest
 from data.read.loaders import open_loaders
+from models.layered import LayeredPart
 from sbpflow.__main__ import explain
 from sbpflow.config.schema import (
     Adagrad,
@@ -26,16 +27,18 @@ from sbpflow.config.schema import (
     OptimizerConfig,
     TrainConfig,
 )
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import sparse_optimizer
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
+from sbpflow.tensor import ops
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.loop import is_logged
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.run_folder import RunLock
 from sbpflow.training.step_schedule import SERIAL
+from tests.deadlines import output_of
 from tests.training.wdl_case import make_batches, make_config, make_job
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +88,23 @@ def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_
     assert final["best_auc"] == pytest.approx(load_manifest(synth_set).bayes.auc)
 
 
+def test_an_error_of_the_model_names_step_move_and_operation(synth_set, tmp_path, monkeypatch):
+    real, steps = LayeredPart.forward, []
+
+    def wrong(self, vectors, dense, **more):
+        steps.extend([] if dense.part.is_meta else ["step"])  # planning calls it, too
+        if len(steps) == 3:
+            ops.matmul(dense, dense)
+        return real(self, vectors, dense, **more)
+
+    monkeypatch.setattr(LayeredPart, "forward", wrong)
+    words = [f"data.path={synth_set}", f"run.dir={tmp_path}", "model.hidden=[16]"]
+    with pytest.raises(SbpError, match="matmul: shapes") as caught:
+        train_wdl.main(["--config", CONFIG, *words, "data.batch_size=1000"])
+    dist.destroy_process_group()
+    assert caught.value.__notes__ == ["in the move forward: dense forward, loss", "in step 3"]
+
+
 def test_two_ranks_train_and_report_once(synth_set, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
@@ -129,7 +149,7 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
         )
         for rank in range(2)
     ]
-    texts = [rank.communicate(timeout=90)[0] for rank in ranks]
+    texts = [output_of(rank, 60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     said = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
     assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1

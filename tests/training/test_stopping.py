@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config, Ftrl, OptimizerConfig, TrainConfig
 from sbpflow.config.train_options import PlateauConfig, StopConfig, is_better
 from sbpflow.errors import ConfigError, TrainingError
+from sbpflow.run.build_plan import plan_run
 from sbpflow.runtime.world import World
 from sbpflow.training.health import LossWatch
 from sbpflow.training.loop import fit
@@ -97,7 +99,17 @@ def test_every_rank_decides_by_what_rank_0_knows(ranks):
     for message in ranks(2, push_on_rank_0, "auc"):
         assert message.startswith("train.stop.metric: auc of val at step 7 does not exist: val has")
     for message in ranks(2, push_on_rank_0, "gauc"):
-        assert "give the set a column of role group, or use train.stop.metric=logloss" in message
+        assert "no group has rows of both classes, or use train.stop.metric=logloss" in message
+
+
+@pytest.mark.parametrize("name", ["stop", "plateau"])
+def test_gauc_is_refused_at_the_start_where_rows_have_no_group(name):
+    watch = {"stop": StopConfig, "plateau": PlateauConfig}[name](metric="gauc")
+    config = replace(make_config("2", "sgd"), train=TrainConfig(**{name: watch}))
+    plan_run(config, replace(FIELDS, grouped=True), world_size=1, device_type="cpu")
+    wanted = rf"train\.{name}\.metric: gauc needs .*`group: .*train\.{name}\.metric=auc"
+    with pytest.raises(ConfigError, match=wanted):
+        plan_run(config, FIELDS, world_size=1, device_type="cpu")
 
 
 class Quiet:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
@@ -19,14 +18,14 @@ from sbpflow.embedding.exchange.base import (
     GroupInFlight,
     StorageFactory,
 )
-from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueGroup
+from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueColumnsGroup, UniqueGroup
+from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import LocalAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +60,12 @@ class AddressedGroup(Group[BatchT]):
         received: Received | None,
     ) -> None:
         super().__init__(plan, boxing)
-        self._row_state_steps = lru_cache(MAX_BATCH_SIZES)(plan.row_state_steps)
-        self._num_rows = 0  # of the batches that an update is about
+        self._state = SharedState(plan, boxing)
         self.members = [
             Member(
                 index,
                 stack,
-                make(plan, index, self._sum_of(index)),
+                make(plan, index, self._state.sum_of(index)),
                 LocalAddresses(
                     stack,
                     self.world.rank,
@@ -124,7 +122,7 @@ class AddressedGroup(Group[BatchT]):
         ]
 
     def update(self, step: int) -> None:
-        last, self._num_rows, merged = self.take_collected()
+        last, self._state.num_rows, merged = self.take_collected()
         # Stack by stack in the plan's order, so that all ranks walk the same steps.
         mine = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
@@ -132,29 +130,13 @@ class AddressedGroup(Group[BatchT]):
                 access, grad = merged[mine[index]]
                 member = self.members[mine[index]]
                 last.update(member.storage, access, grad, member.stack.optimizer.lr, step)
-            elif index in self.plan.shared_state:
-                size = self.plan.squares_sent(index, 0, self._num_rows)
-                self.boxing.run(self._row_state_steps(index, size), None, GRADIENTS)
+            else:
+                self._state.stand_by(index)
 
     def _width(self, member: Member) -> int:
         """Columns of a member in a part; spelled out because a batch may have no rows."""
         width = member.storage.weights.shape[1]
         return width if self.plan.pooled else width * member.addresses.num_uses
-
-    def _sum_of(self, index: int) -> SumOverColumns | None:
-        if index not in self.plan.shared_state:
-            return None
-
-        def add_up(squares: Tensor) -> Tensor:
-            size = self.plan.squares_sent(index, squares.shape[0], self._num_rows)
-            steps = self._row_state_steps(index, size)
-            padded = F.pad(squares, (0, size - squares.shape[0]))
-            total = self.boxing.run(steps, padded, GRADIENTS, donate=True)
-            if total is None:
-                raise RuntimeError(f"{self.plan.name}: the rows' squares did not come back")
-            return total[: squares.shape[0]]
-
-        return add_up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -303,7 +285,8 @@ def make_group(
 ) -> AnyGroup:
     """The class for a plan's exchange."""
     if plan.exchange == "unique":
-        return UniqueGroup(plan, boxing, make)
+        kind = UniqueColumnsGroup if plan.unique_columns else UniqueGroup
+        return kind(plan, boxing, make)
     if plan.exchange == "local" and boxing.world.size > 1 and not plan.whole_gradients:
         return LocalRowsGroup(plan, boxing, make)
     if plan.exchange == "local":

@@ -1,4 +1,4 @@
-"""Groups whose single rows travel, deduplicated: unique (S(0)) and local (B, touched rows)."""
+"""Groups whose single rows travel, deduplicated: unique (S(0), S(1)) and local (B)."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,6 +10,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import Exchange, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, StorageFactory
 from sbpflow.embedding.exchange.id_transfer import IDS
+from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import (
@@ -49,7 +50,8 @@ class RowGroup(Group[RowsInFlight]):
     def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
         super().__init__(plan, boxing)
         (self._stack,) = plan.stacks
-        self._storage = make(plan, 0, None)
+        self._state = SharedState(plan, boxing)
+        self._storage = make(plan, 0, self._state.sum_of(0))
         self._steps = lru_cache(MAX_BATCH_SIZES)(self._planned_steps)
         self._ids = Exchange(self.world, IDS)
         self._vectors = Exchange(self.world, VECTORS)
@@ -70,6 +72,13 @@ class RowGroup(Group[RowsInFlight]):
             return batch.named
         step = self._steps(batch.num_rows).counts
         return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
+
+    def vector_step(self, batch: RowsInFlight) -> ExchangeStep:
+        """The transfer of rows from where they are stored."""
+        step = self._steps(batch.num_rows).vectors
+        if step is None:
+            raise RuntimeError(f"{self.plan.name}: no vectors travel, by its plan")
+        return step
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
         """Expand ``batch.rows`` to the samples' vectors."""
@@ -92,7 +101,7 @@ class RowGroup(Group[RowsInFlight]):
         self.keep(batch, batch.accesses, [sums])
 
     def update(self, step: int) -> None:
-        last, _, ((access, grad),) = self.take_collected()
+        last, self._state.num_rows, ((access, grad),) = self.take_collected()
         last.update(self._storage, access, grad, self._stack.optimizer.lr, step)
 
 
@@ -139,11 +148,11 @@ class UniqueGroup(RowGroup):
         batch.accesses = [Access(received(ids, batch.take_pending(), sum(into)))]
         lr = self._stack.optimizer.lr
         rows = batch.look_up(self._storage, batch.accesses[0], lr)
-        step = self._vector_step(batch)
+        step = self.vector_step(batch)
         batch.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
-        rows = received(self._vector_step(batch), batch.take_pending(), sum(batch.asked))
+        rows = received(self.vector_step(batch), batch.take_pending(), sum(batch.asked))
         batch.rows = rows.to(self.plan.dtype)
         return super().vectors(batch)
 
@@ -152,19 +161,14 @@ class UniqueGroup(RowGroup):
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
 
-    def _vector_step(self, batch: RowsInFlight) -> ExchangeStep:
-        step = self._steps(batch.num_rows).vectors
-        if step is None:
-            raise RuntimeError(f"{self.plan.name}: no vectors travel, by its plan")
-        return step
 
-
-class LocalRowsGroup(RowGroup):
-    """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
+class ToldToAllGroup(RowGroup):
+    """Every rank stores the same rows, or some columns of each, and is told which ones all ranks
+    want: addresses are local ones everywhere.
+    """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
         super().__init__(plan, boxing, make)
-        # Every rank stores the same rows, so addresses are local ones everywhere.
         self._addresses = OwnerAddresses(
             self._stack, 1, self.world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
         )
@@ -173,6 +177,11 @@ class LocalRowsGroup(RowGroup):
         )
         self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
 
+    def is_told(self, batch: RowsInFlight) -> bool:
+        """Whether others need to know which rows this rank wants."""
+        del batch
+        return True
+
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
         wanted = self._deduplicated(self._addresses.access(local))
         # Each rank is told all of them.
@@ -180,7 +189,7 @@ class LocalRowsGroup(RowGroup):
         batch = RowsInFlight(
             local=local, num_rows=num_rows, training=training, wanted=wanted, named=named
         )
-        if training:
+        if self.is_told(batch):
             batch.pending = self._ids.start_counts(self._steps(num_rows).counts, named)
         return batch
 
@@ -188,15 +197,79 @@ class LocalRowsGroup(RowGroup):
         size = self.world.size
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = batch.asked[0]
-        if not batch.training:
-            return
-        steps = self._steps(batch.num_rows)
-        batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
+        if self.is_told(batch):
+            steps = self._steps(batch.num_rows)
+            batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
+
+    def receive_ids(self, batch: RowsInFlight) -> None:
+        """Keep the rows that all ranks want as the batch's access."""
+        step = self._steps(batch.num_rows).ids
+        batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
+
+
+class UniqueColumnsGroup(ToldToAllGroup):
+    """S(1), skewed: unique rows are asked of all ranks, each of which has columns of every row.
+
+    What a rank sends to another is a block [rows, columns of the one that stores them], in one
+    dimension, since ranks may hold unequal widths.
+    """
+
+    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
+        super().__init__(plan, boxing, make)
+        self._columns = self._stack.columns_by_rank()  # ascending from rank to rank or not
+        self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def look_up(self, batch: RowsInFlight) -> None:
-        if batch.pending is not None:
-            step = self._steps(batch.num_rows).ids
-            batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
+        self.receive_ids(batch)
+        lr = self._stack.optimizer.lr
+        rows = batch.look_up(self._storage, batch.accesses[0], lr).to(self.plan.wire)
+        wanted, held = self._sizes(batch)
+        step = self.vector_step(batch)
+        batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
+
+    def vectors(self, batch: RowsInFlight) -> Tensor:
+        wanted, _ = self._sizes(batch)
+        flat = received(self.vector_step(batch), batch.take_pending(), sum(wanted))
+        rows = flat.new_empty(batch.asked[0], self._stack.dim, dtype=self.plan.dtype)
+        for columns, part in zip(self._columns, flat.split(wanted), strict=True):
+            here = rows[:, columns]
+            here.copy_(part.view(here.shape))
+        batch.rows = rows
+        return super().vectors(batch)
+
+    def push(self, batch: RowsInFlight, grad: Tensor) -> None:
+        wanted, held = self._sizes(batch)
+        sums = self.row_gradients(batch, grad)
+        flat = sums.new_empty(sums.numel())
+        for columns, part in zip(self._columns, flat.split(wanted), strict=True):
+            here = sums[:, columns]
+            part.view(here.shape).copy_(here)
+        step = self._steps(batch.num_rows).gradients
+        batch.pending = self._gradients.start(step, flat, wanted, held)
+
+    def collect(self, batch: RowsInFlight) -> None:
+        _, held = self._sizes(batch)
+        flat = received(self._steps(batch.num_rows).gradients, batch.take_pending(), sum(held))
+        sums = flat.view(sum(batch.into), self._widths[self.world.rank])
+        self.keep(batch, batch.accesses, [sums.to(self.plan.dtype)])
+
+    def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
+        """Elements of the rows wanted here, by the rank that stores them, and of those stored here,
+        by the rank that wants them.
+        """
+        mine = self._widths[self.world.rank]
+        return [batch.asked[0] * w for w in self._widths], [count * mine for count in batch.into]
+
+
+class LocalRowsGroup(ToldToAllGroup):
+    """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
+
+    def is_told(self, batch: RowsInFlight) -> bool:
+        return batch.training
+
+    def look_up(self, batch: RowsInFlight) -> None:
+        if batch.training:
+            self.receive_ids(batch)
             self._storage.prefetch(batch.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
         rows = batch.wanted.rows()

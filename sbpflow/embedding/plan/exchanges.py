@@ -11,7 +11,8 @@ Exchange = Literal["local", "columns", "reduce", "unique"]
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[Exchange, ...]:
     """The exchanges that a table's layout can run, the default first; none for no such layout.
 
-    A whole table on one rank may call itself B or S(0). B is on all ranks, or on one.
+    A whole table on one rank may call itself B or S(0). B is on all ranks, or on one. Unique rows
+    of S(1) are asked of all ranks.
     """
     num_ranks, first = layout.placement.size, layout.nd_sbp[0]
     if len(layout.nd_sbp) == 2:
@@ -20,7 +21,9 @@ def legal_exchanges(layout: Layout, world_size: int) -> tuple[Exchange, ...]:
     if isinstance(first, Split):
         if first.dim == 0:
             return ("reduce", "unique", "columns") if num_ranks == 1 else ("reduce", "unique")
-        return ("columns",) if first.dim == 1 else ()
+        if first.dim != 1:
+            return ()
+        return ("columns", "unique") if num_ranks == world_size else ("columns",)
     if not isinstance(first, Broadcast):
         return ()
     if num_ranks == 1:

@@ -114,6 +114,11 @@ class GroupPlan:
         return tuple(sorted(ranks))
 
     @property
+    def unique_columns(self) -> bool:
+        """Whether unique rows travel and every rank holds columns of each."""
+        return self.exchange == "unique" and self.stacks[0].is_column_split()
+
+    @property
     def grid(self) -> Placement | None:
         """The rows x columns grid of ranks that a reduce group's tables lie on, if they do."""
         placement = self.stacks[0].layouts[0].placement
@@ -283,7 +288,8 @@ class GroupPlan:
     def row_steps(self, num_rows: int) -> RowSteps | None:
         """The transfers of single rows with their bounds, ``None`` where none travel.
 
-        Unique: to and from the owners. Local: each to all other ranks.
+        Unique: to and from the owners, which are all ranks where columns are split. Local: each to
+        all other ranks.
         """
         size, dim = self.world.size, self.stacks[0].dim
         if size == 1 or self.exchange not in ("unique", "local") or self.whole_gradients:
@@ -291,17 +297,28 @@ class GroupPlan:
         lookups = sum(stack.lookups() for stack in self.stacks)
         mine = -(-num_rows // size) * lookups  # of one rank, at most
         rows = num_rows * lookups  # of all ranks together: each lookup moves one row, at most
-        fans, collective = 1, "all_to_all"
-        if self.exchange == "local":
-            fans, collective = size - 1, "all_gather"  # each rank's go to all others
-        ids, item = self.address_dtype(), self.wire.itemsize
-        pairs = size * (size - 1)
+        others = (num_rows - num_rows // size) * lookups  # of all ranks but one
+        to_all = self.exchange == "local" or self.unique_columns
+        fans = size - 1 if to_all else 1  # each rank's ids go to all others
+        told = "all_gather" if to_all else "all_to_all"
+        pushed = "all_gather" if self.exchange == "local" else "all_to_all"
+        # Columns that leave the owner of a row, and that leave the rank that wants it.
+        from_owner, from_home = dim, dim * (size - 1 if self.exchange == "local" else 1)
+        if self.unique_columns:
+            widths = [self.stacks[0].width(rank) for rank in self.world.ranks]
+            from_owner, from_home = max(widths), dim - min(widths)
+        ids = self.address_dtype()
         counts = self._row_step(
-            "fwd/counts", "all_to_all", torch.int64, 8 * (size - 1), 8 * pairs, "row counts"
+            "fwd/counts",
+            "all_to_all",
+            torch.int64,
+            8 * (size - 1),
+            8 * size * (size - 1),
+            "row counts",
         )
         asked = self._row_step(
             "fwd/ids",
-            collective,
+            told,
             ids,
             mine * fans * ids.itemsize,
             rows * fans * ids.itemsize,
@@ -311,16 +328,16 @@ class GroupPlan:
             "fwd/vectors",
             "all_to_all",
             self.wire,
-            (num_rows - num_rows // size) * lookups * dim * item,  # of an owner of all rows
-            rows * dim * item,
+            others * from_owner * self.wire.itemsize,  # of an owner of all rows
+            rows * (from_home if self.unique_columns else dim) * self.wire.itemsize,
             "the rows others asked for",
         )
         gradients = self._row_step(
             "bwd/vectors",
-            collective,
+            pushed,
             self.gradient_wire,
-            mine * fans * dim * self.gradient_wire.itemsize,
-            rows * fans * dim * self.gradient_wire.itemsize,
+            mine * from_home * self.gradient_wire.itemsize,
+            rows * from_home * self.gradient_wire.itemsize,
             "unique rows' gradients",
         )
         return RowSteps(

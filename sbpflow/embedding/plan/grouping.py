@@ -166,7 +166,13 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
         if whole_gradients_are_less(table, lookups, context.world.size):
             return _GroupKey("local", wire, whole_gradients=True)
     if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
-        alike = (table.dim, table.name in context.ragged, _rule_of(table, context), table.kernel)
+        alike = (
+            table.dim,
+            _column_split(given.layout),
+            table.name in context.ragged,
+            _rule_of(table, context),
+            table.kernel,
+        )
         return _GroupKey(given.exchange, wire, alike=alike)
     return _GroupKey(given.exchange, wire)
 

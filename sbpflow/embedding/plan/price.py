@@ -12,18 +12,21 @@ from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.stack import Stack, Use
 
-# Nanoseconds on one core, and milliseconds per call. The first four lines are rounded readings:
-# compiled kernels, rowwise Adagrad, 26 tables x 200k x 16, Intel Xeon (AMX) at 2 ranks, 2026-11.
-# The last two were set by hand, so that whole plans of two random tasks rank as they ran
-# (``benchmarks.schemes``); no task held out has checked them. What ranks plans is how these numbers
-# stand to one another and to the link.
-INDEX_NS = 5.0  # find the place of an id among the unique ones
-READ_NS, READ_NS_PER_COLUMN = 5.0, 0.15
-SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.25
-STEP_NS, STEP_NS_PER_COLUMN = 10.0, 1.25  # read, rule, write of a row
-COPY_NS_PER_BYTE = 0.1
-GROUP_MS, STACK_MS, TRANSFER_MS = 1.0, 0.4, 0.3
+# Nanoseconds on one core, and milliseconds per call. The first five lines are rounded readings:
+# compiled kernels, rowwise Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX),
+# 2026-11. The others and the passes below were set so that the plans of eight tasks rank as they
+# ran on loopback (``benchmarks.schemes``; docs/decisions/engine.md has the tasks held out). What
+# ranks plans is how these numbers stand to one another and to the link.
+INDEX_NS = 4.0  # find the place of an id among the unique ones
+READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
+SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
+STEP_NS, STEP_NS_PER_COLUMN = 8.0, 0.6  # read, rule, write of a row
+COPY_NS_PER_BYTE = 0.06
+GROUP_MS, STACK_MS, TRANSFER_MS = 1.5, 0.5, 0.3
 LOOPBACK_GB_PER_S = 2.0
+# How often memory is gone through, beside what is counted by rows: of a row on its way, and of the
+# gradient of a whole table (made of zeros, filled, joined, added up, looked through).
+ROW_PASSES, WHOLE_PASSES = 2, 25
 
 
 @dataclass(slots=True)
@@ -69,9 +72,10 @@ def price_plan(
     ranks = {rank: _Rank() for rank in plan.world.ranks}
     calls = 0
     for group in plan.groups:
-        for stack in group.stacks:
+        for index, stack in enumerate(group.stacks):
+            shared = index in group.shared_state
             for rank, cost in ranks.items():
-                _add_stack(cost, group, stack, rank, num_rows, of_use)
+                _add_stack(cost, group, stack, rank, num_rows, of_use, shared=shared)
         for rank, cost in ranks.items():
             _add_vectors(cost, group, rank, num_rows)
     steps = (
@@ -115,8 +119,12 @@ def _add_stack(
     rank: int,
     num_rows: int,
     known: Mapping[int, IdFrequencies],
+    *,
+    shared: bool,
 ) -> None:
-    """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds."""
+    """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds, whose
+    squares are added up over the ranks if their state is ``shared``.
+    """
     size = group.world.size
     rule = stack.optimizer
     states = len(rule.state_names) if rule.name != "rowwise_adagrad" else 1
@@ -134,15 +142,20 @@ def _add_stack(
             cost.index_and_sum(lookups / size, stack.dim)
             cost.read(lookups / size, stack.dim)  # expanding them
             item = group.gradient_wire.itemsize
-            if group.exchange == "unique":
+            if group.unique_columns:
+                received = mine * size
+                cost.sent_bytes += mine * (size - 1) * (4 + 2 * width * item)
+                cost.copy(2 * (1 + ROW_PASSES) * mine * stack.dim * item)  # into columns and out
+            elif group.exchange == "unique":
                 received = mine * size * held
                 cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
+                cost.copy(2 * ROW_PASSES * mine * stack.dim * item)
             else:
                 received = mine * size
                 cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
                 cost.copy(mine * size * stack.dim * item)
-            cost.read(received if group.exchange == "unique" else mine, stack.dim)
-            cost.index_and_sum(received, stack.dim)
+            cost.read(received if group.exchange == "unique" else mine, width)
+            cost.index_and_sum(received, width)
         else:
             here = lookups / size if group.exchange == "local" and size > 1 else lookups * held
             cost.read(here, width)
@@ -150,8 +163,11 @@ def _add_stack(
             if group.exchange == "reduce" and size > 1:
                 cost.work_ns += lookups * INDEX_NS  # which of them are here
         if group.whole_gradients and size > 1:
-            cost.copy(2 * table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize)
+            num_bytes = table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize
+            cost.copy(WHOLE_PASSES * num_bytes)
         cost.step(all_touched, width, states)
+        if shared:
+            cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
 
 
 def _add_vectors(cost: _Rank, group: GroupPlan, rank: int, num_rows: int) -> None:

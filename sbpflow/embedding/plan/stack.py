@@ -67,6 +67,12 @@ class Stack:
                 return slices[1].stop - slices[1].start
         return 0
 
+    def columns_by_rank(self) -> list[slice]:
+        """The columns that each rank stores, of a stack that all ranks store some of."""
+        table, layout = self.tables[0], self.layouts[0]
+        shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
+        return [slice(one.col_start, one.col_stop) for one in shards if one is not None]
+
     def uses_on(self, rank: int) -> tuple[Use, ...]:
         """Uses of the tables that are placed on ``rank``, be it with no row."""
         placed = {

@@ -15,7 +15,7 @@ from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
 Combine = Literal["concat", "sum"]
@@ -224,3 +224,10 @@ def check_exchange(table: TableConfig, given: TableLayout, world: Placement) -> 
             f"table {table.name}: {given.exchange} does not go with {layout} in a world of "
             f"{world.size}; {use}"
         )
+    first = layout.nd_sbp[0]
+    if given.exchange == "unique" and isinstance(first, Split) and first.dim == 1:
+        if len(shards_of(table, layout)) < world.size:
+            raise ConfigError(
+                f"table {table.name}: unique of {layout} asks every rank for its columns, and of "
+                f"{table.dim} some rank has none; use columns, or a dim of {world.size} or more"
+            )

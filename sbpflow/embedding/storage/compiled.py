@@ -17,7 +17,7 @@ from sbpflow.runtime.compiled import Array, compiled
 from sbpflow.runtime.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
-_GAMMA, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
+GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
 
 
@@ -108,7 +108,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
     table = np.full(size, -1, np.int32)
     count = 0
     for i in range(addresses.size):
-        place = (U64(addresses[i]) * _GAMMA) >> shift
+        place = (U64(addresses[i]) * GAMMA_64) >> shift
         slot = table[place]
         while slot >= 0 and rows[slot] != addresses[i]:
             place = (place + U64(1)) & U64(size - 1)
@@ -285,69 +285,11 @@ def step_ftrl(
 
 
 @compiled
-def _mixed(z: np.uint64) -> np.uint64:
+def mixed(z: np.uint64) -> np.uint64:
+    """Bits spread over the word, as ``streams`` does it."""
     z = (z ^ (z >> U64(30))) * _MIX_1
     z = (z ^ (z >> U64(27))) * _MIX_2
     return z ^ (z >> U64(31))
-
-
-@compiled
-def _as_float16(bits: np.int64) -> np.int64:
-    """The float16 nearest to a float32 of at most 65504, both as bits."""
-    sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    if exponent == 255:
-        return sign | 0x7C00 | (0x200 if mantissa else 0)
-    exponent -= 112
-    if exponent > 0:
-        return sign | (exponent << 10) | (mantissa >> 13)
-    if exponent < -10:
-        return sign
-    mantissa |= 0x800000
-    shift = 14 - exponent
-    nearest, rest, middle = mantissa >> shift, mantissa & ((1 << shift) - 1), 1 << (shift - 1)
-    if rest > middle or (rest == middle and nearest & 1):
-        nearest += 1
-    return sign | nearest
-
-
-@compiled
-def store_rounded(
-    values: Array,
-    out: Array,
-    rows: Array,
-    keys: Array,
-    bases: Array,
-    shift: Array,
-    words_per_row: int,
-    first_column: int,
-    dropped: int,
-) -> None:
-    """``values`` [n, width], float32 as int32 bits, into rows ``rows`` (ascending) of ``out``.
-
-    ``out`` is int16, of bfloat16 where 16 bits are ``dropped``, else of float16. Rounds as
-    ``rounding.RowNoise`` and ``round_randomly`` do; ``keys`` uint64 are those of the step.
-    """
-    top = 0x7F7F0000 if dropped == 16 else 0x477FE000
-    mask = (1 << dropped) - 1
-    shard = 0
-    for j in range(rows.size):
-        row = np.int64(rows[j])
-        while shard + 1 < bases.size and bases[shard + 1] <= row:
-            shard += 1
-        number = (row + shift[shard]) * words_per_row
-        word, held = U64(0), -1
-        for k in range(values.shape[1]):
-            column = first_column + k
-            if column >> 2 != held:
-                held = column >> 2
-                word = _mixed(U64(number + held) * _GAMMA + keys[shard])
-            bits = np.int64(values[j, k]) & 0xFFFFFFFF
-            if (bits & 0x7F800000) != 0x7F800000:
-                noise = np.int64((word >> U64(16 * (column & 3))) & U64(0xFFFF)) & mask
-                sign = bits & 0x80000000
-                bits = sign | min(((bits & 0x7FFFFFFF) + noise) & ~mask, top)
-            kept = bits >> 16 if dropped == 16 else _as_float16(bits)
-            out[row, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
 
 
 @compiled
@@ -359,5 +301,5 @@ def fill_uniform(
     for r in range(out.shape[0]):
         first = (first_row + r) * num_columns + first_column
         for c in range(out.shape[1]):
-            unit = _mixed(U64(first + c) * _GAMMA + U64(key)) & U64(9007199254740991)
+            unit = mixed(U64(first + c) * GAMMA_64 + U64(key)) & U64(9007199254740991)
             out[r, c] = np.float64(np.int64(unit)) * scale - bound

@@ -78,12 +78,16 @@ class StackShape:
             return None
         alone = size == 1 or group.whole_gradients
         lists = size if group.exchange in ("unique", "local") and not alone else 0
-        split_rows = group.exchange == "reduce"
+        ids = whole
+        if group.exchange == "reduce" or (alone and size > 1):
+            ids = whole // size
+        elif group.exchange == "local" or group.unique_columns:
+            ids = whole * lists  # every rank's rows come to all ranks
         return StackShape(
             rows=stack.num_rows(rank),
             width=stack.width(rank),
             dim=stack.dim,
-            ids=whole // size if split_rows or (alone and size > 1) else whole,
+            ids=ids,
             per_bag=max(use.hotness for use in stack.uses),
             lists=lists,
             home_ids=-(-num_rows // size) * stack.lookups() if lists else 0,

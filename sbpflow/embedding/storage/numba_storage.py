@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.storage import compiled
+from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
 from sbpflow.runtime.cache_dir import cache_dir
@@ -28,6 +28,10 @@ _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
+_READERS = {
+    torch.bfloat16: (compiled_half.widen_bfloat16, compiled_half.pool_bfloat16),
+    torch.float16: (compiled_half.widen_float16, compiled_half.pool_float16),
+}
 _NO_WEIGHTS = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
@@ -106,6 +110,26 @@ class NumbaStorage(TorchStorage):
             self._indexer = Indexer(self.weights.shape[0])
         return CompiledAccess(addresses, offsets, weights, indexer=self._indexer)
 
+    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+        """As ``TorchStorage``; of rows of half precision in one pass, without widening them first.
+
+        Rows of the arithmetic's dtype are read by torch, whose kernel is up to three times faster.
+        """
+        del lr
+        if self.weights.dtype == self.dtype or self.dtype != torch.float32:
+            return super().lookup(access)
+        widen, pool = _READERS[self.weights.dtype]
+        bits, at = self.weights.view(torch.int16).numpy(), access.addresses.contiguous().numpy()
+        out = torch.empty(access.num_bags, self.weights.shape[1])
+        if access.offsets is None:
+            widen(bits, at, out.numpy())
+            return out if access.weights is None else out * access.weights.unsqueeze(1)
+        ends, shares = access.offsets.contiguous().numpy(), _NO_WEIGHTS[self.dtype]
+        if access.weights is not None:
+            shares = access.weights.to(self.dtype).contiguous().numpy()
+        pool(bits, at, ends, shares, out.numpy())
+        return out
+
     def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
         mine = self.access(access.addresses, access.offsets, access.weights)
         return mine.row_gradients(grads)
@@ -134,7 +158,7 @@ class NumbaStorage(TorchStorage):
 
     def _store_rounded(self, values: Tensor, rows: Tensor, step: int) -> None:
         noise = self.noise_of_rows()
-        compiled.store_rounded(
+        compiled_half.store_rounded(
             values.to(torch.float32).view(torch.int32).numpy(),
             self.weights.view(torch.int16).numpy(),
             rows.numpy(),
@@ -236,6 +260,7 @@ def warm_up(
             Access(addresses),
             Access(addresses, torch.tensor([0, 1, 3])),
         ):
+            storage.lookup(access)
             storage.update(access, torch.zeros(access.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
     return time.perf_counter() - start

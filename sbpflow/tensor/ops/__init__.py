@@ -4,6 +4,7 @@ The rules are the table a reader scans; the kernels are plain torch on local par
 through them gives gradients in the dual layouts without further code.
 """
 
+from sbpflow.tensor.ops.cross import cross_network
 from sbpflow.tensor.ops.elementwise import add, cast, dropout, mul, nonlinear, relu, scale
 from sbpflow.tensor.ops.indexing import gather
 from sbpflow.tensor.ops.interactions import dot_interaction, fm_interaction
@@ -21,6 +22,7 @@ __all__ = [
     "cast",
     "class_weights",
     "concat",
+    "cross_network",
     "dot_interaction",
     "dropout",
     "flatten",

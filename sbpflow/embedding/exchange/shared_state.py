@@ -1,0 +1,43 @@
+"""Row state that ranks share because each has columns of a row: their squares, added up."""
+
+from functools import lru_cache
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.exchange.base import GRADIENTS
+from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
+from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
+
+
+class SharedState:
+    """The transfers of a group's squares. ``num_rows`` counts the batches an update is about."""
+
+    def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
+        self._plan, self._boxing = plan, boxing
+        self._steps = lru_cache(MAX_BATCH_SIZES)(plan.row_state_steps)
+        self.num_rows = 0
+
+    def sum_of(self, index: int) -> SumOverColumns | None:
+        """What adds up the squares of a stack's rows over their columns; ``None`` if no rank shares
+        their state.
+        """
+        if index not in self._plan.shared_state:
+            return None
+
+        def add_up(squares: Tensor) -> Tensor:
+            size = self._plan.squares_sent(index, squares.shape[0], self.num_rows)
+            padded = F.pad(squares, (0, size - squares.shape[0]))
+            total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
+            if total is None:
+                raise RuntimeError(f"{self._plan.name}: the rows' squares did not come back")
+            return total[: squares.shape[0]]
+
+        return add_up
+
+    def stand_by(self, index: int) -> None:
+        """Walk the steps of a stack that this rank stores nothing of."""
+        if index in self._plan.shared_state:
+            size = self._plan.squares_sent(index, 0, self.num_rows)
+            self._boxing.run(self._steps(index, size), None, GRADIENTS)

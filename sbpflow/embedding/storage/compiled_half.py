@@ -1,0 +1,168 @@
+"""Loops over rows of half precision that numba compiles: read and pooled, rounded and written.
+
+As ``compiled`` in everything: sums in the order of the batch, products added unrounded; equal to
+``TorchStorage`` bit by bit. Rows come as the int16 bits that numpy has a type for.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sbpflow.embedding.storage.compiled import GAMMA_64, U64, fma, mixed
+from sbpflow.runtime.compiled import Array, compiled
+
+
+class _Builder(Protocol):
+    """What is used of llvmlite's."""
+
+    def zext(self, value: object, kind: object) -> object: ...
+    def shl(self, value: object, by: object) -> object: ...
+    def bitcast(self, value: object, kind: object) -> object: ...
+    def fpext(self, value: object, kind: object) -> object: ...
+
+
+_FLOAT = cast("Callable[[object], object]", types.float32)  # a signature that returns one
+
+
+def _type_of_from_bfloat16(_: object, a: object) -> object:
+    """The signature of ``_from_bfloat16`` and how its code is made, for numba."""
+
+    def generate(
+        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
+    ) -> object:
+        word = ir.IntType(32)
+        bits = builder.shl(builder.zext(values[0], word), ir.Constant(word, 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return _FLOAT(a), generate
+
+
+def _type_of_from_float16(_: object, a: object) -> object:
+    """As ``_type_of_from_bfloat16``."""
+
+    def generate(
+        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
+    ) -> object:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return _FLOAT(a), generate
+
+
+# int16 bits of a number of half precision to float32, which has all of them.
+_from_bfloat16 = cast("Callable[[int], float]", intrinsic(_type_of_from_bfloat16))
+_from_float16 = cast("Callable[[int], float]", intrinsic(_type_of_from_float16))
+
+
+@compiled
+def _as_float16(bits: np.int64) -> np.int64:
+    """The float16 nearest to a float32 of at most 65504, both as bits."""
+    sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    if exponent == 255:
+        return sign | 0x7C00 | (0x200 if mantissa else 0)
+    exponent -= 112
+    if exponent > 0:
+        return sign | (exponent << 10) | (mantissa >> 13)
+    if exponent < -10:
+        return sign
+    mantissa |= 0x800000
+    shift = 14 - exponent
+    nearest, rest, middle = mantissa >> shift, mantissa & ((1 << shift) - 1), 1 << (shift - 1)
+    if rest > middle or (rest == middle and nearest & 1):
+        nearest += 1
+    return sign | nearest
+
+
+@compiled
+def store_rounded(
+    values: Array,
+    out: Array,
+    rows: Array,
+    keys: Array,
+    bases: Array,
+    shift: Array,
+    words_per_row: int,
+    first_column: int,
+    dropped: int,
+) -> None:
+    """``values`` [n, width], float32 as int32 bits, into rows ``rows`` (ascending) of ``out``.
+
+    ``out`` is int16, of bfloat16 where 16 bits are ``dropped``, else of float16. Rounds as
+    ``rounding.RowNoise`` and ``round_randomly`` do; ``keys`` uint64 are those of the step.
+    """
+    top = 0x7F7F0000 if dropped == 16 else 0x477FE000
+    mask = (1 << dropped) - 1
+    shard = 0
+    for j in range(rows.size):
+        row = np.int64(rows[j])
+        while shard + 1 < bases.size and bases[shard + 1] <= row:
+            shard += 1
+        number = (row + shift[shard]) * words_per_row
+        word, held = U64(0), -1
+        for k in range(values.shape[1]):
+            column = first_column + k
+            if column >> 2 != held:
+                held = column >> 2
+                word = mixed(U64(number + held) * GAMMA_64 + keys[shard])
+            bits = np.int64(values[j, k]) & 0xFFFFFFFF
+            if (bits & 0x7F800000) != 0x7F800000:
+                noise = np.int64((word >> U64(16 * (column & 3))) & U64(0xFFFF)) & mask
+                sign = bits & 0x80000000
+                bits = sign | min(((bits & 0x7FFFFFFF) + noise) & ~mask, top)
+            kept = bits >> 16 if dropped == 16 else _as_float16(bits)
+            out[row, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
+
+
+@compiled
+def widen_bfloat16(weights: Array, addresses: Array, out: Array) -> None:
+    """Rows of bfloat16, as int16 bits, into ``out`` [n, width] float32."""
+    for i in range(addresses.size):
+        a = addresses[i]
+        for k in range(out.shape[1]):
+            out[i, k] = _from_bfloat16(weights[a, k])
+
+
+@compiled
+def widen_float16(weights: Array, addresses: Array, out: Array) -> None:
+    """As ``widen_bfloat16``, of float16."""
+    for i in range(addresses.size):
+        a = addresses[i]
+        for k in range(out.shape[1]):
+            out[i, k] = _from_float16(weights[a, k])
+
+
+@compiled
+def pool_bfloat16(weights: Array, addresses: Array, ends: Array, shares: Array, out: Array) -> None:
+    """``out`` [bags, width] float32: rows of bfloat16, as int16 bits, added in the order of a bag.
+
+    Bag b has the addresses from ``ends[b]`` to below ``ends[b + 1]``; ``shares`` [n] float32 weigh
+    them, or are [0] for ones.
+    """
+    out[:] = 0
+    for b in range(ends.size - 1):
+        for i in range(ends[b], ends[b + 1]):
+            a = addresses[i]
+            if shares.size:
+                for k in range(out.shape[1]):
+                    out[b, k] = fma(_from_bfloat16(weights[a, k]), shares[i], out[b, k])
+            else:
+                for k in range(out.shape[1]):
+                    out[b, k] += _from_bfloat16(weights[a, k])
+
+
+@compiled
+def pool_float16(weights: Array, addresses: Array, ends: Array, shares: Array, out: Array) -> None:
+    """As ``pool_bfloat16``, of float16."""
+    out[:] = 0
+    for b in range(ends.size - 1):
+        for i in range(ends[b], ends[b + 1]):
+            a = addresses[i]
+            if shares.size:
+                for k in range(out.shape[1]):
+                    out[b, k] = fma(_from_float16(weights[a, k]), shares[i], out[b, k])
+            else:
+                for k in range(out.shape[1]):
+                    out[b, k] += _from_float16(weights[a, k])

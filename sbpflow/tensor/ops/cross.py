@@ -1,0 +1,174 @@
+"""The cross network of DCN-V2: every layer is ``start * (W x + b) + x``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sbpflow.errors import SbpError
+from sbpflow.sbp.sbp import Broadcast
+from sbpflow.tensor.dispatch import apply, cached_rule, check_ndim, check_same_dtype, letters_for
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.ops.elementwise import add, cast, mul
+from sbpflow.tensor.ops.matmul import linear
+from sbpflow.tensor.signature import Choice
+
+# Of rows that go through all layers together: their tensors stay in a core's cache of 2 MB. Fewer
+# rows than the least would read the weights too often.
+_BLOCK_BYTES, _LEAST_ROWS = 1 << 19, 256
+
+
+def cross_network(
+    x: GlobalTensor,
+    layers: Sequence[Sequence[GlobalTensor]],
+    *,
+    half: torch.dtype | None = None,
+    id: str = "cross",
+) -> GlobalTensor:
+    """``start * (W x + b) + x`` for each of ``layers``, with ``start`` the first x: [b, n].
+
+    ``x x weights: S(0) x B -> S(0), B x B -> B``
+
+    A layer is W [n, n], b [n]; or V [r, n], W [n, r], b [n] for a product with W V of rank r (Wang
+    et al., DCN V2, WWW 2021). ``half`` is what the products are computed in, if not in the dtype of
+    ``x``. On CPU the layers are computed block by block of rows, backward too: layer by layer, half
+    of the time goes into reading and writing [b, n]. Where a weight is not B, they are products and
+    sums of whole tensors, each with its own conversions.
+    """
+    check_ndim("cross_network", "x", x, 2)
+    weights = [weight for layer in layers for weight in layer]
+    check_same_dtype("cross_network", [x, *weights])
+    _check_layers(x, layers)
+    if not layers:
+        return x
+    if any(not isinstance(sbp, Broadcast) for one in weights for sbp in one.layout.nd_sbp):
+        return _layer_by_layer(x, layers, half, id)
+    operands = [("b", "k")]
+    for layer, rank in zip(layers, letters_for(len(layers), "bk"), strict=True):
+        low = [(rank, "k"), ("k", rank), ("k",)]
+        operands += low if len(layer) == len(low) else [("k", rank), ("k",)]
+    signature = ",".join(["b"] + ["B"] * len(weights)) + "->b"
+    rule = cached_rule("cross_network", tuple(operands), ("b", "k"), signature)
+    counts = tuple(len(layer) for layer in layers)
+
+    def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
+        return _Cross.apply(counts, half, *parts)  # pyright: ignore[reportReturnType]
+
+    return apply(rule, [x, *weights], x.shape, kernel, id=id)
+
+
+def _check_layers(x: GlobalTensor, layers: Sequence[Sequence[GlobalTensor]]) -> None:
+    width = x.shape[1]
+    for number, layer in enumerate(layers):
+        found = [list(weight.shape) for weight in layer]
+        rank = layer[0].shape[0] if layer else 0
+        full, low = [[width, width], [width]], [[rank, width], [width, rank], [width]]
+        if found not in (full, low):
+            raise SbpError(
+                f"cross_network: layer {number} has weights of shapes {found}; x has {width} "
+                f"columns, so they are {full}, or {low} with another rank in place of {rank}"
+            )
+
+
+def _layer_by_layer(
+    x: GlobalTensor, layers: Sequence[Sequence[GlobalTensor]], half: torch.dtype | None, id: str
+) -> GlobalTensor:
+    def narrow(tensor: GlobalTensor, name: str) -> GlobalTensor:
+        return tensor if half is None else cast(tensor, half, id=f"{name}.cast")
+
+    start = x
+    for number, layer in enumerate(layers):
+        name = f"{id}.{number}"
+        *first, last, bias = (narrow(one, f"{name}.{n}") for n, one in enumerate(layer))
+        product = narrow(x, f"{name}.input")
+        for weight in first:
+            product = linear(product, weight, id=f"{name}.v")
+        product = linear(product, last, bias, id=f"{name}.w")
+        if half is not None:
+            product = cast(product, x.dtype, id=f"{name}.widen")
+        x = add(mul(start, product, id=f"{name}.mul"), x, id=f"{name}.add")
+    return x
+
+
+class _Cross(torch.autograd.Function):
+    """All layers of a local [b, n], by blocks of rows; ``counts`` are the weights of each layer."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        counts: tuple[int, ...],
+        half: torch.dtype | None,
+        start: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        dtype = half or start.dtype
+        layers = _by_layer(counts, [weight.to(dtype) for weight in weights])
+        xs = [torch.empty_like(start) for _ in counts]
+        products = [torch.empty_like(start, dtype=dtype) for _ in counts]
+        inner = [start.new_empty(len(start), layer[0].shape[0], dtype=dtype) for layer in layers]
+        for rows in _blocks(start):
+            x = first = start[rows]
+            for n, (*lower, upper, bias) in enumerate(layers):
+                entering = x.to(dtype)
+                if lower:
+                    entering = torch.mm(entering, lower[0].t(), out=inner[n][rows])
+                product = torch.addmm(bias, entering, upper.t(), out=products[n][rows])
+                x = torch.addcmul(x, first, product.to(x.dtype), out=xs[n][rows])
+        ctx.save_for_backward(start, *weights, *xs[:-1], *products, *inner)
+        ctx.counts, ctx.dtype = counts, dtype
+        return xs[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+        gradient: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        depth, saved = len(ctx.counts), list(ctx.saved_tensors)
+        start, weights = saved[0], saved[1 : 1 + sum(ctx.counts)]
+        xs, products, inner = (
+            [start, *saved[-3 * depth + 1 : -2 * depth]],
+            saved[-2 * depth : -depth],
+            saved[-depth:],
+        )
+        layers = _by_layer(ctx.counts, [weight.to(ctx.dtype) for weight in weights])
+        found = [torch.zeros_like(weight) for weight in weights]
+        gradients = _by_layer(ctx.counts, found)
+        of_start = torch.zeros_like(start)
+        for rows in _blocks(start):
+            first, g, total = start[rows], gradient[rows].clone(), of_start[rows]
+            for n in reversed(range(depth)):
+                total.addcmul_(g, products[n][rows].to(g.dtype))
+                of_product = (g * first).to(ctx.dtype)
+                (*lower, upper, _), (*of_lower, of_upper, of_bias) = layers[n], gradients[n]
+                of_bias += of_product.sum(0)
+                entering = xs[n][rows].to(ctx.dtype)
+                if lower:
+                    _add_product(of_upper, of_product.t(), inner[n][rows])
+                    of_product, upper, of_upper = of_product @ upper, lower[0], of_lower[0]
+                _add_product(of_upper, of_product.t(), entering)
+                _add_product(g, of_product, upper)
+            total += g
+        return (None, None, of_start, *found)
+
+
+def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    ends = [sum(counts[: n + 1]) for n in range(len(counts))]
+    return [weights[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Of rows; one block on CUDA, where every kernel uses the whole device."""
+    size = max(_LEAST_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
+    size = len(x) if x.is_cuda else size
+    return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, in the dtype of ``total`` even where the product is narrower."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

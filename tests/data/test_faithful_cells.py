@@ -1,0 +1,146 @@
+"""Cells that would become something else without a word: each is a bad line, refused, or exact."""
+
+import errno
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+
+from data import load_manifest
+from data.__main__ import main
+from data.format.manifest import MANIFEST
+from data.prepare import prepare, stage
+from data.prepare.csv_text import parse_table
+from data.prepare.schema_file import read_schema
+from data.prepare.tables import table_piece
+from sbpflow.errors import ConfigError, DataError
+from tests.data.rows import all_words, run_prepare
+
+LINES = "separator: ','\nquote: '\"'\n"
+
+
+def schema_of(folder, text):
+    path = folder / "schema.yaml"
+    path.write_text(LINES + text)
+    return read_schema(path)
+
+
+def parsed(folder, schema, text):
+    schema = schema_of(folder, schema)
+    return parse_table(text.encode(), schema.columns, schema)
+
+
+def from_parquet(folder, schema, **columns):
+    path = folder / "t.parquet"
+    pl.DataFrame({"label": [1, 0], "C1": ["a", "b"], **columns}).write_parquet(path)
+    return table_piece(path, 0, schema_of(folder, schema))
+
+
+def prepared(folder, schema, text):
+    (folder / "t.csv").write_text(text)
+    options = {"schema": schema_of(folder, schema), "crosses": (), "min_count": 1}
+    return run_prepare(folder / "set", folder / "t.csv", max_bad_fraction=0.5, **options)
+
+
+def test_a_year_has_four_digits(tmp_path):
+    """24-05-01 is the year 24 to many parsers, and 01-05-24 the year 1."""
+    cells = ("2024-05-01", "24-05-01", "01-05-24", "01-05-24 10:00:00", " 2024-05-01T00:00:00Z")
+    text = "".join(f"1,a,{cell}\n" for cell in cells)
+    piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
+    assert piece.bad.counts == {"ts is no time (date)": 3}
+    assert piece.frame["ts"].to_list() == [1714521600 * 10**6] * 2
+
+
+@pytest.mark.parametrize("kind", [pl.Date, pl.Datetime("ms"), pl.Datetime("ns")])
+def test_dates_are_no_integers_of_a_unit_that_the_file_decides(tmp_path, kind):
+    times = pl.Series([1, 2]).cast(kind)
+    with pytest.raises(DataError, match=r"columns ts \(Date.* need `time: NAME`"):
+        from_parquet(tmp_path, "sparse: {C1: string}\ntime: {ts: integer}\n", ts=times)
+    piece = from_parquet(tmp_path, "sparse: {C1: string}\ntime: ts\n", ts=times)
+    unit = {pl.Date: 86_400 * 10**6, pl.Datetime("ms"): 1000}.get(kind, 0)
+    assert piece.frame["ts"].to_list() == [unit, 2 * unit]
+
+
+def test_a_weight_is_not_taken_for_a_value(tmp_path):
+    schema = "sparse: {C1: string, t: {kind: integer, weights: {after: ':'}}}\n"
+    with pytest.raises(DataError, match="the value, then its weight"):
+        from_parquet(tmp_path, schema, t=[[{"weight": 1.0, "id": 5}], []])
+    piece = from_parquet(tmp_path, schema, t=[[{"id": 5, "weight": 1.0}], []])
+    assert piece.lists["t"]["key"].to_list() == [5]
+
+
+def test_a_dense_column_may_be_called_like_a_place_of_a_list(tmp_path):
+    schema = "dense: {'t[0]': identity}\nsparse: {t: {kind: string, width: 2}}\n"
+    manifest = prepared(tmp_path, schema, "1,5.5,a|b\n0,6.5,b\n1,7.5,a|b\n0,8.5,a\n1,9.5,b\n")
+    words = all_words(manifest, "train")
+    assert words[:, 1].view(np.float32).tolist() == [5.5, 6.5, 7.5, 8.5]
+    assert len({*words[:, 2:].reshape(-1).tolist()} - {0}) == 2
+
+
+@pytest.mark.parametrize("clip", ["[-1.0e300, 1]", "[0, .inf]", "[0, 3.5e38]", "[0, true]"])
+def test_ends_that_float32_has_not_are_refused(tmp_path, clip):
+    with pytest.raises(ConfigError, match=r"clip is .* within float32, -3.40282e\+38 to"):
+        schema_of(tmp_path, f"dense: {{d: {{clip: {clip}}}}}\nsparse: [C1]\n")
+
+
+def test_infinite_values_are_in_the_outermost_buckets(tmp_path):
+    cells = ("inf", "inf", "-inf", "-inf", "1", "inf", "-inf", "2", "", "3")
+    text = "".join(f"1,{cell},a\n" for cell in cells)
+    manifest = prepared(tmp_path, "dense: {d: {buckets: 3}}\nsparse: {C1: string}\n", text)
+    place = [field.name for field in manifest.fields].index("d")
+    ids = all_words(manifest, "train")[:, 1 + place].tolist()
+    by_cell = dict(zip(cells, ids, strict=False))
+    assert by_cell["-inf"] == 2
+    assert by_cell["-inf"] <= by_cell["1"] <= by_cell["2"] < by_cell["inf"]
+    text = (manifest.path / MANIFEST).read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_what_is_cut_off_of_bad_lines_is_not_counted(tmp_path):
+    schema = "sparse: {C1: string, t: {kind: string, max: 2, beyond: first}}\n"
+    piece = parsed(tmp_path, schema, "1,a,p|q|r\n7,a,p|q|r|s\n0,a,p\n")
+    assert (piece.cut, piece.bad.counts) == ({"t": 1}, {"label is not 0 or 1": 1})
+
+
+def test_rows_to_be_scored_do_not_replace_the_set_they_are_like(tmp_path, capsys):
+    rows = "1,a\n0,b\n1,a\n0,b\n1,a\n"
+    manifest = prepared(tmp_path, "sparse: {C1: string}\n", rows)
+    arguments = ["encode", "--like", manifest.path, "--input", tmp_path / "t.csv", "--overwrite"]
+    assert main([*map(str, arguments), "--output", str(tmp_path / "." / "set")]) == 2
+    assert "is the set of --like" in capsys.readouterr().err
+    assert load_manifest(manifest.path).fingerprint == manifest.fingerprint
+
+
+def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    """Its last line may be half of one, or the rows those of two files."""
+    text = "".join(f"1,value-{k}\n" for k in range(200))
+    real = stage.parse_table
+
+    def and_meanwhile(*arguments, **named):
+        with (tmp_path / "t.csv").open("a") as file:
+            file.write("0,late\n")
+        return real(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "parse_table", and_meanwhile)
+        with pytest.raises(DataError, match=r"t\.csv: was written while it was read"):
+            prepared(tmp_path, "sparse: {C1: string}\n", text)
+    rows = prepared(tmp_path, "sparse: {C1: string}\n", text).splits
+    assert sum(rows.values()) == 200
+
+
+def test_a_full_disk_is_said_for_rows_of_another_file_system(tmp_path, monkeypatch, capsys):
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/full/t.csv", b"1,a\n" * 1000)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prepare, "stage_inputs", full)
+    (tmp_path / "schema.yaml").write_text(LINES + "sparse: {C1: string}\n")
+    words = ["--input", "memory://full/t.csv", "--schema", str(tmp_path / "schema.yaml")]
+    assert main(["prepare", *words, "--output", str(tmp_path / "set")]) == 2
+    said = capsys.readouterr().err
+    assert "no space left on device; about 0.0 GB are needed" in said
+    assert "GB are free in" in said

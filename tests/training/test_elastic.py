@@ -1,0 +1,138 @@
+"""torchrun with --max-restarts: a rank or a machine is lost, another comes, and the job goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train
+from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.checkpoint.read import open_checkpoint
+from tests.launch.machines import ROOT, needs_namespaces, two_machines
+
+pytestmark = pytest.mark.slow
+
+STEPS = 1500
+END_S = 150.0
+CONFIG = ROOT / "configs" / "scheme3.yaml"
+# A step takes 30 ms and more, so that machines come and go during the run.
+ENTRY = """
+import sys, time
+from sbpflow.runtime.launch import run_main
+class Slow:
+    def step(self, *figures): pass
+    def evaluation(self, *scores): pass
+    def advance(self, step, loss): time.sleep(0.03)
+def main():
+    from train import train
+    return train(sys.argv[1], sys.argv[2:], lambda rank: Slow())
+run_main(main)
+"""
+
+
+class Job:
+    """The same command on machines that come and go; files are on a disk that all see."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        self.folder = folder
+        self.entry = folder / "entry.py"
+        self.entry.write_text(ENTRY)
+        self.words = [
+            *(str(self.entry), str(CONFIG), f"data.path={data}", f"run.dir={folder / 'run'}"),
+            *("data.batch_size=100", "model.hidden=[16]", "parallel.dtype=float64"),
+            *("train.epochs=1000", f"train.max_steps={STEPS}", "train.eval_every=0"),
+            *("train.log_every=1", "checkpoint.every=20", "data.loader=memmap"),
+            *("parallel.timeout_s=15", "parallel.kernel=torch"),
+        ]
+
+    def events(self) -> list[dict]:
+        path = self.folder / "run" / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return [line for line in lines if line["event"] == "step"]
+
+    def saved_by(self) -> int:
+        """How many ranks wrote the newest checkpoint; 0 if there is none."""
+        found = list_checkpoints(self.folder / "run" / "checkpoints")
+        return len(open_checkpoint(found[0]).index.files) if found else 0
+
+    def wait(self, done: Callable[[], bool], what: str) -> float:
+        begin = time.monotonic()
+        while not done():
+            assert time.monotonic() - begin < END_S, f"{what}; {self.said()[-6000:]}"
+            time.sleep(0.1)
+        return time.monotonic() - begin
+
+    def said(self) -> str:
+        logs = sorted(self.folder.glob("log*"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
+
+    def losses(self) -> list[float]:
+        """Of every step, each reported once."""
+        assert [event["step"] for event in self.events()] == list(range(1, STEPS + 1))
+        return [event["loss"] for event in self.events()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(synth_set, tmp_path_factory) -> list[float]:
+    """Losses of a run on one rank that nothing happens to."""
+    job = Job(synth_set, tmp_path_factory.mktemp("undisturbed"))
+    train.main(["--config", *job.words[1:]])
+    return job.losses()
+
+
+@needs_namespaces
+def test_machines_come_and_go_and_the_job_goes_on(synth_set, tmp_path, undisturbed):
+    job = Job(synth_set, tmp_path)
+    with two_machines() as (first, second):
+        for machine in (first, second):
+            machine.elastic(job.words, tmp_path / f"log{machine.number}")
+        job.wait(lambda: job.saved_by() == 2, "two machines did not start")
+        second.kill()
+        job.wait(lambda: job.saved_by() == 1, "the first did not go on alone")
+        assert "died or does not answer" in job.said()
+        second.elastic(job.words, tmp_path / "log2")
+        job.wait(lambda: job.saved_by() == 2, "the second was not let in")
+        assert "stopped by SIGTERM" in job.said(), "the rank that was alone was told, and saved"
+        job.wait(lambda: all(m.process.poll() is not None for m in (first, second)), "no end")
+        assert [m.process.returncode for m in (first, second)] == [0, 0], job.said()
+    assert job.losses() == pytest.approx(undisturbed, rel=0, abs=1e-9)
+
+
+def test_torchrun_starts_ranks_again_after_one_was_killed(synth_set, tmp_path, undisturbed):
+    job = Job(synth_set, tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "2"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*torchrun, *job.words],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        for step in (40, 200):
+            job.wait(lambda step=step: len(job.events()) > step, "it did not start")
+            os.kill(children(process.pid)[0], signal.SIGKILL)
+        job.wait(lambda: process.poll() is not None, "no end")
+        assert process.returncode == 0, job.said()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert job.said().count("goes on after step") == 2
+    assert job.losses() == pytest.approx(undisturbed, rel=0, abs=1e-9)
+
+
+def children(pid: int) -> list[int]:
+    """The ranks of a torchrun."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]

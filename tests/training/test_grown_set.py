@@ -1,0 +1,77 @@
+"""Training goes on over a set that was grown from the one before, from commands alone."""
+
+import pytest
+import torch
+
+import train
+from data import fields_of
+from data.__main__ import main as data
+from data.format.manifest import load_manifest
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.errors import ConfigError
+from sbpflow.training.trainer import Trainer
+from tests.training.test_resume import CONFIG
+
+
+def prepare(folder, name, inputs, *more):
+    texts = [str(folder / f"{one}.tsv") for one in inputs]
+    words = ["prepare", "--input", *texts, "--output", str(folder / name), "--workers", "1", *more]
+    assert data(words) == 0
+    return folder / name
+
+
+def trained(folder, name, data_path, *more):
+    """The newest checkpoint of a run of ``more``."""
+    words = [f"data.path={data_path}", f"run.dir={folder / name}", "model.hidden=[8]"]
+    words += ["data.batch_size=100", "data.loader=memmap", "optimizer.sparse.name=lazy_adam"]
+    assert train.main(["--config", CONFIG, *words, "train.eval_every=0", *more]) == 0
+    return open_checkpoint(
+        max((folder / name / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    )
+
+
+def watch_ids(monkeypatch):
+    """The ids [rows, columns] of each batch that is trained on from now on."""
+    seen, real = [], Trainer.step
+
+    def step(self, batches, ahead=None):
+        seen.extend(batch.ids.clone() for batch in batches)
+        return real(self, batches, ahead)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    return seen
+
+
+def test_a_run_goes_on_over_a_grown_set(tmp_path, monkeypatch):
+    for seed, name in ((7, "old"), (8, "new"), (9, "foreign")):
+        words = ["--format", "tsv", "--rows", "600", "--vocab-scale", "0.0005"]
+        words += ["--seed", str(seed), "--output", str(tmp_path / f"{name}.tsv")]
+        assert data(["synth", *words]) == 0
+    small = prepare(tmp_path, "small", ["old"])
+    big = prepare(tmp_path, "big", ["old", "new"], "--like", str(small), "--grow")
+    before = trained(tmp_path, "first", small, "train.epochs=1")
+    resume = f"checkpoint.resume={before.path}"
+    # The first step over the grown set, after those of before, and as the first of a new run.
+    after = trained(tmp_path, "second", big, resume, "train.max_steps=1")
+    with monkeypatch.context() as patch:
+        seen = watch_ids(patch)
+        fresh = trained(tmp_path, "anew", big, "train.max_steps=1")
+    first_ids, columns = seen[0], [field.name for field in fields_of(load_manifest(big)).ids]
+    assert (after.step, fresh.step) == (before.step + 1, 1)
+    assert after.documents["cursor"] == fresh.documents["cursor"], "the read begins anew"
+    grown = 0
+    for name in [name for name in before.tensors if name.startswith("tables/")]:
+        field = name.split("/")[1].partition(".")[2]
+        idle = torch.ones(fresh.tensors[name].shape[0], dtype=torch.bool)
+        idle[first_ids[:, columns.index(field)].long()] = False
+        rows = before.tensors[name].shape[0]
+        now, start = after.tensor(name), fresh.tensor(name)
+        assert torch.equal(now[:rows][idle[:rows]], before.tensor(name)[idle[:rows]]), name
+        assert torch.equal(now[rows:][idle[rows:]], start[rows:][idle[rows:]]), name
+        grown += name.count("/") == 1 and now.shape[0] - rows
+    assert grown > 100
+    assert any(len(one.rows) for one in load_manifest(big).ancestors)
+
+    foreign = prepare(tmp_path, "other", ["foreign"])
+    with pytest.raises(ConfigError, match=r"another vocabulary .* --like OLD --grow"):
+        trained(tmp_path, "third", foreign, resume)

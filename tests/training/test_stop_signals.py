@@ -1,0 +1,69 @@
+"""Ctrl-C and SIGTERM between steps: by choice the run is saved, then ends; a second one ends it."""
+
+import signal
+
+import pytest
+
+from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.runtime import launch
+from sbpflow.training.trainer import Trainer
+from tests.training.test_resume import events, run
+
+ENDS = {signal.SIGTERM: launch.Terminated, signal.SIGINT: KeyboardInterrupt}
+
+
+@pytest.fixture
+def watched():
+    """The handlers that ``run_main`` sets, without its thread; what was there comes back."""
+    before = {number: signal.getsignal(number) for number in ENDS}
+    signal.signal(signal.SIGTERM, launch._raise_terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signal_in_step(monkeypatch, step, *numbers):
+    """Send these while the step is under way."""
+    real = Trainer.step
+
+    def signalled(self, batches, ahead=None):
+        loss = real(self, batches, ahead)
+        if self.num_steps == step:
+            for number in numbers:
+                signal.raise_signal(number)
+        return loss
+
+    monkeypatch.setattr(Trainer, "step", signalled)
+
+
+def saved(folder):
+    return [path.name for path in list_checkpoints(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_signal_saves_the_step_under_way_and_ends(
+    synth_set, tmp_path, monkeypatch, watched, number
+):
+    with monkeypatch.context() as patch:
+        signal_in_step(patch, 6, number)
+        with pytest.raises(ENDS[number]):
+            run(synth_set, tmp_path)
+    assert saved(tmp_path) == ["step-6", "step-4"]
+    assert signal.getsignal(signal.SIGTERM) is launch._raise_terminated, "handed back"
+    assert run(synth_set, tmp_path, "train.max_steps=9") == 0
+    assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == list(range(1, 10))
+
+
+def test_a_second_signal_ends_it_without_a_save(synth_set, tmp_path, monkeypatch, watched):
+    signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
+    with pytest.raises(launch.Terminated):
+        run(synth_set, tmp_path)
+    assert saved(tmp_path) == ["step-4"]
+
+
+def test_a_signal_ends_at_once_where_that_was_asked_for(synth_set, tmp_path, monkeypatch, watched):
+    signal_in_step(monkeypatch, 6, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(synth_set, tmp_path, "checkpoint.on_signal=end")
+    assert saved(tmp_path) == ["step-4"]
