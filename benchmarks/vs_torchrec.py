@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from benchmarks.click_model import HOTNESS, SHAPES, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
+from sbpflow.runtime.world import World
 
 SEED = 11
 LOSS_STEPS = 10
@@ -40,7 +41,6 @@ def work(args: argparse.Namespace) -> None:
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
     from sbpflow.embedding.plan.tables import INITIAL_RANGE
-    from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
     # With 214 ids per sample the learning rate of one per field makes the loss jump.
@@ -53,18 +53,7 @@ def work(args: argparse.Namespace) -> None:
         peer = TorchRecPeer(
             shape, batches, seed=SEED, bound=INITIAL_RANGE, wire=wire, model=args.model
         )
-        ours = ClickTrainer(
-            shape,
-            batches,
-            world,
-            seed=SEED,
-            wire=args.wire,
-            layout=args.layout,
-            kernel=args.kernel,
-            model=args.model,
-            profile=args.profile,
-        )
-        beside = {
+        made = {
             layout: ClickTrainer(
                 shape,
                 batches,
@@ -74,9 +63,11 @@ def work(args: argparse.Namespace) -> None:
                 layout=layout,
                 kernel=args.kernel,
                 model=args.model,
+                profile=args.profile,
             )
-            for layout in args.beside
+            for layout in (args.layout, *args.beside)
         }
+        ours = made.pop(args.layout)
         ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
@@ -96,27 +87,35 @@ def work(args: argparse.Namespace) -> None:
             "sbpflow": ours.pipelined,
             "sbpflow, no overlap": ours.plain,
         }
-        loops |= {f"sbpflow, {layout}": one.pipelined for layout, one in beside.items()}
+        loops |= {f"sbpflow, {layout}": one.pipelined for layout, one in made.items()}
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
         if args.model != "wdl":
             loops["torchrec, dense part alone"] = peer.dense_alone
             loops["sbpflow, dense part alone"] = ours.dense_alone
-        times: dict[str, list[float]] = {name: [] for name in loops}
-        cpu: dict[str, list[float]] = {name: [] for name in loops}
-        for repeat in range(args.repeats + 1):
-            for name, loop in loops.items():
-                world.barrier()
-                start, busy = time.perf_counter(), time.process_time()
-                loop(args.steps)
-                world.barrier()
-                if repeat:  # the first warms up
-                    times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
-                    cpu[name].append(1e3 * (time.process_time() - busy) / args.steps)
+        times, cpu = _in_turns(world, loops, args.steps, args.repeats)
         if world.rank == 0:
             found = {"apart": apart, "times": times, "cpu": cpu}
             found |= {"predicted_ms": ours.predicted_ms, "tables": ours.layouts}
             Path(args.output).write_text(json.dumps(found))
+
+
+def _in_turns(
+    world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """ms of a step by the clock, and of this process, in each repeat; the first warms up."""
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    cpu: dict[str, list[float]] = {name: [] for name in loops}
+    for repeat in range(repeats + 1):
+        for name, loop in loops.items():
+            world.barrier()
+            start, busy = time.perf_counter(), time.process_time()
+            loop(steps)
+            world.barrier()
+            if repeat:
+                times[name].append(1e3 * (time.perf_counter() - start) / steps)
+                cpu[name].append(1e3 * (time.process_time() - busy) / steps)
+    return times, cpu
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
