@@ -123,7 +123,7 @@ def run_steps(args: argparse.Namespace) -> None:
         names = [names[0] for names in case.distinct().values()]
         times = dict(zip(names, one["rounds"], strict=True))
         priced = dict(zip(names, _priced(profile, case, size, one["moves"]), strict=True))
-        row = _compared(case, times, priced)
+        row = compared(case, times, priced)
         rows.append(row)
         results.add(
             benchmark=kind,
@@ -135,7 +135,7 @@ def run_steps(args: argparse.Namespace) -> None:
             rounds=len(times["auto"]),
             **row,
         )
-    results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **_summary(rows))
+    results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **summary(rows))
 
 
 def run_ranks(args: argparse.Namespace) -> None:
@@ -159,10 +159,10 @@ def run_ranks(args: argparse.Namespace) -> None:
                 name: [ms[place + turn * len(names)] for turn in range(PASSES)]
                 for place, name in enumerate(names)
             }
-            row = _compared(case, passes)
+            row = compared(case, passes)
             rows.append(row)
             results.add(benchmark="ranks", number=case.number, tables=tables, ranks=size, **row)
-        results.add(benchmark="cell", tables=tables, ranks=size, tasks=len(rows), **_summary(rows))
+        results.add(benchmark="cell", tables=tables, ranks=size, tasks=len(rows), **summary(rows))
 
 
 def _measured(
@@ -197,7 +197,7 @@ def _priced(
     return [float(ms) for ms in cost.combine(phases)]
 
 
-def _compared(
+def compared(
     case: Case,
     times: Mapping[str, Sequence[float]],
     priced: Mapping[str, float] | None = None,
@@ -250,7 +250,7 @@ def _reported(ms: Sequence[float]) -> list[float]:
     return list(ms[1:]) if len(ms) <= PASSES else list(ms[1::2])
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Over tasks: of every planner how much slower than ours, with 95 % intervals."""
     found: dict[str, Any] = {}
     names = [name for name in rows[0]["plans"] if all(name in row["plans"] for row in rows)]
