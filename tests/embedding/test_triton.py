@@ -108,7 +108,7 @@ def test_runs_say_which_positions_hold_the_same_row(case, width):
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     case=accesses(),
     width=st.sampled_from([1, 5, 16]),
@@ -117,7 +117,7 @@ def test_runs_say_which_positions_hold_the_same_row(case, width):
 def test_an_update_steps_as_torch_does(name, case, width, row_dtype):
     rows, access, generator = case
     one, other = both(rows, width, RULES[name], row_dtype)
-    for step in (1, 2, 3):
+    for step in (1, 2):
         grads = torch.randn(access.num_bags, width, generator=generator).to(DEVICE)
         for storage in (one, other):
             storage.update(access, grads, 0.1, step)
@@ -129,7 +129,7 @@ def compare(one, other, row_dtype=None):
     for key in one.state:
         torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:
-        # Three steps of a tenth of that.
+        # Two steps of a tenth of that.
         torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=6e-6)
         return
     # A last bit of float32 may send a half-precision row to the other neighbour, seldom.
