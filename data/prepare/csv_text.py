@@ -47,7 +47,8 @@ def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int
     """Parse whole records with the given columns, in their order; ``skip`` lines are names."""
     for _ in range(skip):
         text = text.partition(b"\n")[2]
-    if b"\r" in text:
+    quoted = schema.quote is not None and schema.quote.encode() in text
+    if b"\r" in text and not quoted:  # in quotes it is a part of the cell
         text = text.replace(b"\r\n", b"\n")
     if text and not text.endswith(b"\n"):
         text += b"\n"
@@ -142,15 +143,15 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
         if odd[start]:
             last = min(len(lines), start + _MOST_LINES)
             stop = next((end + 1 for end in range(start + 1, last) if odd[end]), stop)
-            whole = b"\n".join(lines[start:stop]).decode("utf-8", "replace")
+            whole = b"\n".join(lines[start:stop]).removesuffix(b"\r").decode("utf-8", "replace")
             if stop > start + 1 and not fits.fullmatch(whole):
                 stop = start + 1
-        yield b"\n".join(lines[start:stop]), stop - start
+        yield b"\n".join(lines[start:stop]).removesuffix(b"\r"), stop - start
         start = stop
 
 
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
-    if "\r" in record:
+    if "\r" in record.replace("\r\n", ""):  # with its line end it is in quotes
         return "stray carriage return"
     if schema.quote is None or schema.quote not in record:
         found = record.count(schema.separator) + 1

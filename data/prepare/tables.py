@@ -47,7 +47,7 @@ def _unreadable(path: Path, error: BaseException) -> BaseException:
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        kind = "Parquet" if path.suffix.lower() == ".parquet" else "an Arrow file"
+        kind = "Parquet" if path.suffix.lower() == ".parquet" else "an Arrow file (not a stream)"
         return DataError(f"{path}: cannot be read as {kind}: {first}")
     return error
 

@@ -65,6 +65,19 @@ def test_dates_are_no_integers_of_a_unit_that_the_file_decides(tmp_path, kind):
     assert piece.frame["ts"].to_list() == [unit, 2 * unit]
 
 
+def test_line_ends_in_quotes_stay_as_they_are(tmp_path):
+    """Those of the lines may be of either kind."""
+    cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
+    text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'
+    piece = parsed(tmp_path, "sparse: {C1: string}\n", text)
+    pl.DataFrame({"label": [1] * 5, "C1": cells}).write_parquet(tmp_path / "t.parquet")
+    schema = schema_of(tmp_path, "sparse: {C1: string}\n")
+    assert piece.frame.equals(table_piece(tmp_path / "t.parquet", 0, schema).frame)
+    assert piece.frame["C1"].n_unique() == 5
+    counts = {"blank line": 1, "stray carriage return": 1, "3 fields instead of 2": 1}
+    assert piece.bad.counts == counts
+
+
 def test_a_weight_is_not_taken_for_a_value(tmp_path):
     schema = "sparse: {C1: string, t: {kind: integer, weights: {after: ':'}}}\n"
     with pytest.raises(DataError, match="the value, then its weight"):
