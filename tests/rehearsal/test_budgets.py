@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sbpflow.config.schema import Ftrl
+from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.mixes import as_input, make_collection
@@ -72,6 +73,14 @@ def check(found, budget: Budget) -> None:
 def test_a_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
     config = make_config(scheme, sparse, dtype="float32", dense="adam")
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
+
+
+@pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
+def test_unique_rows_of_columns_read_their_counts_late(rehearsed_ranks, sparse):
+    rules = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
+    config = make_config("3", sparse, dtype="float32", dense="adam", tables=rules)
+    budget = BUDGETS[2, "3"]
+    check(rehearsed_ranks(2, second_step, config, 1), replace(budget, ops=budget.ops + 40))
 
 
 def test_ftrl_and_half_rows_cost_no_wait_more(rehearsed_ranks):

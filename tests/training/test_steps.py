@@ -25,6 +25,7 @@ MIXED = {
     "deep.C3": TableRule(sbp="S(0)", ranks=(0,)),
     "deep.C4": TableRule(sbp="B"),
 }
+UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 
 
 SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
@@ -104,8 +105,15 @@ def test_a_scheme_runs_its_collectives_and_no_other(ranks, scheme):
 
 @pytest.mark.parametrize(
     ("world_size", "tables", "dense"),
-    [(1, None, None), (2, None, None), (2, MIXED, None), (3, None, SPLIT), (3, MIXED, None)],
-    ids=["1", "2", "2-mixed", "3-split-linears", "3-mixed"],
+    [
+        (1, None, None),
+        (2, None, None),
+        (2, MIXED, None),
+        (3, None, SPLIT),
+        (3, MIXED, None),
+        (3, UNIQUE_COLUMNS, None),
+    ],
+    ids=["1", "2", "2-mixed", "3-split-linears", "3-mixed", "3-unique-columns"],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_explain_holds_against_the_log(ranks, world_size, scheme, tables, dense):

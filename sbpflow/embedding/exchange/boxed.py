@@ -176,8 +176,7 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
             return
         whole: list[Tensor] = []
         for access, member, part in zip(batch.accesses, self.members, parts, strict=True):
-            fixed = member.storage.absent is not None
-            rows, sums = access.spread_gradients(part) if fixed else access.row_gradients(part)
+            rows, sums = member.storage.row_gradients(access, part)
             size, width = member.storage.weights.shape
             table = part.new_zeros(size, width + 1)
             counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)

@@ -22,11 +22,12 @@ READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 STEP_NS, STEP_NS_PER_COLUMN = 8.0, 0.6  # read, rule, write of a row
 COPY_NS_PER_BYTE = 0.06
-GROUP_MS, STACK_MS, TRANSFER_MS = 1.5, 0.5, 0.3
+GROUP_MS, STACK_MS, TRANSFER_MS = 2.5, 0.5, 0.25
 LOOPBACK_GB_PER_S = 2.0
-# How often memory is gone through, beside what is counted by rows: of a row on its way, and of the
-# gradient of a whole table (made of zeros, filled, joined, added up, looked through).
-ROW_PASSES, WHOLE_PASSES = 2, 25
+# How often memory is gone through, beside what is counted by rows: of a row on its way, of the
+# gradient of a whole table (made of zeros, filled, joined, added up, looked through), and of an
+# output that several groups have parts of (joined and put in order, its gradient taken apart).
+ROW_PASSES, WHOLE_PASSES, JOIN_PASSES = 1, 25, 5
 
 
 @dataclass(slots=True)
@@ -78,6 +79,11 @@ def price_plan(
                 _add_stack(cost, group, stack, rank, num_rows, of_use, shared=shared)
         for rank, cost in ranks.items():
             _add_vectors(cost, group, rank, num_rows)
+    for output in plan.outputs:
+        if sum(group.output.name == output.name for group in plan.groups) > 1:
+            num_bytes = num_rows / plan.world.size * output.width * plan.dtype.itemsize
+            for cost in ranks.values():
+                cost.copy(JOIN_PASSES * num_bytes)
     steps = (
         *plan.ahead_steps(num_rows),
         *plan.forward_steps(num_rows),
