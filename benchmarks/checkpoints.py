@@ -1,7 +1,7 @@
 """What a checkpoint costs: bandwidth against dd, and a save beside training.
 
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
-    python -m benchmarks.checkpoints --gb 0.5
+    python -m benchmarks.checkpoints --gb 0.5 beside
 
 Writing and reading alternate with dd of as many bytes to the same disk, both synced, each first in
 turn; reads are of files that the page cache was told to drop. A quarter and a half of the size as
@@ -180,22 +180,27 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
 def main() -> None:
     """As the module says."""
     parser = argparse.ArgumentParser(description="What a checkpoint costs.")
+    parser.add_argument("questions", nargs="*", metavar="waiting|beside", help="by default both")
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk in question")
     args = parser.parse_args()
-    results = Results("checkpoints", recorded=args.gb >= 4)
-    found: list[dict[str, float]] = []
-    with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
-        for share in (0.25, 0.5, 1.0):
-            rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
-            job = make_job(world, rows)
-            job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
-            results.add(benchmark="beside training", **beside(job, rows, Path(name)))
-            found.append(bandwidth(job, Path(name), args.repeats))
-            results.add(benchmark="waiting", **found[-1])
-            del job
-    results.add(benchmark="extrapolated", **extrapolated(found, 40.0))
+    for question in args.questions or ("waiting", "beside"):
+        results = Results("checkpoints", question, recorded=args.gb >= 4)
+        with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
+            found: list[dict[str, float]] = []
+            for share in (0.25, 0.5, 1.0):
+                rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
+                job = make_job(world, rows)
+                job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
+                if question == "beside":
+                    results.add(**beside(job, rows, Path(name)))
+                else:
+                    found.append(bandwidth(job, Path(name), args.repeats))
+                    results.add(**found[-1])
+                del job
+        if question == "waiting":
+            results.add(**extrapolated(found, 40.0))
 
 
 if __name__ == "__main__":
