@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk in question")
     args = parser.parse_args()
+    if other := set(args.questions) - {"waiting", "beside"}:
+        parser.error(f"{', '.join(sorted(other))}: ask for waiting or beside")
     for question in args.questions or ("waiting", "beside"):
         results = Results("checkpoints", question, recorded=args.gb >= 4)
         with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
