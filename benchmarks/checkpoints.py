@@ -145,7 +145,7 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         job.trainer.step(batch)
         return time.perf_counter() - start
 
-    alone = [step() for _ in range(60)][20:]
+    alone = [step() for _ in range(80)][20:]
     saver = Saver(
         folder, job.boxing, job.state, run="cost", deadline_s=600, storages=job.embeddings.storages
     )
@@ -158,15 +158,16 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         meanwhile.append(step())
         saver.check()
     saver.wait()
-    usual, duration = statistics.median(alone), done[0] - begin
-    lost = started_s + sum(meanwhile) - usual * len(meanwhile)
+    alone += [step() for _ in range(60)]
+    duration = done[0] - begin
+    lost = started_s + sum(meanwhile) - statistics.fmean(alone) * len(meanwhile)
     size = open_checkpoint(folder / "step-1000").num_bytes
     shutil.rmtree(folder / "step-1000")
     return {
         "bytes": size,
         "save_s": duration,
         "steps_meanwhile": len(meanwhile),
-        "step_ms": 1e3 * usual,
+        "step_ms": 1e3 * statistics.median(alone),
         "step_meanwhile_ms": 1e3 * statistics.median(meanwhile) if meanwhile else None,
         "start_s": started_s,
         "lost_s": lost,
