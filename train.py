@@ -84,9 +84,8 @@ def train(
         device=world.device,
         crosses=spec.hashed_columns,
     )
-    request, kept = config.parallel.kernel, None
-    if decision.newest is not None:
-        kept = saved_plan(open_checkpoint(decision.newest), plan, request)
+    newest, request = decision.newest, config.parallel.kernel
+    kept = saved_plan(open_checkpoint(newest), plan, request) if newest else None
     plan = kept or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing)
     run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)

@@ -1,7 +1,7 @@
 """What a checkpoint costs: bandwidth against dd, and a save beside training.
 
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
-    python -m benchmarks.checkpoints --gb 0.5
+    python -m benchmarks.checkpoints --gb 0.5 beside
 
 Writing and reading alternate with dd of as many bytes to the same disk, both synced, each first in
 turn; reads are of files that the page cache was told to drop. A quarter and a half of the size as
@@ -145,7 +145,7 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         job.trainer.step(batch)
         return time.perf_counter() - start
 
-    alone = [step() for _ in range(60)][20:]
+    alone = [step() for _ in range(80)][20:]
     saver = Saver(
         folder, job.boxing, job.state, run="cost", deadline_s=600, storages=job.embeddings.storages
     )
@@ -158,15 +158,16 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         meanwhile.append(step())
         saver.check()
     saver.wait()
-    usual, duration = statistics.median(alone), done[0] - begin
-    lost = started_s + sum(meanwhile) - usual * len(meanwhile)
+    alone += [step() for _ in range(60)]
+    duration = done[0] - begin
+    lost = started_s + sum(meanwhile) - statistics.fmean(alone) * len(meanwhile)
     size = open_checkpoint(folder / "step-1000").num_bytes
     shutil.rmtree(folder / "step-1000")
     return {
         "bytes": size,
         "save_s": duration,
         "steps_meanwhile": len(meanwhile),
-        "step_ms": 1e3 * usual,
+        "step_ms": 1e3 * statistics.median(alone),
         "step_meanwhile_ms": 1e3 * statistics.median(meanwhile) if meanwhile else None,
         "start_s": started_s,
         "lost_s": lost,
@@ -180,22 +181,29 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
 def main() -> None:
     """As the module says."""
     parser = argparse.ArgumentParser(description="What a checkpoint costs.")
+    parser.add_argument("questions", nargs="*", metavar="waiting|beside", help="by default both")
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk in question")
     args = parser.parse_args()
-    results = Results("checkpoints", recorded=args.gb >= 4)
-    found: list[dict[str, float]] = []
-    with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
-        for share in (0.25, 0.5, 1.0):
-            rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
-            job = make_job(world, rows)
-            job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
-            results.add(benchmark="beside training", **beside(job, rows, Path(name)))
-            found.append(bandwidth(job, Path(name), args.repeats))
-            results.add(benchmark="waiting", **found[-1])
-            del job
-    results.add(benchmark="extrapolated", **extrapolated(found, 40.0))
+    if other := set(args.questions) - {"waiting", "beside"}:
+        parser.error(f"{', '.join(sorted(other))}: ask for waiting or beside")
+    for question in args.questions or ("waiting", "beside"):
+        results = Results("checkpoints", question, recorded=args.gb >= 4)
+        with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
+            found: list[dict[str, float]] = []
+            for share in (0.25, 0.5, 1.0):
+                rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
+                job = make_job(world, rows)
+                job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
+                if question == "beside":
+                    results.add(**beside(job, rows, Path(name)))
+                else:
+                    found.append(bandwidth(job, Path(name), args.repeats))
+                    results.add(**found[-1])
+                del job
+        if question == "waiting":
+            results.add(**extrapolated(found, 40.0))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ class RowLog:
         self._tensors = dict(tensors)
         self._pending = pending
         self._lock = threading.Lock()
-        self._new: list[_Kept] = []  # not seen by the writer yet
+        self._new: list[_Kept] = []  # not seen by the writer yet; buffers may be longer than rows
+        self._free: list[dict[str, Tensor]] = []  # buffers that the writer has emptied
         self._sorted: list[_Kept] = []  # by row; the writer's
         self._copies: dict[str, Tensor] = {}
         self._stream = torch.cuda.current_stream(pending.device) if pending.is_cuda else None
@@ -41,10 +42,25 @@ class RowLog:
             if not mine.numel():
                 return
             self._pending[mine] = False
-            values = {key: tensor.index_select(0, mine) for key, tensor in self._tensors.items()}
-            self._new.append((mine, values))
+            count = mine.numel()
+            buffers = self._buffers(count)
+            values = {key: buffer[:count] for key, buffer in buffers.items()}
+            for key, tensor in self._tensors.items():
+                torch.index_select(tensor, 0, mine, out=values[key])
+            self._new.append((mine, buffers))
             self._held_bytes += _num_bytes(values)
             self.most_kept_bytes = max(self.most_kept_bytes, self._held_bytes)
+
+    def _buffers(self, count: int) -> dict[str, Tensor]:
+        """For so many rows, used again where there are such: fresh pages cost as much as a copy."""
+        for number, free in enumerate(self._free):
+            if next(iter(free.values())).shape[0] >= count:
+                return self._free.pop(number)
+        size = 2 ** (count - 1).bit_length()
+        return {
+            key: tensor.new_empty((size, *tensor.shape[1:]))
+            for key, tensor in self._tensors.items()
+        }
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Rows [start, stop) as they were, on the CPU, good until the next are read.
@@ -56,15 +72,17 @@ class RowLog:
             with self._lock:  # what changes from here on was copied above
                 self._pending[start:stop] = False
                 new, self._new = self._new, []
-            for rows, values in new:
+            for rows, buffers in new:
                 order = rows.argsort()
-                kept = {key: value.index_select(0, order) for key, value in values.items()}
+                kept = {key: buffer.index_select(0, order) for key, buffer in buffers.items()}
                 self._sorted.append((rows[order], kept))
+                with self._lock:
+                    self._free.append(buffers)
             self._put_right(found, start, stop)
             return {key: value.cpu() for key, value in found.items()}
 
     def _copy(self, key: str, start: int, stop: int) -> Tensor:
-        """In memory that is used again: fresh pages cost the thread that trains more than this."""
+        """Into memory that is used again."""
         source = self._tensors[key][start:stop]
         target = self._copies.get(key)
         if target is None or target.shape[0] < stop - start:

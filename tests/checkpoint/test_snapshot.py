@@ -1,5 +1,8 @@
 """A state that goes on changing is saved as it was, whichever kernel changes its rows."""
 
+import os
+import sys
+import threading
 import time
 
 import pytest
@@ -78,6 +81,10 @@ def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
     assert snapshot.most_kept_bytes == kept
 
 
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 def train_while_saving(world: World, folder, case: Case):
     def train(job, steps):
         for _ in range(steps):
@@ -99,14 +106,14 @@ def train_while_saving(world: World, folder, case: Case):
 
     PieceWriter.write = slow
     try:
-        saver.start(3, {}, lambda: taken.append(two.trainer.num_steps))
+        saver.start(3, {}, lambda: taken.append(niceness()))
         train(two, 8)
         saver.wait()
         saver.start(11, {})
         saver.wait()
     finally:
         PieceWriter.write = real
-    return taken, saver.kept_bytes
+    return taken, niceness()
 
 
 @pytest.mark.parametrize("scheme", ["3", "mixed"])
@@ -114,7 +121,9 @@ def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme):
     for name in "ab":
         (memory / name).mkdir()
     case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
-    ranks(2, train_while_saving, memory, case)
+    for taken, usual in ranks(2, train_while_saving, memory, case):
+        if sys.platform == "linux":
+            assert taken == [min(19, usual + 10)], "the thread that saves leaves the processor"
     one, two = (open_checkpoint(memory / name / "step-3") for name in "ab")
     for name in one.tensors:
         assert one.tensor(name).equal(two.tensor(name)), name

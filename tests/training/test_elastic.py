@@ -19,17 +19,17 @@ from tests.launch.machines import ROOT, needs_namespaces, two_machines
 
 pytestmark = pytest.mark.slow
 
-STEPS = 1500
+STEPS = 600
 END_S = 120.0  # of one wait: starts of ranks, torchrun's own waits, the run to its end
 CONFIG = ROOT / "configs" / "scheme3.yaml"
-# A step takes 30 ms and more, so that machines come and go during the run.
+# A step takes 60 ms and more, so that machines come and go during the run.
 ENTRY = """
 import sys, time
 from sbpflow.runtime.launch import run_main
 class Slow:
     def step(self, *figures): pass
     def evaluation(self, *scores): pass
-    def advance(self, step, loss): time.sleep(0.03)
+    def advance(self, step, loss): time.sleep(0.06)
 def main():
     from train import train
     return train(sys.argv[1], sys.argv[2:], lambda rank: Slow())
@@ -119,7 +119,7 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(synth_set, tmp_path, u
             start_new_session=True,
         )
     try:
-        for step in (40, 200):
+        for step in (40, 120):
             job.wait(lambda step=step: len(job.events()) > step, "it did not start")
             os.kill(children(process.pid)[0], signal.SIGKILL)
         job.wait(lambda: process.poll() is not None, "no end")
