@@ -95,8 +95,10 @@ def train(
         device=world.device,
         crosses=spec.hashed_columns,
     )
-    kept = saved_plan(open_checkpoint(decision.newest), plan) if decision.newest else None
-    plan = kept or with_measured_kernels(plan, config.parallel.kernel, boxing)
+    request, kept = config.parallel.kernel, None
+    if decision.newest is not None:
+        kept = saved_plan(open_checkpoint(decision.newest), plan, request)
+    plan = kept or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing)
     run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
     _fit(config, manifest, job, loaders, run, planned, tracker)

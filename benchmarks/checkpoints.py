@@ -24,6 +24,7 @@ import torch
 from benchmarks.record import Results
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.format import BLOCK_BYTES
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import Config, DataConfig, LazyAdam, OptimizerConfig
@@ -171,6 +172,8 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         "lost_s": lost,
         "lost_of_save": lost / duration,
         "undo_log_of_bytes": saver.kept_bytes / size,
+        # A mark per row, and copies of a block of each tensor.
+        "extra_memory_of_bytes": (saver.kept_bytes + TABLES * rows + 3 * BLOCK_BYTES) / size,
     }
 
 
@@ -188,8 +191,7 @@ def main() -> None:
             rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
             job = make_job(world, rows)
             job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
-            if share == 1.0:
-                results.add(benchmark="beside training", **beside(job, rows, Path(name)))
+            results.add(benchmark="beside training", **beside(job, rows, Path(name)))
             found.append(bandwidth(job, Path(name), args.repeats))
             results.add(benchmark="waiting", **found[-1])
             del job

@@ -1,9 +1,12 @@
 """The click model in sbpflow, built from a configuration as ``train_wdl.py`` builds a run."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
 from benchmarks.click_model import Rows, Shape
+from benchmarks.click_plan import planned_rules
 from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import (
@@ -40,8 +43,11 @@ class ClickTrainer:
         layout: str,
         kernel: KernelRequest = "auto",
         model: str = "wdl",
+        profile: str | None = None,
     ) -> None:
-        rules = {
+        """``layout`` is of all tables, or ``auto``: planned from the calibration in ``profile``."""
+        rules: dict[str, dict[str, TableRule]] = {
+            "auto": {},
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
@@ -56,14 +62,27 @@ class ClickTrainer:
             data=DataConfig(batch_size=shape.rows_per_rank * world.size),
             model=config_of(model, shape),
             parallel=ParallelConfig(
-                device=world.device.type, tables=rules[layout], exchange_dtype=wire, kernel=kernel
+                device=world.device.type,
+                tables=rules[layout],
+                plan="auto" if layout == "auto" else None,
+                exchange_dtype=wire,
+                kernel=kernel,
             ),
             optimizer=OptimizerConfig(
                 sparse=RowwiseAdagrad(lr=shape.lr), dense=DenseSgd(lr=shape.dense_lr)
             ),
         )
         fields = fields_of(shape)
-        spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
+        planned: dict[str, TableRule] | None = None
+        self.predicted_ms: float | None = None
+        if layout == "auto":
+            planned, self.predicted_ms = planned_rules(shape, config, fields, world.size, profile)
+        spec, plan = plan_run(
+            config, fields, world_size=world.size, device_type=world.device.type, planned=planned
+        )
+        self.layouts = Counter(
+            str(one.layout.nd_sbp) + " " + one.exchange for one in plan.layouts.values()
+        )
         self.job = build_job(config, spec, plan, Boxing(world))
         self._batches, self._place = batches, 0
         self.world, self.width = world, shape.num_tables * shape.dim

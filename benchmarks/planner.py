@@ -343,6 +343,7 @@ def main() -> None:
     parser.add_argument("--link", choices=["1gbit"])
     parser.add_argument("--seconds", type=float, default=240.0, help="of steps, in all")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
+    parser.add_argument("--tables", type=int, nargs="+", help="of each task of steps, in turn")
     parser.add_argument("--plans", help="of steps and ranks: made before, or kept here")
     parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
     args = parser.parse_args()

@@ -105,14 +105,16 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
 def run_steps(args: argparse.Namespace) -> None:
     """By the clock, on ``--ranks`` of this machine."""
     size = args.ranks
-    cells = [(STEPS_TABLES[n % len(STEPS_TABLES)], size, n) for n in range(args.tasks)]
+    counts = args.tables or STEPS_TABLES
+    cells = [(counts[n % len(counts)], size, n) for n in range(args.tasks)]
     args.batch = STEPS_BATCH
     known = planned(args, cells)
     if args.plan_only:
         return
     where = args.link or "loopback"
     suffix = "" if size == 2 else f"_{size}_ranks"
-    results = Results(f"planner_steps_{where}{suffix}", recorded=args.recorded)
+    kind = "steps" if args.tables is None else "job"
+    results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
     cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
     profile = load(Path(args.profile) if args.profile else None)
     found = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
@@ -121,10 +123,11 @@ def run_steps(args: argparse.Namespace) -> None:
         names = [names[0] for names in case.distinct().values()]
         times = dict(zip(names, one["rounds"], strict=True))
         priced = dict(zip(names, _priced(profile, case, size, one["moves"]), strict=True))
-        row = _compared(case, times, priced)
+        row = compared(case, times, priced)
         rows.append(row)
         results.add(
-            benchmark="steps",
+            benchmark=kind,
+            batch=case.batch,
             number=case.number,
             tables=case.tables,
             ranks=size,
@@ -132,7 +135,7 @@ def run_steps(args: argparse.Namespace) -> None:
             rounds=len(times["auto"]),
             **row,
         )
-    results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **_summary(rows))
+    results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **summary(rows))
 
 
 def run_ranks(args: argparse.Namespace) -> None:
@@ -156,10 +159,10 @@ def run_ranks(args: argparse.Namespace) -> None:
                 name: [ms[place + turn * len(names)] for turn in range(PASSES)]
                 for place, name in enumerate(names)
             }
-            row = _compared(case, passes)
+            row = compared(case, passes)
             rows.append(row)
             results.add(benchmark="ranks", number=case.number, tables=tables, ranks=size, **row)
-        results.add(benchmark="cell", tables=tables, ranks=size, tasks=len(rows), **_summary(rows))
+        results.add(benchmark="cell", tables=tables, ranks=size, tasks=len(rows), **summary(rows))
 
 
 def _measured(
@@ -194,7 +197,7 @@ def _priced(
     return [float(ms) for ms in cost.combine(phases)]
 
 
-def _compared(
+def compared(
     case: Case,
     times: Mapping[str, Sequence[float]],
     priced: Mapping[str, float] | None = None,
@@ -247,7 +250,7 @@ def _reported(ms: Sequence[float]) -> list[float]:
     return list(ms[1:]) if len(ms) <= PASSES else list(ms[1::2])
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Over tasks: of every planner how much slower than ours, with 95 % intervals."""
     found: dict[str, Any] = {}
     names = [name for name in rows[0]["plans"] if all(name in row["plans"] for row in rows)]

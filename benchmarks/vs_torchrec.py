@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from benchmarks.click_model import HOTNESS, SHAPES, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
+from sbpflow.runtime.world import World
 
 SEED = 11
 LOSS_STEPS = 10
@@ -40,7 +41,6 @@ def work(args: argparse.Namespace) -> None:
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
     from sbpflow.embedding.plan.tables import INITIAL_RANGE
-    from sbpflow.runtime.world import World
 
     torch.set_num_threads(1)
     # With 214 ids per sample the learning rate of one per field makes the loss jump.
@@ -53,16 +53,21 @@ def work(args: argparse.Namespace) -> None:
         peer = TorchRecPeer(
             shape, batches, seed=SEED, bound=INITIAL_RANGE, wire=wire, model=args.model
         )
-        ours = ClickTrainer(
-            shape,
-            batches,
-            world,
-            seed=SEED,
-            wire=args.wire,
-            layout=args.layout,
-            kernel=args.kernel,
-            model=args.model,
-        )
+        made = {
+            layout: ClickTrainer(
+                shape,
+                batches,
+                world,
+                seed=SEED,
+                wire=args.wire,
+                layout=layout,
+                kernel=args.kernel,
+                model=args.model,
+                profile=args.profile,
+            )
+            for layout in (args.layout, *args.beside)
+        }
+        ours = made.pop(args.layout)
         ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
@@ -82,24 +87,35 @@ def work(args: argparse.Namespace) -> None:
             "sbpflow": ours.pipelined,
             "sbpflow, no overlap": ours.plain,
         }
+        loops |= {f"sbpflow, {layout}": one.pipelined for layout, one in made.items()}
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
         if args.model != "wdl":
             loops["torchrec, dense part alone"] = peer.dense_alone
             loops["sbpflow, dense part alone"] = ours.dense_alone
-        times: dict[str, list[float]] = {name: [] for name in loops}
-        cpu: dict[str, list[float]] = {name: [] for name in loops}
-        for repeat in range(args.repeats + 1):
-            for name, loop in loops.items():
-                world.barrier()
-                start, busy = time.perf_counter(), time.process_time()
-                loop(args.steps)
-                world.barrier()
-                if repeat:  # the first warms up
-                    times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
-                    cpu[name].append(1e3 * (time.process_time() - busy) / args.steps)
+        times, cpu = _in_turns(world, loops, args.steps, args.repeats)
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps({"apart": apart, "times": times, "cpu": cpu}))
+            found = {"apart": apart, "times": times, "cpu": cpu}
+            found |= {"predicted_ms": ours.predicted_ms, "tables": ours.layouts}
+            Path(args.output).write_text(json.dumps(found))
+
+
+def _in_turns(
+    world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """ms of a step by the clock, and of this process, in each repeat; the first warms up."""
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    cpu: dict[str, list[float]] = {name: [] for name in loops}
+    for repeat in range(repeats + 1):
+        for name, loop in loops.items():
+            world.barrier()
+            start, busy = time.perf_counter(), time.process_time()
+            loop(steps)
+            world.barrier()
+            if repeat:
+                times[name].append(1e3 * (time.perf_counter() - start) / steps)
+                cpu[name].append(1e3 * (time.process_time() - busy) / steps)
+    return times, cpu
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
@@ -116,6 +132,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
         words += ["--output", str(output), "--model", args.model, "--shape", args.shape]
+        words += ["--beside", *args.beside]
+        words += ["--profile", args.profile] if args.profile else []
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
         found = json.loads(output.read_text())
@@ -161,8 +179,20 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),
         losses_apart=found["apart"],
+        tables=found["tables"],
+        predicted_ms=found["predicted_ms"],
+        beside={
+            name: _times_faster(found["times"][name], found["times"]["sbpflow"])
+            for name in (f"sbpflow, {layout}" for layout in args.beside)
+        },
         load=load,
     )
+
+
+def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
+    """Median, least and most of the ratios, run by run."""
+    pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
+    return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
 
 
 def main() -> None:
@@ -175,8 +205,10 @@ def main() -> None:
     parser.add_argument(
         "--layout",
         default="unique",
-        choices=["unique", "reduce", "columns", "unique_columns", "whole"],
+        choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
+    parser.add_argument("--profile", help="of --layout auto: a calibration; this machine's if none")
+    parser.add_argument("--beside", nargs="*", default=[], help="further layouts to take turns")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
     parser.add_argument("--shape", default="usual", choices=SHAPES, help="tables, widths, batch")
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")

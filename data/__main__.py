@@ -230,19 +230,23 @@ def _errno(error: OSError) -> int:
     return error.errno or (int(found[1]) if found else 0)
 
 
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def _room(args: argparse.Namespace, number: int) -> str:
     """What a command that found no room needs, and what is free."""
     output: Path | None = getattr(args, "output", None)
     if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     folder = next((path for path in (output, *output.parents) if path.is_dir()), Path())
-    free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
+    free = f"{_size(shutil.disk_usage(folder).free)} are free in {folder}"
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
     size = sum(size_of(f) * _ROOM.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
-        f"; about {size / 1e9:.1f} GB are needed at the peak, what is done included, and {free}; "
+        f"; about {_size(size)} are needed at the peak, what is done included, and {free}; "
         "make room or choose another output, the same command goes on from here"
     )
 

@@ -57,7 +57,7 @@ class Settings:
     picks_per_round: int = 3
     turns: int = 3
     serial: int = 2
-    overlapped: int = 5
+    overlapped: int = 6
 
 
 QUICK = Settings(

@@ -22,7 +22,7 @@ from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.sbp.sbp import balanced_sizes
 
-MOST_ELEMENTS = 1 << 23  # of all tables of a sample, which are allocated on each rank that has them
+MOST_ELEMENTS = 1 << 24  # of all tables of a sample, which are allocated on each rank that has them
 DIMS = (4, 8, 16, 32, 64)
 _SPREAD = 7919  # a prime: rows that are hot lie all over a table, as prepared sets lay them
 

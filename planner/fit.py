@@ -6,10 +6,9 @@ of non-negative mixes of the counts, so that more work never costs less, and bou
 that were measured. Errors are told for tasks that were held out.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -136,17 +135,43 @@ def _fit(records: Sequence[Record], backend: str, seed: int) -> Profile:
         weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
     )
     learned = learned if members[0] else plain
-    hidden = _hidden(learned, records)
-    matrix[:, PHASE[REST]] = _rest(learned, hidden, records)
+    hidden, rest = _overlap(learned, records)
+    matrix[:, PHASE[REST]] = rest
     return replace(learned, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
 
 
-def _rest(profile: Profile, hidden: Mapping[str, float], records: Sequence[Record]) -> Floats:
-    """[F] what steps take beyond the simulation of their phases, by calls and bytes."""
-    said = step_ms(np.stack(predicted_phases(profile, records)), hidden)
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Shares of transfers that overlap hides, what steps take beside it all [F], and the error."""
+
+    hidden: dict[str, float]
+    rest: Floats
+    error: float
+
+
+def _overlap(profile: Profile, records: Sequence[Record]) -> tuple[dict[str, float], Floats]:
+    """By which the measured steps are met best: what overlap hides of each transfer, and the rest.
+
+    Both at once: a step is longer than its phases, and a share fitted alone would make up for that.
+    One share for all transfers first, then one for each in turn.
+    """
+    phases = np.stack(predicted_phases(profile, records))
     actual = np.array([record.step_ms for record in records])
     x = np.stack([record.totals.max(0) for record in records])
-    return _weights(x, actual - said, REST_TERMS, importance=1.0 / actual)
+
+    def tried(shares: dict[str, float]) -> _Overlap:
+        said = step_ms(phases, shares)
+        rest = _weights(x, actual - said, REST_TERMS, importance=1.0 / actual)
+        residual = np.log(np.maximum(said + x @ rest, 1e-3) / actual)
+        return _Overlap(shares, rest, float(np.mean(np.minimum(residual**2, 0.25))))
+
+    def least(candidates: Sequence[_Overlap]) -> _Overlap:
+        return min(candidates, key=lambda one: one.error)
+
+    best = least([tried(dict.fromkeys(TRANSFERS, share)) for share in _SHARES])
+    for kind in TRANSFERS:
+        best = least([best, *(tried({**best.hidden, kind: share}) for share in _SHARES)])
+    return best.hidden, best.rest
 
 
 def _examples(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
@@ -185,7 +210,7 @@ def _weights(
     return weights
 
 
-def nonnegative_least_squares(x: Floats, y: Floats, rounds: int = 2000) -> Floats:
+def nonnegative_least_squares(x: Floats, y: Floats, rounds: int = 500) -> Floats:
     """The w >= 0 of least |x w - y|^2: coordinate by coordinate on the normal equations."""
     gram, right = x.T @ x, x.T @ y
     diagonal = np.maximum(np.diag(gram), 1e-12)
@@ -274,19 +299,3 @@ def _train(
         )
         for number in range(num)
     ]
-
-
-def _hidden(profile: Profile, records: Sequence[Record]) -> dict[str, float]:
-    """The share of each transfer that overlap hides, by which the measured steps are met best."""
-    phases = np.stack(predicted_phases(profile, records))
-    target = np.log([record.step_ms for record in records])
-
-    def error(shares: Mapping[str, float]) -> float:
-        residual = np.log(step_ms(phases, shares)) - target
-        return float(np.mean(np.minimum(residual**2, 0.25)))
-
-    best: dict[str, float] = dict.fromkeys(TRANSFERS, 0.5)
-    for _, kind in itertools.product(range(2), TRANSFERS):
-        tried = {share: error({**best, kind: share}) for share in _SHARES}
-        best[kind] = min(tried, key=tried.__getitem__)
-    return best

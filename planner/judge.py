@@ -1,8 +1,9 @@
 """How far a profile is off: phases, steps, and above all the plans that it would choose.
 
 A model can predict steps well and still choose badly, so what counts is the regret of its choice:
-how much slower that plan was than the fastest of those measured together with it. Beside it are the
-regret of a plan taken at random, and that of a single round of measuring, which is the noise.
+how much slower that plan was than the fastest drawn one, all measured together. Beside it are the
+regret of a plan taken at random, and that of a single round of measuring, which is the noise. What
+the search picked with a model that had not seen it is compared with the best drawn plan beside it.
 """
 
 import math
@@ -13,7 +14,7 @@ import numpy as np
 
 from planner.features import Floats
 from planner.profile import Profile
-from planner.records import Record, drift_of, on_one_clock
+from planner.records import AGAIN, Record, drift_of, on_one_clock
 from planner.simulate import PHASE, step_ms
 
 FLOOR_MS = 0.15  # relative errors count less below: clocks and the host's scheduler
@@ -65,6 +66,9 @@ def _choices(records: Sequence[Record], steps: Floats) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for key in sorted({(record.sample, record.session) for record in records}):
         mine = [n for n, record in enumerate(records) if (record.sample, record.session) == key]
+        if key[1]:
+            found.setdefault("pick over the best drawn plan", []).extend(_gains(records, mine))
+            continue
         if len(mine) < LEAST_PLANS:
             continue
         real = np.array([records[n].step_ms for n in mine])
@@ -78,6 +82,13 @@ def _choices(records: Sequence[Record], steps: Floats) -> dict[str, float]:
             first = int(np.argmin([one[0] for one in rounds]))
             found.setdefault("regret of one round", []).append(later[first] / later.min() - 1.0)
     return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def _gains(records: Sequence[Record], mine: Sequence[int]) -> list[float]:
+    """Of the first pick of a session against the plan that was the best before it."""
+    before = [records[n].step_ms for n in mine if records[n].name.startswith(AGAIN)]
+    first = [records[n].step_ms for n in mine if records[n].name.endswith(".0")]
+    return [first[0] / before[0] - 1.0] if before and first else []
 
 
 def _spearman(a: Floats, b: Floats) -> float:

@@ -169,9 +169,9 @@ def predict(argv: Sequence[str]) -> int:
     setup_logging(world.rank)
     boxing = Boxing(world)
     on_all_or_none(boxing, lambda: scoring.open(world.rank))
-    plan = saved_plan(checkpoint, plan) or with_measured_kernels(
-        plan, config.parallel.kernel, boxing
-    )
+    request = config.parallel.kernel
+    kept = saved_plan(checkpoint, plan, request)
+    plan = kept or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing)
     load_values(job, checkpoint)
     on_rank_0(boxing, lambda: scoring.encode(args.max_bad_fraction))

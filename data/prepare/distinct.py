@@ -13,11 +13,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from data.format.ids import Keys
+from sbpflow.errors import DataError
 
 PASS_VALUES = 1 << 22
 """Distinct values counted in one pass, over all fields in it."""
 _STEP = 32
 _BLOCK = 1 << 20
+_MOST = 2**32 - 1
 _SAMPLED_ROWS = 1 << 20
 _PARTS = ("k", "c", "h", "m")
 """Ends of the names of spilled keys, counts, checks and greatest checks."""
@@ -100,8 +102,9 @@ def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str
 
 def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
     columns = rows.collect_schema().names()
-    number = pl.col("len").sum() if "len" in columns else pl.len()
-    wanted = [number.cast(pl.UInt32).alias("len")]
+    # Polars adds up 32 bits in 32 bits.
+    number = pl.col("len").cast(pl.UInt64).sum() if "len" in columns else pl.len()
+    wanted = [number.alias("len")]
     if "check" in columns:
         wanted += [pl.col("check").min().alias("least"), pl.col("check").max().alias("most")]
     elif "least" in columns:
@@ -112,6 +115,12 @@ def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
 def _from_frame(frame: pl.DataFrame) -> FieldCounts:
     missing = int(frame.filter(pl.col("key").is_null())["len"].sum())
     values = frame.drop_nulls("key").sort("key")
+    if len(values) and int(values["len"].to_numpy().max()) > _MOST:
+        raise DataError(
+            f"--input: a value occurs {values['len'].max()} times in train, counts end at {_MOST}; "
+            "hash its column (--hash-size), or prepare fewer rows"
+        )
+    values = values.with_columns(pl.col("len").cast(pl.UInt32))
     checks = most = None
     if "least" in values.columns:
         checks, most = values["least"].to_numpy(), values["most"].to_numpy()

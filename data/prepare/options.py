@@ -82,9 +82,12 @@ class PrepareOptions:
             raise ConfigError(
                 f"--crosses: {twice[0]!r} is the name of another column, too; rename that column"
             )
+        hashable = [name for name in self.fields if name not in self.schema.dense]
         for name, size in self.hash_sizes:
-            if name not in self.fields or name in self.schema.dense:
-                raise ConfigError(f"--hash-size: {name!r} is no field; there are {self.fields}")
+            if name not in hashable:
+                is_what = "has buckets" if name in self.fields else "is no field"
+                known = ", ".join(hashable)
+                raise ConfigError(f"--hash-size: {name!r} {is_what}; choose from {known}")
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
         self._check_shared()

@@ -27,7 +27,8 @@ from data.prepare.encode import FieldIds, all_records, encode_all
 from data.prepare.fetch import fetch_tables
 from data.prepare.keep import Kept
 from data.prepare.options import PrepareOptions
-from data.prepare.remote import size_of, version
+from data.prepare.remote import version, written
+from data.prepare.report import report_values
 from data.prepare.source import Input, find_inputs
 from data.prepare.stage import describe_bad, stage_inputs
 from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
@@ -106,7 +107,7 @@ def _build(
     part = options.part
     owners = part.owners(inputs)
     mine = [source for source in inputs if owners[source.order] == part.number]
-    before = [version(source.path) for source in mine]
+    before = [written(source.path) for source in mine]
     fetched = {source.order: source for source in fetch_tables(mine, work)}
     inputs = [fetched.get(source.order, source) for source in inputs]
     num_bytes = sum(source.num_bytes for source in mine)
@@ -140,10 +141,10 @@ def _build(
         part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
         records = all_records(staged)
     if bad := describe_bad(staged):
-        _LOG.warning("bad lines were left out:%s", bad)
+        _LOG.warning("lines were left out:%s", bad)
     fields = [field_entry(name, options, kept, fitted) for name in options.fields]
-    _report_growth(fields)
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
+    report_values(content, has_own_ids=like is None)
     entries = {name: kept[of].entry for of, names in options.counted.items() for name in names}
     parents = _ancestors(like)
     content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
@@ -156,13 +157,13 @@ def _build(
     _finish(work / "set", content, lookups, options)
 
 
-def _check_unwritten(inputs: Sequence[Input], before: Sequence[object]) -> None:
+def _check_unwritten(inputs: Sequence[Input], before: Sequence[tuple[int, object]]) -> None:
     """DataError if a file was written while its rows were read: some may be lost, or there twice.
 
-    ``before`` are their versions then.
+    ``before`` is what ``written`` said when they began.
     """
     for source, was in zip(inputs, before, strict=True):
-        if version(source.path) != was or size_of(source.path) != source.num_bytes:
+        if written(source.path) != was or was[0] != source.num_bytes:
             raise DataError(
                 f"{source.path}: was written while it was read; start again when it is complete"
             )
@@ -188,17 +189,6 @@ def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
             f"--schema: the weights {weight!r} of the train part are all 0; they are scaled to "
             "mean 1, leave the column out"
         )
-
-
-def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
-    for entry in fields:
-        if grown := entry.get("grown"):
-            _LOG.info(
-                "%s: %d new values, %d in spare ids, %d behind the old rows; with these the "
-                "fullest eighth of the table has %.2f times the mean lookups",
-                entry["name"], grown["values"], grown["spare"], grown["behind"],
-                grown["load_percent"] / 100,
-            )  # fmt: skip
 
 
 def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:

@@ -90,6 +90,16 @@ class RemotePath:
         system, path = self._find()
         return system.ukey(path)
 
+    @property
+    def written(self) -> object:
+        """When it was written; None where its file system does not say."""
+        system, path = self._find()
+        system.invalidate_cache()
+        try:
+            return system.modified(path)
+        except NotImplementedError:
+            return None
+
     def fetch(self, target: Path) -> None:
         """Copy the file, whole or not at all."""
         system, path = self._find()
@@ -125,6 +135,17 @@ def version(path: InputPath) -> tuple[object, ...]:
     if isinstance(path, RemotePath):
         return (path.url, path.version)
     return (str(path.resolve()), path.stat().st_mtime_ns)
+
+
+def written(path: InputPath) -> tuple[int, object]:
+    """Size and time of writing: other ones once the file has been written to. Reads do not count,
+    which ``version`` cannot promise of every file system.
+    """
+    if isinstance(path, RemotePath):
+        when = path.written
+        return path.num_bytes, when
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def size_of(path: InputPath) -> int:

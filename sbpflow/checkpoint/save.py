@@ -90,7 +90,7 @@ class Saver:
                 attempt.give_up(str(error))
             finally:
                 snapshot.end()
-                self.kept_bytes = snapshot.num_kept_bytes
+                self.kept_bytes = snapshot.most_kept_bytes
             attempt.finish()
             if done is not None:
                 done()

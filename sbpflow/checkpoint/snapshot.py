@@ -66,9 +66,9 @@ class Snapshot:
         self._logged = [_watch(listed[number][0], some) for number, some in spans.items()]
 
     @property
-    def num_kept_bytes(self) -> int:
-        """Of rows that changed before they were written."""
-        return sum(logged.log.num_kept_bytes for logged in self._logged)
+    def most_kept_bytes(self) -> int:
+        """Of rows that changed before they were written, at a time."""
+        return sum(logged.log.most_kept_bytes for logged in self._logged)
 
     def write(self, path: Path) -> list[tuple[str, Piece]]:
         """All parts into a new file, which is on disk when this returns."""

@@ -29,7 +29,8 @@ class RowLog:
         self._sorted: list[_Kept] = []  # by row; the writer's
         self._copies: dict[str, Tensor] = {}
         self._stream = torch.cuda.current_stream(pending.device) if pending.is_cuda else None
-        self.num_kept_bytes = 0
+        self._held_bytes = 0
+        self.most_kept_bytes = 0  # that the log had at a time
 
     def before_update(self, rows: Tensor) -> None:
         """These rows, each named once, are about to change."""
@@ -42,12 +43,13 @@ class RowLog:
             self._pending[mine] = False
             values = {key: tensor.index_select(0, mine) for key, tensor in self._tensors.items()}
             self._new.append((mine, values))
-            self.num_kept_bytes += sum(v.numel() * v.itemsize for v in values.values())
+            self._held_bytes += _num_bytes(values)
+            self.most_kept_bytes = max(self.most_kept_bytes, self._held_bytes)
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Rows [start, stop) as they were, on the CPU, good until the next are read.
 
-        Each row is read once, by one thread.
+        Each row is read once, by one thread, in rising ranges.
         """
         with torch.cuda.stream(self._stream):
             found = {key: self._copy(key, start, stop) for key in self._tensors}
@@ -72,12 +74,21 @@ class RowLog:
     def _put_right(self, found: dict[str, Tensor], start: int, stop: int) -> None:
         bounds = torch.tensor([start, stop], device=self._pending.device)
         inside: list[_Kept] = []
-        for rows, values in self._sorted:
+        for number, (rows, values) in enumerate(self._sorted):
             first, last = torch.searchsorted(rows, bounds).tolist()
             if first < last:
                 part = {key: value[first:last] for key, value in values.items()}
                 inside.append((rows[first:last], part))
+            if last and 2 * last >= rows.numel():  # ranges rise: these are not asked for again
+                left = {key: value[last:].clone() for key, value in values.items()}
+                self._sorted[number] = rows[last:].clone(), left
+                with self._lock:
+                    self._held_bytes -= _num_bytes(values) - _num_bytes(left)
         if inside:
             places = torch.cat([rows for rows, _ in inside]) - start
             for key, value in found.items():
                 value.index_copy_(0, places, torch.cat([values[key] for _, values in inside]))
+
+
+def _num_bytes(values: Mapping[str, Tensor]) -> int:
+    return sum(value.numel() * value.itemsize for value in values.values())

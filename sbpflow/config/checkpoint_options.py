@@ -12,8 +12,9 @@ class CheckpointConfig:
     """A run is saved every ``every`` steps and at its end; ``every: 0`` saves nothing.
 
     ``dir`` is ``checkpoints`` in ``run.dir`` by default, and must be the same folder for all ranks.
-    The newest ``keep`` stay, and with ``keep_best`` that of the best validation AUC. With
-    ``background`` a run trains on while it is being saved.
+    The newest ``keep`` stay, and with ``keep_best`` that of the best validation AUC, which needs a
+    ``train.eval_every`` that is a multiple of ``every``. With ``background`` a run trains on while
+    it is being saved.
 
     ``resume``: auto goes on from the newest good checkpoint of an unfinished run in ``dir``, if
     all keys that results depend on are equal, and refuses otherwise; never starts anew, and moves

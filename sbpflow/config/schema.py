@@ -294,5 +294,14 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
+        every, scored = self.checkpoint.every, self.train.eval_every
+        if self.checkpoint.keep_best and (not every or not scored or scored % every):
+            fit = -(-scored // every) * every if every and scored else every or 1000
+            raise ConfigError(
+                f"checkpoint.keep_best: keeps what val scored best, which is scored every {scored} "
+                f"steps (train.eval_every) and saved every {every} (checkpoint.every): each that "
+                f"is scored must be saved, for example train.eval_every: {fit}"
+                + ("" if every else " and checkpoint.every: 1000")
+            )
         if self.train.plateau is not None:
             self.optimizer.refuse_ftrl("train.plateau")

@@ -13,7 +13,8 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.restore import restore
 from sbpflow.config.load import config_from_tree
 from sbpflow.config.schema import Config
-from sbpflow.embedding.storage.choose import missing_kernels
+from sbpflow.embedding.plan.tables import KernelRequest
+from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, DataError
 from sbpflow.run.job import Job
 from sbpflow.run.plan import RunPlan
@@ -53,12 +54,12 @@ def saved_config(
     return config_from_tree(tree, overrides, models=models, own_model=own_model)
 
 
-def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
+def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
     """The plan that the run followed, kernels included, if ``plan`` is that but for these.
 
     Kernels are chosen by their times, which another start would measure anew, and they differ in
-    the last bits: so a run that goes on and a prediction take those that there were. None too if
-    one of them is not to be had here.
+    the last bits: so a run that goes on and a prediction take those that there were, where the
+    ``request`` (``parallel.kernel``) is auto. None too if one of them is not to be had here.
     """
     try:
         kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))
@@ -66,8 +67,21 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan) -> RunPlan | None:
         return None
     if replace(kept, kernels=plan.kernels, priced=plan.priced) != plan:
         return None
+    asked = {
+        table.name
+        for group in plan.embeddings.groups
+        for stack in group.stacks
+        for table in stack.tables
+        if request_of(stack, request) != "auto"
+    }
+    kernels = {
+        name: plan.kernels[name] if name in asked else kernel
+        for name, kernel in kept.kernels.items()
+    }
     missing = missing_kernels("auto")
-    return None if any(one.name in missing for one in kept.kernels.values()) else kept
+    if any(one.name in missing for one in kernels.values()):
+        return None
+    return replace(kept, kernels=kernels)
 
 
 def load_values(job: Job, checkpoint: Checkpoint) -> None:

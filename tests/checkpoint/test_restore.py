@@ -92,6 +92,35 @@ def test_a_grown_table_keeps_its_rows_and_has_new_ones_behind_them(ranks, memory
     assert after.tensors["tables/deep.C1/exp_avg"].shape == (50, 5)
 
 
+def narrow_and_widen(world: World, folder: Path):
+    """float32 -> bfloat16 rows -> float32, under another layout each time."""
+    wide = make_config("1", "adagrad", dtype="float32")
+    narrow = make_config("3", "adagrad", dtype="float32")
+    narrow = replace(narrow, parallel=replace(narrow.parallel, table_dtype="bfloat16"))
+    job = job_of(world, wide, FIELDS)
+    train(world, job, 3)
+    path = save(job, folder / "wide", 3)
+    for name, config in (("narrow", narrow), ("again", wide)):
+        job = job_of(world, config, FIELDS)
+        train(world, job, 1)  # so that nothing is right by chance
+        job.restore(open_checkpoint(path))
+        path = save(job, folder / name, 3)
+
+
+def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
+    names = ("wide", "narrow", "again")
+    for name in names:
+        (memory / name).mkdir()
+    ranks(2, narrow_and_widen, memory)
+    wide, narrow, again = (open_checkpoint(memory / name / "step-3") for name in names)
+    assert narrow.tensor("tables/deep.C1").dtype == torch.bfloat16
+    for name in wide.tensors:
+        value = wide.tensor(name)
+        kept = value.to(narrow.tensor(name).dtype)  # to the nearest, ties to even
+        assert torch.equal(narrow.tensor(name), kept), name
+        assert torch.equal(again.tensor(name), kept.to(value.dtype)), name
+
+
 def test_what_a_set_is_to_the_one_of_a_checkpoint():
     saved = {"path": "a", "fingerprint": "f1", "vocabulary_digest": "v1"}
     facts = DataFacts(path="b", fingerprint="f2", vocabulary_digest="v3", ancestors=("v2", "v1"))

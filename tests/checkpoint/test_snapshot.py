@@ -72,10 +72,10 @@ def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
         assert torch.equal(saved.view(-1, WIDTH), expected[name]), name
         assert not torch.equal(values[name], expected[name]), "or nothing was tested"
     assert len(updates) > 10
-    kept = snapshot.num_kept_bytes
+    kept = snapshot.most_kept_bytes
     assert 0 < kept <= 2 * ROWS * WIDTH * 4
     storage.update(storage.access(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
-    assert snapshot.num_kept_bytes == kept
+    assert snapshot.most_kept_bytes == kept
 
 
 def train_while_saving(world: World, folder, case: Case):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from data import load_manifest, open_loader
 from data.format.manifest import SPLITS, shard_entry, write_manifest
 from data.format.shards import write_shard
+from data.prepare.split import parse_split
 from data.read.crosses import hashed_ids
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
@@ -19,6 +20,7 @@ from sbpflow.run.job import build_job
 from sbpflow.run.model import Fields, HashedColumn
 from tests.data.backends import BACKENDS
 from tests.data.full_set import make_full_set
+from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.training.wdl_case import make_config
 
 MASK = 2**64 - 1
@@ -113,6 +115,21 @@ def test_computed_columns_are_the_prepared_ones(sets, backend, shuffle):
         assert torch.equal(got.ids, want.ids)
         assert torch.equal(got.dense, want.dense)
         assert torch.equal(got.labels, want.labels)
+
+
+def test_rows_are_equal_in_a_cross_if_they_are_in_the_one_that_prepare_makes(tmp_path):
+    """Where no value is rare: prepare sees raw values, the loader their ids."""
+    source = write_rows(tmp_path / "rows.tsv", text_rows(600))
+    pairs = (("C1", "C2"), ("C7", "C3"))
+    rule = parse_split("time:1,0,0")
+    made = run_prepare(tmp_path / "set", source, crosses=pairs, min_count=1, split=rule)
+    columns = [HashedColumn(columns=pair, rows=2**31 - 1) for pair in pairs]
+    loader = open_loader(made, batch_size=600, backend="memmap", shuffle="none", crosses=columns)
+    ids = next(loader.epoch(0)).ids.numpy()
+    for prepared, computed in zip(ids[:, -4:-2].T, ids[:, -2:].T, strict=True):
+        assert ((prepared == 0) == (computed == 0)).all()
+        together = np.unique(np.stack([prepared, computed], 1), axis=0)
+        assert 100 < len(together) == len(np.unique(prepared)) == len(np.unique(computed))
 
 
 def test_crosses_stand_beside_lists(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from data.format.ids import NarrowIdTable, WideIdTable
 from data.prepare.distinct import count_fields, spilled
+from sbpflow.errors import DataError
 
 
 @pytest.mark.parametrize("kind", [np.uint32, np.uint64])
@@ -34,6 +35,17 @@ def test_counts_do_not_depend_on_how_much_fits_into_a_pass(tmp_path, kind):
         assert one.missing == other.missing == series.null_count()
         assert one.collisions == other.collisions == (0 if name == "many" else len(keys))
     assert np.array_equal(whole["few"].checks, parts["few"].checks)
+
+
+def test_counts_of_several_machines_do_not_wrap_around(tmp_path):
+    def counted(*numbers):
+        lengths = pl.Series(numbers, dtype=pl.UInt32)
+        frame = pl.DataFrame({"key": pl.Series([7, 7], dtype=pl.UInt32), "len": lengths})
+        return dict(count_fields({"C1": frame.lazy}, 2, tmp_path / "s"))["C1"]
+
+    assert counted(2**31, 2**31 - 1).counts.tolist() == [2**32 - 1]
+    with pytest.raises(DataError, match="a value occurs 4294967296 times in train"):
+        counted(2**31, 2**31)
 
 
 @pytest.mark.parametrize("table", [NarrowIdTable, WideIdTable])

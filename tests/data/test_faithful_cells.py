@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -12,6 +13,8 @@ from data.__main__ import main
 from data.format.manifest import MANIFEST
 from data.prepare import prepare, stage
 from data.prepare.csv_text import parse_table
+from data.prepare.new_rows import encode
+from data.prepare.remote import input_path
 from data.prepare.schema_file import read_schema
 from data.prepare.tables import table_piece
 from sbpflow.errors import ConfigError, DataError
@@ -103,6 +106,27 @@ def test_what_is_cut_off_of_bad_lines_is_not_counted(tmp_path):
     assert (piece.cut, piece.bad.counts) == ({"t": 1}, {"label is not 0 or 1": 1})
 
 
+def test_a_run_says_what_is_not_as_it_was_in_the_input(tmp_path, caplog):
+    schema = (
+        "dense: {d: {clip: [0, 2]}}\nsparse: {C1: string, t: {kind: string, max: 2, beyond: last}}"
+    )
+    caplog.set_level("INFO")
+    manifest = prepared(
+        tmp_path, schema, "1,5,a,p|q|r\n0,1,b,p\n\n1,-3,a,q\n0,1,b,p|q|r|s\n1,1,a,\n"
+    )
+    assert "lines were left out:\n  1 x blank line" in caplog.messages
+    assert "values clamped to the range of their transform: d 2" in caplog.messages
+    assert "values cut off, beyond the most of a row: t 3" in caplog.messages
+    assert not any("without an id" in message for message in caplog.messages)
+    caplog.clear()
+    (tmp_path / "new.csv").write_text("1,1,new,p|new\n0,1,a,\n0,1,other,x\n")
+    new = encode(
+        [tmp_path / "new.csv"], tmp_path / "new", like=manifest.path, workers=1, max_bad_fraction=0
+    )
+    assert new is not None
+    assert "lookups of values without an id of their own: C1 2, t 2" in caplog.messages
+
+
 def test_rows_to_be_scored_do_not_replace_the_set_they_are_like(tmp_path, capsys):
     rows = "1,a\n0,b\n1,a\n0,b\n1,a\n"
     manifest = prepared(tmp_path, "sparse: {C1: string}\n", rows)
@@ -130,9 +154,27 @@ def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
     assert sum(rows.values()) == 200
 
 
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_file_of_another_file_system_too(tmp_path, monkeypatch, size):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/late/t.csv", b"1,a\n0,b\n")
+    real = stage.parse_table
+
+    def and_meanwhile(*arguments, **named):
+        memory.pipe("/late/t.csv", b"1,c\n0,d\n"[:size])
+        return real(*arguments, **named)
+
+    options = {"schema": schema_of(tmp_path, "sparse: {C1: string}\n"), "crosses": ()}
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "parse_table", and_meanwhile)
+        with pytest.raises(DataError, match=r"late/t\.csv: was written while it was read"):
+            run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options)
+    assert run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options).splits
+
+
 def test_a_full_disk_is_said_for_rows_of_another_file_system(tmp_path, monkeypatch, capsys):
     fsspec = pytest.importorskip("fsspec")
-    fsspec.filesystem("memory").pipe("/full/t.csv", b"1,a\n" * 1000)
+    fsspec.filesystem("memory").pipe("/full/t.csv", b"1,a\n" * 100_000)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -142,5 +184,5 @@ def test_a_full_disk_is_said_for_rows_of_another_file_system(tmp_path, monkeypat
     words = ["--input", "memory://full/t.csv", "--schema", str(tmp_path / "schema.yaml")]
     assert main(["prepare", *words, "--output", str(tmp_path / "set")]) == 2
     said = capsys.readouterr().err
-    assert "no space left on device; about 0.0 GB are needed" in said
-    assert "GB are free in" in said
+    assert "no space left on device; about 0.6 MB are needed" in said
+    assert re.search(r"\d [GM]B are free in", said)

@@ -322,8 +322,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_set(tmp_path, source, command):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert f"error: {output}: file too large; " in done.stderr
-    assert f"GB are free in {tmp_path}" in done.stderr
-    assert ("GB are needed at the peak" in done.stderr) == (command[0] == "prepare")
+    assert f"B are free in {tmp_path}" in done.stderr
+    assert ("B are needed at the peak" in done.stderr) == (command[0] == "prepare")
     assert not output.exists()
 
 

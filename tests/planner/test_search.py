@@ -1,5 +1,6 @@
 """The search finds the best plan of small spaces, and is never worse than what it starts from."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -122,6 +123,32 @@ def test_no_plan_is_below_the_bound():
         found = bound(problem, search(problem, effort=SMALL).assignment)
         assert 0 < found.ms <= best.ms * (1 + 1e-9)
         assert found.gap < 0.6
+
+
+def with_heavy_table(problem, times):
+    """The first table, in its whole form, is that much the work of all tables together."""
+    first, *others = problem.options
+    whole = first[0]
+    total = sum(options[0].shards.sum(0) for options in problem.options)
+    heavy = replace(whole, shards=whole.shards * 0 + times * total * [0, 0, 1, 1, 1, 0])
+    return replace(problem, options=((heavy, *first[1:]), *others))
+
+
+def test_the_bound_sees_a_table_that_is_larger_than_the_share_of_a_rank():
+    """Of 12 tables on 4 ranks one is as much work as all others: the mean alone is half of it."""
+    problem = with_heavy_table(make_problem(12, 4, seed=8, splits=False, slack=9.0), 1.0)
+    found = search(problem, effort=SMALL)
+    assert bound(problem, found.assignment).gap < 0.02
+
+
+def test_the_bound_leaves_out_options_that_no_better_plan_has():
+    """Whole, the table costs the mean least, but then its rank is slower than the plan."""
+    problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
+    found = search(problem, effort=SMALL)
+    assert problem.options[0][found.assignment[0].option].shape != ("whole",)
+    gap = bound(problem, found.assignment).gap
+    cheap = with_heavy_table(problem, 0.0)
+    assert gap < bound(cheap, found.assignment).gap
 
 
 def test_the_integer_program_is_exact_where_the_model_is_linear():

@@ -140,7 +140,7 @@ def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
     config = saved_config(found, overrides, models=MODELS, own_model=None)
     manifest = load_manifest(folder / "set")
     spec, plan = plan_run(config, fields_of(manifest), world_size=world.size, device_type="cpu")
-    kept = saved_plan(found, plan)
+    kept = saved_plan(found, plan, config.parallel.kernel)
     job = build_job(config, spec, kept or plan, Boxing(world))
     load_values(job, found)
     loaders = open_loaders(

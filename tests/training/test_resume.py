@@ -140,8 +140,39 @@ def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypat
     assert "log_every" not in said
     assert "checkpoint.resume=never" in said
     # What does not change a loss may differ; what the file has by then stays.
+    kernels = kernels_of(tmp_path)
+    assert kernels != {"torch"}
+    with monkeypatch.context() as patch:
+        interrupt(patch, 5)
+        with pytest.raises(Interrupted):
+            run(synth_set, tmp_path)
+    assert kernels_of(tmp_path) == kernels, "those there were, unless others are asked for"
     assert run(synth_set, tmp_path, "train.max_steps=6", "parallel.kernel=torch") == 0
+    assert kernels_of(tmp_path) == {"torch"}
     assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def kernels_of(folder):
+    """The kernels of the plan that the run followed."""
+    plan = json.loads((folder / "plan.json").read_text())["plan"]
+    return {choice["name"] for _, choice in plan["kernels"]["map"]}
+
+
+def test_the_best_checkpoint_stays_through_an_interruption(synth_set, tmp_path, monkeypatch):
+    more = ["checkpoint.keep_best=true", "checkpoint.keep=1", "train.eval_every=4"]
+    more += ["checkpoint.every=2"]
+    with monkeypatch.context() as patch:
+        interrupt(patch, 15)
+        with pytest.raises(Interrupted):
+            run(synth_set, tmp_path, *more)
+    assert run(synth_set, tmp_path, *more) == 0
+    scores = {e["step"]: e["auc"] for e in events(tmp_path) if e["event"] == "eval"}
+    best = max((step for step in scores if step < 20), key=lambda step: scores[step])
+    assert best < 18, "or keeping the newest would do"
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-20", f"step-{best}"]
+    with pytest.raises(ConfigError, match=r"keep_best: .* for example train\.eval_every: 8"):
+        run(synth_set, tmp_path, "checkpoint.keep_best=true", "train.eval_every=6")
 
 
 def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):

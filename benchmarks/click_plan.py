@@ -1,0 +1,67 @@
+"""``parallel.plan: auto`` for the click model of the training benchmarks, from a calibration.
+
+The ids are drawn by a law, so their statistics are told by the law in place of a prepared set.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.click_model import Shape
+from planner.choose import choose
+from planner.cost import CostModel
+from planner.features import BIN_SAMPLES, zipf_mandelbrot
+from planner.for_run import task_of
+from planner.profile import load
+from planner.task import rules
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import TableRule
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.model import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LawStats:
+    """What ``python -m data stats`` would measure of a field whose ids follow a law."""
+
+    name: str
+    lookups: int
+    distinct: int
+    bins_rows: list[int]
+    bins_lookups: list[int]
+    top_mass: dict[str, float]
+    unique_ratio: dict[str, float]
+
+
+def planned_rules(
+    shape: Shape, config: Config, fields: Fields, world_size: int, profile: str | None
+) -> tuple[dict[str, TableRule], float]:
+    """The rules of all tables, and the step that is predicted, in ms; the same on every rank."""
+    device = config.parallel.device
+    whole = {"*": TableRule(sbp="S(0)")}
+    _, draft = plan_run(config, fields, world_size=world_size, device_type=device, planned=whole)
+    stats = [
+        _stats(name.removeprefix("deep."), shape, hotness)
+        for name, hotness in zip(shape.names, shape.hotness, strict=True)
+    ]
+    cost = CostModel(load(Path(profile) if profile else None)).of(
+        task_of(draft, stats, BIN_SAMPLES, None)
+    )
+    plan = choose(cost)
+    return rules(plan), cost.predict(plan).step_ms
+
+
+def _stats(name: str, shape: Shape, hotness: int) -> LawStats:
+    law = zipf_mandelbrot(shape.table_rows, shape.zipf, 0.0, hotness)
+    touched = law.touched(float(BIN_SAMPLES * hotness))
+    samples = [2**n for n in range(8, 18)]
+    return LawStats(
+        name=name,
+        lookups=BIN_SAMPLES * hotness,
+        distinct=shape.table_rows,
+        bins_rows=[round(share * touched) for share in law.bin_rows],
+        bins_lookups=[round(share * BIN_SAMPLES * hotness) for share in law.bin_lookups],
+        top_mass=dict(zip(("1", "16", "1024", "65536"), law.top_mass, strict=True)),
+        unique_ratio={
+            str(size): law.touched(float(size * hotness)) / (size * hotness) for size in samples
+        },
+    )

@@ -1,0 +1,29 @@
+"""A calibration of the planner over a link of a given rate, between two "hosts" of this machine.
+
+    python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 240]
+
+The profile is as any other: ``--profile FILE`` of ``python -m planner`` takes it.
+"""
+
+import argparse
+import sys
+
+from benchmarks.network import start_ranks
+from planner.__main__ import calibrate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--link", default="1gbit", help="a rate as tc writes it")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    args = parser.parse_args()
+    words = ["--output", args.output, "--seconds", str(args.seconds)]
+    if args.worker:
+        sys.exit(calibrate(words))
+    start_ranks("benchmarks.planner_link", 2, words, link=args.link)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""How plans are compared: what is measured once, what chooses and what is reported."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.planner_plans import make_sample, scheme_auto
+from benchmarks.planner_steps import Case, compared, spearman, summary
+from benchmarks.planner_worker import difference
+from planner.task import Choice, Shape
+
+PLANS = {
+    "auto": ({"a": Choice(Shape("B", "columns"), (0,))}, 2.0),
+    "auto 2": ({"a": Choice(Shape("B", "columns"), (1,))}, 2.1),
+    "size": ({"a": Choice(Shape("B", "columns"), (0,))}, 2.0),
+    "dim": ({"a": Choice(Shape("B", "local"), (0, 1))}, 3.0),
+}
+CASE = Case(number=3, tables=1, batch=64, plans=PLANS)
+
+
+def test_a_case_is_the_same_from_its_file_and_equal_plans_are_measured_once():
+    assert Case.of(json.loads(json.dumps(CASE.tree()))) == CASE
+    assert list(CASE.distinct().values()) == [["auto", "size"], ["auto 2"], ["dim"]]
+
+
+def test_what_chooses_among_plans_is_not_what_is_reported():
+    """Of ten rounds the even ones choose: there auto 2 is faster, in the odd ones slower."""
+    ours = [2.0] * 10
+    other = [1.0, 4.0] * 5
+    row = compared(CASE, {"auto": ours, "auto 2": other, "dim": [3.0] * 10})
+    best = row["plans"]["auto, best of 4"]
+    assert (best["ms"], best["slower_than_auto"]) == (4.0, pytest.approx(1.0))
+    assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the same plan
+    assert row["plans"]["greedies, best of 4"]["ms"] == 2.0
+    assert row["fastest"] == "auto"
+    assert row["spearman_predicted"] == pytest.approx(0.5)  # 2.0 2.1 3.0 against 2 4 3
+
+
+def test_three_passes_leave_two_to_report():
+    row = compared(CASE, {"auto": [9.0, 2.0, 2.0], "auto 2": [1.0, 5.0, 5.0], "dim": [3.0] * 3})
+    assert row["plans"]["auto"]["ms"] == 2.0
+    assert row["plans"]["auto, best of 4"]["ms"] == 5.0
+
+
+def test_differences_are_paired_and_have_intervals():
+    ours = np.array([1.0, 2.0, 4.0])
+    mean, half = difference((ours * 1.1).tolist(), ours.tolist())
+    assert (mean, half) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
+    rows = [
+        compared(CASE, {"auto": [ms] * 5, "auto 2": [ms] * 5, "dim": [ms * times] * 5})
+        for ms, times in ((1.0, 1.2), (3.0, 1.1))
+    ]
+    dim = summary(rows)["planners"]["dim"]
+    assert dim["slower_than_auto"] == pytest.approx(np.sqrt(1.32) - 1, abs=1e-4)
+    low, high = dim["interval"]
+    assert low < dim["slower_than_auto"] < high
+    assert spearman([1, 2, 3], [3, 2, 1]) == -1.0
+
+
+def test_scheme_auto_is_a_plan_that_the_engine_takes():
+    task = make_sample(1, 2, num_tables=4, batch_size=128).task
+    task.check(scheme_auto(task))
