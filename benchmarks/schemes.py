@@ -10,6 +10,7 @@ every plan that ``auto`` compares, mixtures too.
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -163,6 +164,7 @@ def main() -> None:
             fastest=best["plan"],
             slower_by=round(found[0]["ms"] / best["ms"] - 1, 3),
             plans=found,
+            load=round(os.getloadavg()[0], 1),
         )
 
 
