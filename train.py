@@ -36,9 +36,7 @@ def train(
     # Late, so that --help is quick and a broken torch is reported by run_main.
     from data import fields_of, load_manifest
     from data.read.loaders import open_loaders
-    from data.stats import load_stats
     from models.registry import MODELS
-    from planner.for_run import plan_tables
     from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import data_path, run_dir
@@ -58,16 +56,7 @@ def train(
     manifest = load_manifest(data_path(config))
     world_size = world_size_of_environment()
     device_type = device_type_of(config.parallel.device)
-    planned = None
-    if config.parallel.plan == "auto":
-        planned = plan_tables(
-            config,
-            fields_of(manifest),
-            load_stats(manifest),
-            manifest.splits["train"],
-            world_size=world_size,
-            device_type=device_type,
-        )
+    planned = _plan_tables(config, manifest, world_size, device_type)
     spec, plan = plan_run(
         config,
         fields_of(manifest),
@@ -107,6 +96,26 @@ def train(
     lock.close()
     world.close()
     return 0
+
+
+def _plan_tables(
+    config: "Config", manifest: "Manifest", world_size: int, device_type: str
+) -> "PlannedRun | None":
+    """What the planner chooses for ``parallel.plan: auto``."""
+    from data import fields_of
+    from data.stats import load_stats
+    from planner.for_run import plan_tables
+
+    if config.parallel.plan != "auto":
+        return None
+    return plan_tables(
+        config,
+        fields_of(manifest),
+        load_stats(manifest),
+        manifest.splits["train"],
+        world_size=world_size,
+        device_type=device_type,
+    )
 
 
 def _fit(

@@ -79,7 +79,14 @@ def test_dependencies_point_one_way(package):
 
 
 # Modules of kernels that are imported where they serve, and need what compiles them.
-COMPILED = ("compiled", "loops", "numba_storage", "triton_kernels", "triton_storage")
+COMPILED = (
+    "compiled",
+    "compiled_half",
+    "loops",
+    "numba_storage",
+    "triton_kernels",
+    "triton_storage",
+)
 
 
 def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
