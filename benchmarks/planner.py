@@ -4,6 +4,7 @@
     python -m benchmarks.planner ranks [--cells 10x4x6 ..] [--profile FILE]
     python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
     python -m benchmarks.planner speed [--profile FILE]
+    python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
 ``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners see one
 half of what a calibration measured (every other sample of its journal), plans are judged by a model
@@ -291,6 +292,20 @@ def _embark(args: argparse.Namespace, models: Models, results: Results) -> None:
     results.add(benchmark="cell", workloads=list(EMBARK), ranks=8, **summary(rows))
 
 
+def calibration(args: argparse.Namespace) -> None:
+    """How far a profile is off on tasks that were held out, as its calibration found."""
+    profile = _one(args.profile).seen
+    results = Results(
+        "planner_calibration", benchmark=args.link or "loopback", recorded=args.recorded
+    )
+    kept = ("world", "plans", "samples", "picked by the model", "turns", "taken")
+    results.add(
+        errors={name: round(value, 4) for name, value in profile.errors.items()},
+        hidden=profile.hidden,
+        about={name: profile.about[name] for name in kept if name in profile.about},
+    )
+
+
 def speed(args: argparse.Namespace) -> None:
     """Seconds to plan, and the gap to the bound."""
     models = _one(args.profile)
@@ -327,7 +342,7 @@ def _one(name: str | None) -> Models:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["objective", "ranks", "steps", "speed"])
+    parser.add_argument("what", choices=["calibration", "objective", "ranks", "steps", "speed"])
     parser.add_argument("--journal", help="what a calibration measured: two models of its halves")
     parser.add_argument("--profile")
     parser.add_argument("--tasks", type=int, default=6, help="of steps")
@@ -350,7 +365,13 @@ def main() -> None:
     args.results = args.results or f"planner_{args.what}"
     if args.what == "ranks" and args.cells == CELLS:
         args.cells = RANKS_CELLS
-    kinds = {"objective": objective, "ranks": run_ranks, "steps": run_steps, "speed": speed}
+    kinds = {
+        "calibration": calibration,
+        "objective": objective,
+        "ranks": run_ranks,
+        "steps": run_steps,
+        "speed": speed,
+    }
     kinds[args.what](args)
 
 
