@@ -39,7 +39,7 @@ def train(
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.read import open_checkpoint
-    from sbpflow.config.checks import data_path, run_dir
+    from sbpflow.config.checks import check_rows, data_path, run_dir
     from sbpflow.config.load import load_config
     from sbpflow.run import resume
     from sbpflow.run.build_plan import plan_run
@@ -88,6 +88,8 @@ def train(
     kept = saved_plan(open_checkpoint(newest), plan, request) if newest else None
     plan = kept or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing)
+    norms = any(name.endswith("running_mean") for name in job.model.buffers)
+    check_rows(config, manifest.splits, batch_norm=norms)
     run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
     _fit(config, manifest, job, loaders, run, planned, tracker)
     for loader in loaders.values():

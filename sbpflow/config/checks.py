@@ -43,6 +43,24 @@ def check(
     return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type, planned)
 
 
+def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:
+    """What needs the rows of each split: what only the last batch or an evaluation would meet."""
+    train, size = config.train, config.data.batch_size
+    if batch_norm and config.data.tail == "keep" and rows["train"] % size == 1:
+        raise ConfigError(
+            f"data.batch_size: {size} leaves a last batch of one row ({rows['train']:,} rows of "
+            "train), and the model's batch norm needs two at least; data.tail: drop leaves it out"
+        )
+    scored = min(rows.get("val", 0), train.eval_rows or rows.get("val", 0))
+    for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
+        if watch is not None and watch.metric == "gauc" and scored > train.exact_auc_rows:
+            raise ConfigError(
+                f"train.{name}.metric: gauc is of rows that are gathered, and evaluations of val "
+                f"have {scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; for "
+                f"example train.exact_auc_rows={scored}"
+            )
+
+
 def run_dir(config: Config) -> Path:
     """``run.dir``, made if need be; ConfigError where nothing can be written."""
     return writable_folder("run.dir", config.run.dir, "run.dir=runs/train")

@@ -1,5 +1,6 @@
 """The loop: epochs, evaluations, and what is reported when. It decides nothing about tensors."""
 
+import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.saving import Checkpoints, NoCheckpoints
 from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Batch, Loader, Trainer
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
@@ -138,12 +141,13 @@ def fit(
     keeper = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train)
     watchers.load(keeper.loop)
-    _check_val(train, watchers, loaders)
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
     last = keeper.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
+    _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
     pace, times, step = Pace(), MoveTimes(), keeper.step
+    every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     for epoch in range(keeper.epoch, train.epochs):
         if step >= last or watchers.stops:
@@ -151,7 +155,9 @@ def fit(
         for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
             pace.got_batch()
             step += 1
-            scored = step < last and bool(train.eval_every) and step % train.eval_every == 0
+            # The end scores all of val: where evaluations do, too, it is one of them.
+            due = step % every == 0 if step < last else train.eval_rows is None
+            scored = bool(train.eval_every) and due
             # What travels ahead must be trained on: nothing does where the run may end.
             may_end = step == last or (scored and watchers.stop is not None)
             with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
@@ -166,9 +172,7 @@ def fit(
             reporter.advance(step, watch.last)
             if logged:
                 rate, split = pace.interval(times.take())
-                extra = {"epoch": epoch + 1, **split, **watch.figures()}
-                if watchers.plateau is not None:
-                    extra["lr_scale"] = watchers.rate_scale
+                extra = {"epoch": epoch + 1, **split, **watch.figures(), **watchers.figures()}
                 reporter.step(step, watch.last, rate, extra)
             if scored:
                 watch.flush()
@@ -183,8 +187,7 @@ def fit(
             if over:
                 break
             pace.resume()
-    if profiler is not None:
-        profiler.close()
+    _close(profiler, step)
     return Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
@@ -192,7 +195,7 @@ def fit(
         val=score("val", step),
         test=score("test", step),
         overlap=overlap.summary(),
-        stopped=watchers.stop.why(step) if watchers.stop and watchers.stops else "",
+        stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
         best=str(watchers.stop.best) if watchers.stop else "",
     )
 
@@ -205,13 +208,29 @@ def _check_profile(profiler: StepProfiler | None, last: int) -> None:
         )
 
 
-def _check_val(train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader]) -> None:
+def _close(profiler: StepProfiler | None, step: int) -> None:
+    if profiler is not None:
+        profiler.close()
+        if step < profiler.first:
+            logger.warning(
+                "train.profile: the run stopped before step %d: no trace", profiler.first
+            )
+
+
+def _check_val(
+    train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader], last: int
+) -> None:
     rows = loaders["val"].num_steps if "val" in loaders else 0
+    key = "stop" if train.stop is not None else "plateau"
     if watchers.active and not rows:
-        key = "stop" if train.stop is not None else "plateau"
         raise ConfigError(
             f"train.{key}: watches the split val, which the data does not have or which has no "
             f"rows; prepare it with some, or remove train.{key}"
+        )
+    if watchers.active and train.eval_every >= last:
+        raise ConfigError(
+            f"train.{key}: watches val every train.eval_every {train.eval_every} steps, and the "
+            f"run has {last}; for example train.eval_every={max(1, last // 10)}"
         )
 
 

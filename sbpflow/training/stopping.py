@@ -164,6 +164,10 @@ class Watchers:
                 raise TrainingError(_no_metric(name, watcher.config.metric, step))
             watcher.push(step, value)
 
+    def figures(self) -> dict[str, float]:
+        """``lr_scale``, what a plateau has left of the learning rates."""
+        return {} if self.plateau is None else {"lr_scale": self.rate_scale}
+
     def state(self) -> dict[str, dict[str, float | int | None]]:
         """What ``load`` takes."""
         return {name: watcher.state() for name, watcher in self._all.items()}

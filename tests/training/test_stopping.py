@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.checks import check_rows
 from sbpflow.config.schema import Config, Ftrl, OptimizerConfig, TrainConfig
 from sbpflow.config.train_options import PlateauConfig, StopConfig, is_better
 from sbpflow.errors import ConfigError, TrainingError
@@ -159,6 +160,47 @@ def test_a_run_stops_early_on_all_ranks(ranks):
         assert first["result"].loss == second["result"].loss
 
 
+def test_the_evaluation_at_the_end_may_be_the_best(ranks):
+    """It is compared where evaluations on the way are of all rows, too."""
+    stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
+    for eval_rows, at in ((None, 4), (30, 2)):
+        train = TrainConfig(max_steps=4, eval_every=2, eval_rows=eval_rows, stop=stop)
+        (told,) = ranks(1, run_learning, train)
+        assert told["best"].endswith(f"at {at}")
+        assert not told["stopped"]
+
+
+def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
+    """Train on the batches that are val, too, so that it gets better."""
+    job = make_job(world, make_config("1", "sgd"))
+    split = Split(world, make_batches(2, 30) * 5)
+    result = fit(
+        job.trainer,
+        {"train": split, "val": split},
+        train,
+        boxing=job.boxing,
+        watch=LossWatch(job.boxing, FIELDS.dense),
+        reporter=Quiet(),
+    )
+    return {"best": result.best, "stopped": result.stopped}
+
+
+def test_what_the_rows_of_a_set_do_not_allow_is_refused_at_the_start():
+    config = make_config("1", "sgd", batch_size=30)
+    check_rows(config, {"train": 61, "val": 9}, batch_norm=False)
+    with pytest.raises(ConfigError, match=r"^data\.batch_size: 30 leaves a last batch of one row"):
+        check_rows(config, {"train": 61, "val": 9}, batch_norm=True)
+    dropped = replace(config, data=replace(config.data, tail="drop"))
+    check_rows(dropped, {"train": 61, "val": 9}, batch_norm=True)
+    watched = replace(config, train=TrainConfig(plateau=PlateauConfig(metric="gauc")))
+    check_rows(watched, {"train": 60, "val": 9}, batch_norm=True)
+    few = replace(watched, train=replace(watched.train, exact_auc_rows=8))
+    with pytest.raises(ConfigError, match=r"^train\.plateau\.metric: .*train\.exact_auc_rows=9$"):
+        check_rows(few, {"train": 60, "val": 9}, batch_norm=True)
+    check_rows(replace(few, train=replace(few.train, eval_rows=8)), {"train": 60, "val": 9},
+               batch_norm=True)  # fmt: skip
+
+
 def test_a_plateau_reaches_the_optimizers(ranks):
     plateau = PlateauConfig(metric="logloss", patience=1, min_delta=1.0, factor=0.5)
     train = TrainConfig(max_steps=20, eval_every=5, log_every=5, plateau=plateau)
@@ -176,8 +218,16 @@ def test_what_cannot_be_watched_is_refused(ranks):
             optimizer=OptimizerConfig(tables={"wide.*": Ftrl()}),
             train=TrainConfig(plateau=PlateauConfig()),
         )
+    short = TrainConfig(max_steps=10, eval_every=10, stop=StopConfig())
+    assert ranks(1, refusal, short)[0].endswith("the run has 10; for example train.eval_every=1")
     (message,) = ranks(1, run_without_val)
     assert message.startswith("train.stop: watches the split val, which the data does not have")
+
+
+def refusal(world: World, train: TrainConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run(world, make_config("1", "sgd"), train)
+    return str(caught.value)
 
 
 def run_without_val(world: World) -> str:
