@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import RankPool
 
@@ -53,6 +54,14 @@ def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
     yield run
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_left() -> Iterator[None]:
+    """A program that ends by an error leaves its process groups to its launcher; here is none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

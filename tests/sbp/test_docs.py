@@ -79,6 +79,7 @@ NAMES = {
     "reduce_sum over 1": "reduce_sum",
     "gather(table, ids)": "gather",
     "bce_with_logits": "bce_none",
+    "cross_network(x, [(w, b)]), weights B": "cross_network",
 }
 UNLIKE_TORCH = {  # what test_ops does not compare with a plain op, on one float64 tensor
     "reduce_mean over 1": lambda x: ops.reduce_mean(x, [1]),

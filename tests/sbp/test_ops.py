@@ -96,12 +96,12 @@ OPS = {
     "gather": (ops.gather, lambda t, i: F.embedding(i, t), [(ROWS, 5), "ids"]),
     "dot_interaction": (ops.dot_interaction, _dots, [(5, 4, 3)]),
     "fm_interaction": (ops.fm_interaction, _sum_of_dots, [(5, 4, 3)]),
-    "cross_full": (
+    "cross_network": (
         lambda x, w, b: ops.cross_network(x, [(w, b)]),
         _cross,
         [(5, 7), (7, 7), (7,)],
     ),
-    "cross_low": (
+    "cross_network_low": (
         lambda x, v, w, b: ops.cross_network(x, [(v, w, b)]),
         _cross,
         [(5, 4), (3, 4), (4, 3), (4,)],
