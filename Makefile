@@ -21,9 +21,9 @@ help:
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
-# Three tests at a time, for many of them wait more than they compute; neighbours on one worker,
+# Four tests at a time, for many of them wait more than they compute; neighbours on one worker,
 # which sets up once what a file shares.
-PYTEST = -m pytest -n 3 --dist worksteal -m "not alone and not slow"
+PYTEST = -m pytest -n 4 --dist worksteal -m "not alone and not slow"
 test: lint
 	$(BIN)/python $(PYTEST)
 	$(BIN)/python -m pytest -m "alone and not slow"
