@@ -228,10 +228,8 @@ def _check_val(
             f"rows; prepare it with some, or remove train.{key}"
         )
     if watchers.active and train.eval_every >= last:
-        raise ConfigError(
-            f"train.{key}: watches val every train.eval_every {train.eval_every} steps, and the "
-            f"run has {last}; for example train.eval_every={max(1, last // 10)}"
-        )
+        text = "train.%s does nothing: val has one evaluation; train.eval_every is %d of %d steps"
+        logger.warning(text, key, train.eval_every, last)
 
 
 @contextmanager

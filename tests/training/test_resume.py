@@ -160,7 +160,7 @@ def kernels_of(folder):
 
 def test_the_best_checkpoint_stays_through_an_interruption(synth_set, tmp_path, monkeypatch):
     more = ["checkpoint.keep_best=true", "checkpoint.keep=1", "train.eval_every=4"]
-    more += ["checkpoint.every=2"]
+    more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end is no candidate
     with monkeypatch.context() as patch:
         interrupt(patch, 15)
         with pytest.raises(Interrupted):

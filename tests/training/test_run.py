@@ -255,6 +255,7 @@ def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
         ("score", "val", 4),
         ("flush", 6),
         ("log", 6, 6.0),
+        ("flush", 6),
         ("score", "val", 6),
         ("score", "test", 6),
     ]
