@@ -117,26 +117,27 @@ def store_rounded(
 
 
 @compiled
-def widen_bfloat16(weights: Array, addresses: Array, out: Array) -> None:
-    """Rows of bfloat16, as int16 bits, into ``out`` [n, width] float32."""
-    for i in range(addresses.size):
-        a = addresses[i]
-        for k in range(out.shape[1]):
-            out[i, k] = _from_bfloat16(weights[a, k])
+def _as_float32(bits: int, dropped: int) -> float:
+    return _from_bfloat16(bits) if dropped == 16 else _from_float16(bits)
 
 
 @compiled
-def widen_float16(weights: Array, addresses: Array, out: Array) -> None:
-    """As ``widen_bfloat16``, of float16."""
+def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
+    """Rows of half precision, as int16 bits, into ``out`` [n, width] float32.
+
+    They are of bfloat16 where 16 bits are ``dropped``, else of float16.
+    """
     for i in range(addresses.size):
         a = addresses[i]
         for k in range(out.shape[1]):
-            out[i, k] = _from_float16(weights[a, k])
+            out[i, k] = _as_float32(weights[a, k], dropped)
 
 
 @compiled
-def pool_bfloat16(weights: Array, addresses: Array, ends: Array, shares: Array, out: Array) -> None:
-    """``out`` [bags, width] float32: rows of bfloat16, as int16 bits, added in the order of a bag.
+def pool(
+    weights: Array, addresses: Array, ends: Array, shares: Array, out: Array, dropped: int
+) -> None:
+    """``out`` [bags, width] float32: rows as ``widen`` has them, added in the order of a bag.
 
     Bag b has the addresses from ``ends[b]`` to below ``ends[b + 1]``; ``shares`` [n] float32 weigh
     them, or are [0] for ones.
@@ -147,22 +148,7 @@ def pool_bfloat16(weights: Array, addresses: Array, ends: Array, shares: Array, 
             a = addresses[i]
             if shares.size:
                 for k in range(out.shape[1]):
-                    out[b, k] = fma(_from_bfloat16(weights[a, k]), shares[i], out[b, k])
+                    out[b, k] = fma(_as_float32(weights[a, k], dropped), shares[i], out[b, k])
             else:
                 for k in range(out.shape[1]):
-                    out[b, k] += _from_bfloat16(weights[a, k])
-
-
-@compiled
-def pool_float16(weights: Array, addresses: Array, ends: Array, shares: Array, out: Array) -> None:
-    """As ``pool_bfloat16``, of float16."""
-    out[:] = 0
-    for b in range(ends.size - 1):
-        for i in range(ends[b], ends[b + 1]):
-            a = addresses[i]
-            if shares.size:
-                for k in range(out.shape[1]):
-                    out[b, k] = fma(_from_float16(weights[a, k]), shares[i], out[b, k])
-            else:
-                for k in range(out.shape[1]):
-                    out[b, k] += _from_float16(weights[a, k])
+                    out[b, k] += _as_float32(weights[a, k], dropped)

@@ -28,10 +28,7 @@ _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-_READERS = {
-    torch.bfloat16: (compiled_half.widen_bfloat16, compiled_half.pool_bfloat16),
-    torch.float16: (compiled_half.widen_float16, compiled_half.pool_float16),
-}
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32
 _NO_WEIGHTS = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
@@ -118,16 +115,16 @@ class NumbaStorage(TorchStorage):
         del lr
         if self.weights.dtype == self.dtype or self.dtype != torch.float32:
             return super().lookup(access)
-        widen, pool = _READERS[self.weights.dtype]
+        dropped = _DROPPED[self.weights.dtype]
         bits, at = self.weights.view(torch.int16).numpy(), access.addresses.contiguous().numpy()
         out = torch.empty(access.num_bags, self.weights.shape[1])
         if access.offsets is None:
-            widen(bits, at, out.numpy())
+            compiled_half.widen(bits, at, out.numpy(), dropped)
             return out if access.weights is None else out * access.weights.unsqueeze(1)
         ends, shares = access.offsets.contiguous().numpy(), _NO_WEIGHTS[self.dtype]
         if access.weights is not None:
             shares = access.weights.to(self.dtype).contiguous().numpy()
-        pool(bits, at, ends, shares, out.numpy())
+        compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
         return out
 
     def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +164,7 @@ class NumbaStorage(TorchStorage):
             noise.shift.numpy(),
             noise.words_per_row,
             noise.first_column,
-            16 if self.weights.dtype == torch.bfloat16 else 13,
+            _DROPPED[self.weights.dtype],
         )
 
     def _step(
