@@ -17,7 +17,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, Described
 from sbpflow.checkpoint.format import Place, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
-from sbpflow.checkpoint.snapshot import Snapshot, Storages
+from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Storages
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.embedding.state import LogicalTensor, Rectangle
 from sbpflow.errors import CheckpointError
@@ -55,7 +55,7 @@ class Saver:
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
         self._storages = storages
         self._under_way: Future[None] | None = None
-        self.kept_bytes = 0
+        self.last_cost: SaveCost | None = None  # of the last save beside training
         self._count = 0
         self._names: list[str] = []
         self._tensors: dict[str, Described] = {}
@@ -96,7 +96,7 @@ class Saver:
                 attempt.give_up(str(error))
             finally:
                 snapshot.end()
-                self.kept_bytes = snapshot.most_kept_bytes
+                self.last_cost = snapshot.cost
             attempt.finish()
             if done is not None:
                 done()

@@ -52,7 +52,7 @@ def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
         place = Place(row_start=start, row_stop=ROWS - 20, col_start=0, col_stop=WIDTH)
         parts.append(Part(name=name, place=place, values=value[start:]))
     expected = {part.name: part.values.clone() for part in parts}
-    monkeypatch.setattr(module, "BLOCK_BYTES", 16 * WIDTH * 4)
+    monkeypatch.setattr(module, "RANGE_BYTES", 16 * WIDTH * 4)
     real, updates = PieceWriter.write, []
 
     def write(self, data):
@@ -75,10 +75,10 @@ def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
         assert torch.equal(saved.view(-1, WIDTH), expected[name]), name
         assert not torch.equal(values[name], expected[name]), "or nothing was tested"
     assert len(updates) > 10
-    kept = snapshot.most_kept_bytes
-    assert 0 < kept <= 2 * ROWS * WIDTH * 4
+    cost = snapshot.cost
+    assert 0 < cost.log_bytes < cost.extra_bytes
     storage.update(storage.access(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
-    assert snapshot.most_kept_bytes == kept
+    assert snapshot.cost == cost
 
 
 def niceness() -> int:
