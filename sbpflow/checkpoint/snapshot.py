@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sbpflow.checkpoint.format import Piece
+from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
 from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
@@ -17,9 +17,7 @@ from sbpflow.embedding.storage.base import Storage
 
 Storages = Callable[[], Iterable[tuple[Storage, Sequence[Shard]]]]
 _WEIGHTS = ""
-RANGE_BYTES = (
-    2 << 20
-)  # of a tensor, copied and written at a time: stays in cache till it is written
+RANGE_BYTES = BLOCK_BYTES  # of a tensor, copied and written at a time
 
 
 @dataclass(frozen=True, slots=True)

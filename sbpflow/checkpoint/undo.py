@@ -1,11 +1,11 @@
 """Rows of a storage as they were at one moment, while training goes on changing them.
 
 An undo log: the first change of a row that is still to be written copies it before. Two threads
-meet here, the one that trains and the one that writes. The first appends rows to segments, some
-thousand at a time, right before their update, which finds them in cache then. The writer copies a
-range of rows without a lock, so some of them may be half changed; those are in the log by then, and
-are put right from it. It empties the segments into slabs by range, and where memory ends it puts
-rows aside in a file. Training waits for it where segments come back too slowly.
+meet here, the one that trains and the one that writes. The first appends rows to segments right
+before their update, which finds them in cache then. The writer copies a range of rows without a
+lock, so some of them may be half changed; those are in the log by then, and are put right from it.
+It empties the segments into slabs by range, and where memory ends it puts rows aside in a file.
+Training waits for it where segments come back too slowly.
 """
 
 import threading
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sbpflow.checkpoint.marks import choose_take_marked
 from sbpflow.checkpoint.slabs import Ints, Slabs
 from sbpflow.checkpoint.spill import Extent, SpillFile
 from sbpflow.checkpoint.write import bytes_of
@@ -26,7 +27,7 @@ from sbpflow.embedding.storage import huge_pages
 SLAB_SHARE, SEGMENT_SHARE = 0.06, 0.02
 LEAST_ROWS = 2**14  # in slabs, whatever their share
 SEGMENT_ROWS, LEAST_SEGMENTS = 2**14, 3
-PIECE_ROWS = 2**12  # copied at a time: 3 x 256 KiB of 16 columns, which stay in cache
+PIECE_ROWS = 2**12  # must find room in a segment together
 READY_SEGMENTS = 2  # have pages: the first write to fresh ones costs several times a copy
 
 _CPU = torch.device("cpu")
@@ -77,6 +78,7 @@ class RowLog:
         self._num_segments = 0
         self._most_segments = max(LEAST_SEGMENTS, int(SEGMENT_SHARE * num_rows) // SEGMENT_ROWS)
         self._closed = False
+        self._take_marked = choose_take_marked()
         self.logging_s = 0.0  # of the thread that trains
 
     @property
@@ -92,7 +94,7 @@ class RowLog:
         return self.kept_bytes + self._pending.size + copies
 
     def before_update(self, rows: Tensor) -> None:
-        """These rows are about to change. A call for each few thousand leaves them in cache."""
+        """These rows are about to change."""
         start = time.perf_counter()
         ids: Ints = rows.cpu().numpy()
         for first in range(0, ids.size, PIECE_ROWS):
@@ -101,19 +103,18 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._shared:
+            while not self._closed and (segment := self._with_room(rows.size)) is None:
+                self._shared.wait()
+            if self._closed:
+                return
             # A storage of fixed size names one row behind all others, which holds nothing.
-            rows = rows[rows < self._pending.size]
-            while (rows := rows[self._pending[rows]]).size and not self._closed:
-                if (segment := self._with_room(rows.size)) is None:
-                    self._shared.wait()  # the writer goes on, so ask again which are pending
-                    continue
-                start, stop = segment.num_rows, segment.num_rows + rows.size
-                mine = torch.from_numpy(rows)
-                segment.rows[start:stop] = mine
+            start = segment.num_rows
+            count = self._take_marked(rows, self._pending, segment.rows.numpy()[start:])
+            segment.num_rows = stop = start + count
+            if count:
+                mine = segment.rows[start:stop]
                 for key, tensor in self._tensors.items():
                     _take_rows(tensor, mine, segment.values[key][start:stop])
-                segment.num_rows = stop
-                self._pending[rows] = False
 
     def _with_room(self, count: int) -> _Segment | None:
         if self._full and self._full[-1].num_rows + count <= SEGMENT_ROWS:
@@ -140,7 +141,7 @@ class RowLog:
         """
         start = number * self._range_rows
         stop = min(start + self._range_rows, self._pending.size)
-        found = {key: self._copy(key, start, stop) for key in self._tensors}
+        found = self._copy(start, stop)
         with self._shared:  # what changes from here on was copied above
             self._pending[start:stop] = False
         self.drain(spill)
@@ -220,14 +221,19 @@ class RowLog:
         rows = flat[: 8 * count].view(torch.int64)
         return rows, values
 
-    def _copy(self, key: str, start: int, stop: int) -> Tensor:
-        """Into memory that is used again."""
-        source = self._tensors[key][start:stop]
-        if key not in self._copies:
-            shape = (min(self._range_rows, self._pending.size), *source.shape[1:])
-            self._copies[key] = torch.empty(shape, dtype=source.dtype)
+    def _copy(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Into memory that is used again, in one call: Python's lock changes hands for each."""
+        if not self._copies:
+            rows = min(self._range_rows, self._pending.size)
+            self._copies = {
+                key: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+                for key, tensor in self._tensors.items()
+            }
+        found = {key: copy[: stop - start] for key, copy in self._copies.items()}
+        sources = [self._tensors[key][start:stop] for key in found]
         with torch.cuda.stream(self._stream):
-            return self._copies[key][: stop - start].copy_(source)
+            torch._foreach_copy_(list(found.values()), sources)
+        return found
 
 
 def _take_rows(tensor: Tensor, rows: Tensor, target: Tensor) -> None:

@@ -21,8 +21,7 @@ class Storage(Protocol):
     """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``.
 
     Every address that is looked up or updated was prefetched, and each prefetch is released once.
-    ``before_update``, where it is set, is told of rows before an ``update`` changes them: best of
-    some thousand at a time, which it reads, so that the update finds them in cache.
+    ``before_update``, where it is set, is told of rows right before each ``update`` changes them.
     """
 
     before_update: BeforeUpdate | None

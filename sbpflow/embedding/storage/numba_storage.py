@@ -140,18 +140,15 @@ class NumbaStorage(TorchStorage):
     def step_rows(
         self, rows: Tensor, grads: Tensor, squares: Tensor | None, lr: float, step: int
     ) -> None:
-        tell = self.before_update  # which another thread may take away
-        exact = self.weights.dtype == self.dtype
-        count = max(rows.numel(), 1) if exact and tell is None else CHUNK_ROWS
-        for start in range(0, rows.numel(), count):
-            part = slice(start, start + count)
-            if tell is not None:
-                tell(rows[part])
-            own = None if squares is None else squares[part]
-            if exact:
-                self._step(self.weights, rows[part], rows[part], grads[part], own, lr, step)
-                continue
+        if tell := self.before_update:  # which another thread may take away
+            tell(rows)
+        if self.weights.dtype == self.dtype:
+            self._step(self.weights, rows, rows, grads, squares, lr, step)
+            return
+        for start in range(0, rows.numel(), CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
             block = self.weights.index_select(0, rows[part]).to(self.dtype)
+            own = None if squares is None else squares[part]
             at = torch.arange(block.shape[0], dtype=rows.dtype)
             self._step(block, at, rows[part], grads[part], own, lr, step)
             self._store_rounded(block, rows[part], step)

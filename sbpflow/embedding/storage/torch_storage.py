@@ -108,12 +108,11 @@ class TorchStorage:
     ) -> None:
         """One step of the rule on unique ``rows``; ``squares`` are means, for rowwise rules."""
         rows = rows.to(torch.int64)
-        tell = self.before_update  # which another thread may take away
+        if tell := self.before_update:  # which another thread may take away
+            tell(rows)
         count = CHUNK_ROWS if self.absent is None else max(rows.numel(), 1)
         for start in range(0, rows.numel(), count):
             part = slice(start, start + count)
-            if tell is not None:
-                tell(rows[part])
             weights = self._weights.index_select(0, rows[part]).to(self.dtype)
             block = RowBlock(
                 weights=weights,
