@@ -55,6 +55,7 @@ class Saver:
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
         self._storages = storages
         self._under_way: Future[None] | None = None
+        self._hurry: Callable[[], None] | None = None
         self.last_cost: SaveCost | None = None  # of the last save beside training
         self._count = 0
         self._names: list[str] = []
@@ -101,11 +102,14 @@ class Saver:
             if done is not None:
                 done()
 
+        self._hurry = snapshot.hurry
         self._under_way = in_background(work, "checkpoint")
 
     def wait(self) -> None:
         """Until no save is under way; what failed in it is raised."""
         if self._under_way is not None:
+            if self._hurry is not None:
+                self._hurry()
             ended, self._under_way = self._under_way, None
             ended.result()
 

@@ -39,6 +39,10 @@ class Slabs:
     def touched_places(self) -> int:
         return self._touched * self._rows
 
+    @property
+    def used_share(self) -> float:
+        return (self._touched - self._num_free) / self.num_slabs
+
     def place(self, rows: Ints) -> Ints | None:
         """[n] the places of these rows, which ascend; ``None``, and nothing is changed, if there is
         no room for all.

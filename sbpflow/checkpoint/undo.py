@@ -88,6 +88,11 @@ class RowLog:
         return rows * self._row_bytes
 
     @property
+    def has_room(self) -> bool:
+        """Whether the writer may take its time."""
+        return self._slabs.used_share < 0.5
+
+    @property
     def extra_bytes(self) -> int:
         """That, the marks, and the copies that the writer works on."""
         copies = sum(copy.numel() * copy.itemsize for copy in self._copies.values())
@@ -103,7 +108,7 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._shared:
-            while not self._closed and (segment := self._with_room(rows.size)) is None:
+            while (segment := self._with_room(rows.size)) is None:
                 self._shared.wait()
             if self._closed:
                 return
@@ -170,6 +175,7 @@ class RowLog:
         """Nothing is logged any more, and nobody waits."""
         with self._shared:
             self._closed = True
+            self._most_segments += 1  # for who waits
             self._shared.notify_all()
 
     def _free_again(self, segment: _Segment) -> None:
@@ -232,7 +238,7 @@ class RowLog:
         found = {key: copy[: stop - start] for key, copy in self._copies.items()}
         sources = [self._tensors[key][start:stop] for key in found]
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(list(found.values()), sources)
+            torch._foreach_copy_(list(found.values()), sources)  # pyright: ignore[reportPrivateUsage]
         return found
 
 
