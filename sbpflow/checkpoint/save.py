@@ -110,6 +110,7 @@ class Saver:
         if self._under_way is not None:
             if self._hurry is not None:
                 self._hurry()
+            self._hurry = None  # or what the log has would live on with it
             ended, self._under_way = self._under_way, None
             ended.result()
 
