@@ -16,6 +16,7 @@ from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
+from sbpflow.run.warm_up import warm_up
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_optimizers import make_dense_optimizer
@@ -65,6 +66,8 @@ class Job:
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
     """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
     boxing.follow(plan.dense_conversions)
+    if boxing.world.backend == "nccl":
+        warm_up(plan, boxing)
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
     if boxing.world.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32

@@ -118,6 +118,10 @@ class World:
                 logger.warning("device auto: this run is on the CPU, for %s", reason)
         owns = not dist.is_initialized()
         if owns:
+            if chosen.type == "cuda":
+                # Transfers of several groups run in the order in which a rank asks for them, which
+                # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
+                os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
