@@ -72,15 +72,21 @@ def warm_up(plan: RunPlan, boxing: Boxing) -> None:
     world = boxing.world
     for use in groups_of(plan):
         line = Placement.of(world.device.type, use.ranks)
-        size, me = len(use.ranks), line.index(world.rank)
-        split, whole = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
-        conversions = [(Layout(line, (Partial(),)), whole, (1,), (1,))]
+        size = len(use.ranks)
+        asked = [(Layout(line, (Partial(),)), Layout(line, (Broadcast(),)))]
         if use.pairs:
-            conversions.append((split, Layout(line, (Split(1),)), (size, size), (1, size)))
-        for src, dst, shape, part_shape in conversions:
-            name = f"start/{use.channel}"
-            steps = plan_boxing(src, dst, shape, torch.float32, id=name, backend=world.backend)
-            part = None if me < 0 else torch.ones(part_shape, device=world.device)
+            asked.append((Layout(line, (Split(0),)), Layout(line, (Split(1),))))
+        for src, dst in asked:
+            steps = plan_boxing(
+                src,
+                dst,
+                (size, size),
+                torch.float32,
+                id=f"start/{use.channel}",
+                backend=world.backend,
+            )
+            mine = src.part_shape((size, size), world.rank)
+            part = None if mine is None else torch.ones(mine, device=world.device)
             boxing.run(steps, part, use.channel)
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)

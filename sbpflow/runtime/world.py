@@ -22,6 +22,7 @@ import torch.distributed as dist
 from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
 from sbpflow.runtime.devices import choose_device, why_no_cuda
+from sbpflow.runtime.draws import Draws
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.exit_messages import Meeting
 from sbpflow.runtime.shutdown import close_process_groups
@@ -85,6 +86,7 @@ class World:
         self.checked = checked
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
+        self.draws = Draws()  # where ops take random numbers from
         # Takes what waits for a transfer and makes it wait: for those that measure.
         self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)

@@ -58,7 +58,8 @@ class Graph:
     def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
         """One op, as the host's tensors have it."""
         drawn = kwargs.get("generator")
-        if drawn is not None and not any(drawn is one for one in self.generators):
+        known = [one._cdata for one in self.generators]  # dispatch wraps a generator anew
+        if drawn is not None and drawn._cdata not in known:
             raise RefusedError(f"in a captured region: {func} draws from a generator unknown to it")
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
@@ -98,7 +99,8 @@ class Graph:
         _capturing.graph, self._done = None, True
         for whole, before in self._before.values():
             whole.copy_(before)
-        for _, whole in self._made.values():
+        for block, whole in self._made.values():
+            block.used.clear()  # nothing has run
             whole.fill_(255)  # NaN in every floating dtype
         self._before.clear()
 

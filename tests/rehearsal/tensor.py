@@ -44,11 +44,12 @@ class Rehearsed(Tensor):
 
     def use(self, func: object, *, writes: bool) -> None:
         """An op on the current stream is about to read it, or to change it."""
+        if graph := graphs.capturing():  # nothing runs now
+            graph.uses(self.block, self.host, writes=writes)
+            return
         check_access(func, self.host, writes=writes)
         if self.block is not None:
             self.block.use(func, self.host, writes=writes)
-        if graph := graphs.capturing():
-            graph.uses(self.block, self.host, writes=writes)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.errors import SbpError
-from sbpflow.runtime.streams import stream_key
+from sbpflow.runtime.draws import Numbered
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
@@ -94,8 +94,10 @@ def dropout(
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         if parts[0].is_meta:  # a dry run has no values to drop
             return parts[0] * 1.0
-        held = choice.output.part_slices(x.shape, x.boxing.world.rank) or ()
-        keep = _kept(parts[0], x.shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
+        world = x.boxing.world
+        held = choice.output.part_slices(x.shape, world.rank) or ()
+        numbered = world.draws.numbered(parts[0].device, seed, name)
+        keep = _kept(parts[0], x.shape, held, 1.0 - p, numbered)
         return parts[0] * keep.div_(1.0 - p)
 
     return apply(_elementwise("dropout", x.ndim), [x], x.shape, kernel, id=id)
@@ -182,22 +184,20 @@ def _kept(
     shape: tuple[int, ...],
     held: tuple[slice, ...],
     share: float,
-    key: Callable[[int], int],
+    numbered: Numbered,
 ) -> Tensor:
     """1 with probability ``share`` and 0 else, for the part ``held`` of a tensor of ``shape``.
 
     The whole tensor has blocks of rows, some 16 of them, whose numbers are drawn one block after
-    the other, block n from ``key(n)``. Those that the part touches are drawn whole, and cut: a part
-    does not know how many numbers come before it in one stream over all.
+    the other, block n from ``numbered(n)``. Those that the part touches are drawn whole, and cut: a
+    part does not know how many numbers come before it in one stream over all.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
     rows = max(_LEAST_ROWS, -(-shape[0] // _BLOCKS))
     first, last = held[0].start // rows, -(-held[0].stop // rows)
     drawn = part.new_empty((last - first) * rows, *shape[1:])
-    generator = torch.Generator(part.device)
     for number, block in enumerate(drawn.split(rows), first):
-        generator.manual_seed(key(number))
-        block.bernoulli_(share, generator=generator)
+        block.bernoulli_(share, generator=numbered(number))
     offset = first * rows
     return drawn[(slice(held[0].start - offset, held[0].stop - offset), *held[1:])].contiguous()
