@@ -47,7 +47,7 @@ class Clock:
 
     def join(self, sees: Seen) -> None:
         """What comes next comes after ``sees``."""
-        for number, count in sees.items():
+        for number, count in tuple(sees.items()):  # another thread may tell this stream, too
             if count > self.sees.get(number, -1):
                 self.sees[number] = count
 
@@ -96,7 +96,7 @@ def host_waits(sees: Seen) -> None:
     """The host has waited for this; all that this thread asks for now comes after it."""
     host = _thread.host
     host.version += 1
-    for number, count in sees.items():
+    for number, count in tuple(sees.items()):
         host.sees[number] = max(count, host.sees.get(number, 0))
 
 
@@ -137,9 +137,9 @@ class Block:
         mine[key] = (clock.now, writes, host, func)
 
     def _check(self, func: object, host: Tensor, clock: Clock, writes: bool) -> None:
-        for other, uses in self.used.items():
+        for other, uses in tuple(self.used.items()):
             seen = clock.sees.get(other.number, 0)
-            for count, wrote, part, by in uses.values():
+            for count, wrote, part, by in tuple(uses.values()):
                 if other is clock or count <= seen or not (writes or wrote):
                     continue
                 if part is None or overlap(part, host):
