@@ -139,7 +139,7 @@ class DenseGraphs:
         except RuntimeError as error:
             raise ConfigError(
                 "parallel.cuda_graph: true, but the dense part cannot be captured: "
-                f"{str(error).splitlines()[0]}; a captured model neither waits for the device "
+                f"{_first_line(error)}; a captured model neither waits for the device "
                 "(item(), a mask as an index, print) nor brings tensors from the host; change "
                 "that, or use parallel.cuda_graph=false"
             ) from error
@@ -167,3 +167,10 @@ class DenseGraphs:
             yield
         finally:
             world.draws, self._draws.capturing = before, False
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what went wrong at first: the end of a broken capture raises, too, and says less."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).splitlines()[0]

@@ -50,6 +50,7 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops: Counter[str] = Counter()
+        self.beside: Counter[str] = Counter()  # those of ``ops`` on other streams than the main one
         self.collectives: Counter[str] = Counter()
         self.thread = threading.get_ident()
 
@@ -97,9 +98,10 @@ def note(kind: str, what: str) -> None:
             each.entries.append(entry)
 
 
-def count_op(name: str) -> None:
+def count_op(name: str, *, beside: bool = False) -> None:
     for each in _opened():
         each.ops[name] += 1
+        each.beside[name] += beside
 
 
 def count_collective(name: str) -> None:

@@ -58,6 +58,16 @@ def second_step(world, config, accumulate):
             job.trainer.step(steps[number], steps[number + 1][0] if number < 2 else None)
         if number == 1:
             second = made
+    sort = "aten.sort.stable"
+    on_main = second.ops[sort] - second.beside[sort]
+    if accumulate == 1:  # several batches' rows are sorted once more together
+        # Rows of whole tables' gradients are known when these come: any other sort is ahead.
+        assert on_main == sum(
+            len(group.stacks)
+            for group in job.plan.embeddings.groups
+            if group.exchange == "local" and group.whole_gradients and world.size > 1
+        )
+        assert second.beside[sort]
     return len(second.syncs), len(second.late_reads), second.num_ops, second.summary()
 
 
