@@ -1,26 +1,24 @@
-"""Generators of random numbers for a forward: what is drawn depends on a seed and a name alone.
+"""Where a forward takes random numbers from: they depend on a seed and a name alone.
 
-Within a captured CUDA graph no generator may be made or seeded. ``KeptDraws`` keeps those of a
-region from one run to the next, so that they are seeded before each replay and draw the same.
+Within a captured CUDA graph a number of the host stays what it was, and no generator may be seeded.
+``KeptDraws`` keeps keys in memory of the device and seeds torch's generator before each replay.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from sbpflow.runtime.streams import stream_key
 
-Numbered = Callable[[int], torch.Generator]
-
 
 class Draws:
-    """New generators each time."""
+    """Anew each time."""
 
-    def numbered(self, device: torch.device, seed: int, name: str) -> Numbered:
-        """number -> a generator at the start of the stream ``<name>/<number>`` of ``seed``."""
-        one = torch.Generator(device)
-        return lambda number: one.manual_seed(stream_key(seed, f"{name}/{number}"))
+    def key(self, device: torch.device, seed: int, name: str) -> Tensor:
+        """0-d int64 on ``device``: the key of the stream ``name`` of ``seed``."""
+        return torch.full((), stream_key(seed, name), dtype=torch.int64, device=device)
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
@@ -30,27 +28,19 @@ class Draws:
 
 
 class KeptDraws(Draws):
-    """The generators of a region that is run again and again with another seed each time."""
+    """Of a region that is run again and again, with another seed each time."""
 
     def __init__(self) -> None:
         self.capturing = False
-        self._kept: dict[str, torch.Generator] = {}
+        self._keys: dict[str, Tensor] = {}
         self._of_torch = ""
 
-    @property
-    def generators(self) -> Iterable[torch.Generator]:
-        """Those drawn from so far, without torch's own."""
-        return self._kept.values()
-
-    def numbered(self, device: torch.device, seed: int, name: str) -> Numbered:
-        def kept(number: int) -> torch.Generator:
-            stream = f"{name}/{number}"
-            if stream not in self._kept:
-                self._kept[stream] = torch.Generator(device)
-            found = self._kept[stream]
-            return found if self.capturing else found.manual_seed(stream_key(seed, stream))
-
-        return kept
+    def key(self, device: torch.device, seed: int, name: str) -> Tensor:
+        if name not in self._keys:
+            self._keys[name] = super().key(device, seed, name)
+        elif not self.capturing:
+            self._keys[name].fill_(stream_key(seed, name))
+        return self._keys[name]
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
@@ -63,9 +53,9 @@ class KeptDraws(Draws):
 
     @contextmanager
     def replaying(self, device: torch.device, seed: int) -> Generator[None]:
-        """All generators start from ``seed``: a replay inside draws what a run with it does."""
-        for stream, generator in self._kept.items():
-            generator.manual_seed(stream_key(seed, stream))
+        """A replay inside draws what a run with ``seed`` does."""
+        for name, key in self._keys.items():
+            key.fill_(stream_key(seed, name))
         if not self._of_torch:
             yield
             return

@@ -125,8 +125,6 @@ class DenseGraphs:
 
     def _capture(self, inputs: DenseInputs, seed: int) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        for generator in self._draws.generators:
-            graph.register_generator_state(generator)
         for leaf in self._leaves:
             leaf.grad = None
         try:
@@ -160,7 +158,7 @@ class DenseGraphs:
 
     @contextmanager
     def _drawing(self, *, capturing: bool = False) -> Generator[None]:
-        """Random numbers of the region come from generators that stay."""
+        """Random numbers of the region come from keys that stay where they are."""
         world, before = self._world, self._world.draws
         world.draws, self._draws.capturing = self._draws, capturing
         try:

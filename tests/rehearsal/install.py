@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -247,6 +248,8 @@ def _plan_without() -> None:
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
     kernels.find_spec = lambda name: None  # nor Triton, but by tests that ask for it
+    dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")
+    dropping.find_kernels = lambda: None
 
 
 class _Launcher:
@@ -261,7 +264,6 @@ class _Launcher:
         class Grid:
             def __getitem__(self, grid: Any) -> Any:
                 def launch(*args: Any, **kwargs: Any) -> None:
-                    graphs.refuse(f"{name}, which is not rehearsed there")
                     count_op(f"triton.{name}")
                     streams.current().tick()
                     for leaf in tree_leaves((args, kwargs)):
@@ -269,8 +271,14 @@ class _Launcher:
                             assert isinstance(leaf, Rehearsed), f"{name}: a CPU tensor"
                             leaf.use(name, writes=True)
                     hosts, named = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
-                    with _disable_current_modes():
-                        kernel[grid](*hosts, **named)
+
+                    def run() -> None:
+                        with _disable_current_modes():
+                            kernel[grid](*hosts, **named)
+
+                    run()
+                    if graph := graphs.capturing():
+                        graph.calls.append(run)
 
                 return launch
 
@@ -284,3 +292,11 @@ def _claim_kernels() -> None:
 
     patched: Any = triton_storage
     patched._launch = _Launcher(patched._launch)
+
+
+def dropout_kernels() -> Any:
+    """The kernel that drops elements, as ``find_kernels`` gives it, for a test that asks for it."""
+    from sbpflow.tensor.ops import triton_dropout
+
+    launcher = _Launcher(triton_dropout)
+    return SimpleNamespace(drop=launcher.drop, BLOCK=triton_dropout.BLOCK)

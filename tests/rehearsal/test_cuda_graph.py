@@ -88,6 +88,31 @@ def test_replays_equal_steps_op_by_op(rehearsed_ranks, optimizer):
     check(rehearsed_ranks(1, both_ways, config))
 
 
+def both_ways_with_triton(world, config):
+    from importlib import import_module
+
+    from tests.rehearsal.install import dropout_kernels
+
+    dropout = import_module("sbpflow.tensor.ops.dropout")
+    real, kernels = dropout.find_kernels, dropout_kernels()
+    dropout.find_kernels = lambda: kernels
+    try:
+        by_triton = both_ways(world, config)
+    finally:
+        dropout.find_kernels = real
+    return by_triton, both_ways(world, config)
+
+
+def test_tritons_dropout_in_a_graph_equals_torchs(rehearsed_ranks):
+    pytest.importorskip("triton")
+    config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
+    config = replace(config, model=replace(config.model, dropout=0.5))
+    ((by_triton, by_torch),) = rehearsed_ranks(1, both_ways_with_triton, config)
+    check([by_triton])
+    assert by_triton[0] == by_torch[0]
+    assert by_triton[3][1] < by_torch[3][1], "one op each way in place of many"
+
+
 def test_of_several_ranks_gradients_leave_the_graph(rehearsed_ranks):
     config = with_graph(make_config("3", "rowwise_adagrad", dtype="float32", dense="adam"))
     config = replace(config, model=replace(config.model, dropout=0.5))

@@ -84,6 +84,7 @@ COMPILED = (
     "compiled_half",
     "loops",
     "numba_storage",
+    "triton_dropout",
     "triton_kernels",
     "triton_storage",
 )
