@@ -22,6 +22,7 @@ import torch.distributed as dist
 from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
 from sbpflow.runtime.devices import choose_device, why_no_cuda
+from sbpflow.runtime.draws import Draws
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.exit_messages import Meeting
 from sbpflow.runtime.shutdown import close_process_groups
@@ -89,6 +90,7 @@ class World:
         self.several_hosts = several_hosts
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
+        self.draws = Draws()  # where ops take random numbers from
         # Takes what waits for a transfer and makes it wait: for those that measure.
         self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
@@ -123,6 +125,10 @@ class World:
                 logger.warning("device auto: this run is on the CPU, for %s", reason)
         owns = not dist.is_initialized()
         if owns:
+            if chosen.type == "cuda":
+                # Transfers of several groups run in the order in which a rank asks for them, which
+                # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
+                os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}

@@ -3,12 +3,23 @@
 On a machine with one GPU the ranks share it, each under a host name of its own (NCCL_HOSTID).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from benchmarks.device_timer import timed_ms
 from tests.training.test_equality import SCHEMES, reference_run
 from tests.training.test_steps import steps_of_one_iteration
-from tests.training.wdl_case import SPARSE, join_tables, make_config, train
+from tests.training.wdl_case import (
+    SPARSE,
+    join_tables,
+    make_batches,
+    make_config,
+    make_job,
+    to_device,
+    train,
+)
 
 
 @pytest.mark.gpu
@@ -32,6 +43,59 @@ def test_kernels_agree_on_the_gpu(nccl_ranks, sparse):
         for kernel in ("torch", "auto")
     ]
     np.testing.assert_allclose(runs[0][0]["losses"], runs[1][0]["losses"], rtol=1e-5)
+
+
+def captured(dense, batch_size=30, hidden=(7, 6)):
+    """A configuration whose dense part, with dropout, is one CUDA graph."""
+    config = make_config("1", "adagrad", dtype="float32", dense=dense, dim=8, batch_size=batch_size)
+    return replace(
+        config,
+        model=replace(config.model, dropout=0.5, hidden=hidden),
+        parallel=replace(config.parallel, device="cuda", cuda_graph=True),
+    )
+
+
+def losses_of(world, config, warm_up_steps):
+    """Losses of 30 steps; op by op where that many warm up."""
+    job = make_job(world, config)
+    job.trainer.graphs.warm_up_steps = warm_up_steps
+    return [
+        float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))
+        for batch in make_batches(30, config.data.batch_size)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", ["adam", "sgd"])
+def test_a_cuda_graph_trains_as_steps_op_by_op(nccl_ranks, dense):
+    graphed, plain = (nccl_ranks(1, losses_of, captured(dense), steps)[0] for steps in (3, 30))
+    # The same kernels of the same numbers; libraries may choose others where they have less room.
+    np.testing.assert_allclose(graphed, plain, rtol=1e-5)
+
+
+@pytest.mark.nccl
+def test_a_cuda_graph_trains_alike_over_nccl(nccl_ranks):
+    for graphed, plain in zip(
+        *(nccl_ranks(2, losses_of, captured("adam"), steps) for steps in (3, 30)), strict=True
+    ):
+        np.testing.assert_allclose(graphed, plain, rtol=1e-5)
+
+
+def step_ms(world, config, warm_up_steps, steps=50):
+    """ms of a step of batches of one shape."""
+    job = make_job(world, config)
+    job.trainer.graphs.warm_up_steps = warm_up_steps
+    rows = to_device(make_batches(2, config.data.batch_size)[0], world.device)
+    for _ in range(8):
+        job.trainer.step(rows)
+    return timed_ms(lambda: job.trainer.step(rows), steps=steps)["ms"]
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_faster_where_launches_are_the_time(nccl_ranks):
+    config = captured("adam", batch_size=256, hidden=(64,) * 7)
+    ((graphed,), (plain,)) = (nccl_ranks(1, step_ms, config, steps) for steps in (3, 10**9))
+    assert graphed < 0.9 * plain, f"{graphed:.2f} ms with a graph, {plain:.2f} ms without"
 
 
 @pytest.mark.nccl
