@@ -136,7 +136,6 @@ def predict(argv: Sequence[str]) -> int:
     _need_checkout("predict")
     from data import fields_of, load_manifest, open_loader
     from data.predictions import Scoring
-    from data.read.loaders import choose_backend
     from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.folder import data_folder
@@ -182,7 +181,7 @@ def predict(argv: Sequence[str]) -> int:
         batch_size=config.data.batch_size,
         rank=world.rank,
         world_size=world.size,
-        backend=choose_backend(config.data.loader),
+        backend=config.data.loader,
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,

@@ -5,6 +5,7 @@ balanced part of each step. The state therefore fits any world size: restored, a
 exactly the rows of the epoch that were not yet delivered.
 """
 
+import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -287,6 +288,17 @@ def _check_integer(key: str, value: object, least: int, most: int) -> None:
         raise ConfigError(f"{key}: {value!r} must be a whole number from {least} to {most}")
 
 
+def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
+    """``data.loader`` as one of the two; what auto comes to is logged."""
+    if wanted != "auto":
+        return wanted
+    # The parent package alone is imported: it belongs to CUDA's libraries too.
+    there = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+    chosen: Backend = "dali" if there else "memmap"
+    _LOG.info("data.loader: auto is %s%s", chosen, "" if there else ", DALI is not installed")
+    return chosen
+
+
 def open_loader(
     manifest: Manifest,
     *,
@@ -294,7 +306,7 @@ def open_loader(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
-    backend: Backend = "dali",
+    backend: Backend | Literal["auto"] = "auto",
     shuffle: Shuffle = "runs",
     seed: int = 7,
     device: torch.device | None = None,
@@ -306,7 +318,8 @@ def open_loader(
     ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
     rank may get none), ``drop`` leaves it out and counts it. ``crosses`` are computed from the
     set's columns and come after them in ``Batch.ids``. The order is the same for both
-    back-ends. Raises ConfigError for an argument out of range, DataError for a damaged set.
+    back-ends; ``auto`` is DALI where it is installed. Raises ConfigError for an argument out of
+    range, DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)
@@ -318,7 +331,7 @@ def open_loader(
             f"use {world_size} or more"
         )
     for key, value, legal in (
-        ("data.loader", backend, tuple(FEEDS)),
+        ("data.loader", backend, ("auto", *FEEDS)),
         ("data.shuffle", shuffle, SHUFFLES),
         ("tail", tail, ("keep", "drop")),
     ):
@@ -337,7 +350,7 @@ def open_loader(
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
-        backend=backend,
+        backend=choose_backend(backend),
         shuffle=shuffle,
         seed=seed,
         device=device or torch.device("cpu"),

@@ -1,31 +1,14 @@
 """The loaders of a run, one per split that has rows, as its configuration says."""
 
-import importlib.util
-import logging
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
 from data.format.manifest import Manifest
-from data.read.feeds import Backend
-from data.read.loader import RowLoader, open_loader
+from data.read.loader import RowLoader, choose_backend, open_loader
 from sbpflow.config.schema import DataConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import HashedColumn
-
-logger = logging.getLogger(__name__)
-
-
-def choose_backend(wanted: Literal["auto", "dali", "memmap"]) -> Backend:
-    """``data.loader`` as one of the two; what auto comes to is logged."""
-    if wanted != "auto":
-        return wanted
-    # The parent package alone is imported: it belongs to CUDA's libraries too.
-    there = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
-    chosen: Backend = "dali" if there else "memmap"
-    logger.info("data.loader: auto is %s%s", chosen, "" if there else ", DALI is not installed")
-    return chosen
 
 
 def open_loaders(

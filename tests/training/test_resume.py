@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypat
     assert "checkpoint.resume=never" in said
     # What does not change a loss may differ; what the file has by then stays.
     kernels = kernels_of(tmp_path)
-    assert kernels != {"torch"}
+    assert kernels != {"torch"} or not find_spec("numba")
     with monkeypatch.context() as patch:
         interrupt(patch, 5)
         with pytest.raises(Interrupted):
