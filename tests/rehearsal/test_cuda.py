@@ -20,6 +20,10 @@ def test_conversions_of_one_rank(rehearsed_ranks):
     conversions.test_between_cpu_and_cuda(rehearsed_ranks)
 
 
+def test_dropout_drops_what_its_counts_say(rehearsed_ranks):
+    conversions.test_dropout_drops_what_its_counts_say(rehearsed_ranks)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int32", "int16"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_conversions_on_a_line(rehearsed_ranks, world_size, dtype):
