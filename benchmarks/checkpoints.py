@@ -6,8 +6,9 @@
 Writing and reading alternate with dd of as many bytes to the same disk, both synced, each first in
 turn; reads are of files that the page cache was told to drop. A quarter and a half of the size as
 well, for the slope: seconds per further GB, from which those of 40 GB follow. Beside training: the
-time that steps lost while a save was under way, as a share of its duration, and what the undo log
-took.
+time that steps lost while a save was under way, as a share of its duration, and the part of it that
+the training thread spent on the undo log; the memory that the save had, by its own account and by
+the system's (the highest resident size).
 """
 
 import argparse
@@ -24,7 +25,6 @@ import torch
 from benchmarks.record import Results
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
-from sbpflow.checkpoint.format import BLOCK_BYTES
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import Config, DataConfig, LazyAdam, OptimizerConfig
@@ -150,6 +150,7 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         folder, job.boxing, job.state, run="cost", deadline_s=600, storages=job.embeddings.storages
     )
     done: list[float] = []
+    resident = resident_bytes(start_anew=True)
     begin = time.perf_counter()
     saver.start(1000, {}, lambda: done.append(time.perf_counter()))
     started_s = time.perf_counter() - begin
@@ -158,6 +159,10 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         meanwhile.append(step())
         saver.check()
     saver.wait()
+    cost = saver.last_cost
+    if cost is None:
+        raise RuntimeError("the save beside training left no account of what it took")
+    most_resident = resident_bytes(highest=True)
     alone += [step() for _ in range(60)]
     duration = done[0] - begin
     lost = started_s + sum(meanwhile) - statistics.fmean(alone) * len(meanwhile)
@@ -172,10 +177,25 @@ def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
         "start_s": started_s,
         "lost_s": lost,
         "lost_of_save": lost / duration,
-        "undo_log_of_bytes": saver.kept_bytes / size,
-        # A mark per row, and copies of a block of each tensor.
-        "extra_memory_of_bytes": (saver.kept_bytes + TABLES * rows + 3 * BLOCK_BYTES) / size,
+        "logging_of_save": cost.logging_s / duration,
+        "undo_log_of_bytes": cost.log_bytes / size,
+        "extra_memory_of_bytes": cost.extra_bytes / size,
+        "more_resident_of_bytes": (most_resident - resident) / size if resident else None,
+        "spilled_of_bytes": cost.spilled_bytes / size,
+        "threads": torch.get_num_threads(),
     }
+
+
+def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
+    """Of this process, now or at most since this was last started anew; 0 if not on Linux."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    if start_anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    key = "VmHWM:" if highest else "VmRSS:"
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:

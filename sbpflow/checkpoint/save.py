@@ -17,7 +17,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, Described
 from sbpflow.checkpoint.format import Place, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
-from sbpflow.checkpoint.snapshot import Snapshot, Storages
+from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Storages
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.embedding.state import LogicalTensor, Rectangle
 from sbpflow.errors import CheckpointError
@@ -55,7 +55,8 @@ class Saver:
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
         self._storages = storages
         self._under_way: Future[None] | None = None
-        self.kept_bytes = 0
+        self._hurry: Callable[[], None] | None = None
+        self.last_cost: SaveCost | None = None  # of the last save beside training
         self._count = 0
         self._names: list[str] = []
         self._tensors: dict[str, Described] = {}
@@ -96,16 +97,20 @@ class Saver:
                 attempt.give_up(str(error))
             finally:
                 snapshot.end()
-                self.kept_bytes = snapshot.most_kept_bytes
+                self.last_cost = snapshot.cost
             attempt.finish()
             if done is not None:
                 done()
 
+        self._hurry = snapshot.hurry
         self._under_way = in_background(work, "checkpoint")
 
     def wait(self) -> None:
         """Until no save is under way; what failed in it is raised."""
         if self._under_way is not None:
+            if self._hurry is not None:
+                self._hurry()
+            self._hurry = None  # or what the log has would live on with it
             ended, self._under_way = self._under_way, None
             ended.result()
 

@@ -2,14 +2,16 @@
 copied at once.
 """
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
+from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
 from sbpflow.embedding.plan.tables import Shard
@@ -17,6 +19,22 @@ from sbpflow.embedding.storage.base import Storage
 
 Storages = Callable[[], Iterable[tuple[Storage, Sequence[Shard]]]]
 _WEIGHTS = ""
+RANGE_BYTES = BLOCK_BYTES  # of a tensor, copied and written at a time
+REST = 1.0  # between ranges, of the time that one took: steps lose less to a thread that rests
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCost:
+    """What a save beside training took of it on one rank, in bytes at most at a time and seconds.
+
+    ``log_bytes`` are of rows that changed before they were written; ``extra_bytes`` are all memory
+    that the save had, with these; ``spilled_bytes`` went through a file.
+    """
+
+    log_bytes: int
+    extra_bytes: int
+    spilled_bytes: int
+    logging_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +53,7 @@ class _Logged:
 
     storage: Storage
     log: RowLog
+    range_rows: int
     spans: list[_Span] = field(default_factory=list[_Span])
 
 
@@ -63,20 +82,27 @@ class Snapshot:
             start = part.place.row_start - shard.row_start + shard.base
             span = _Span(key, start, start + part.place.num_rows, part)
             spans.setdefault(number, []).append(span)
+        self._spilled_bytes = 0
+        self._hurried = threading.Event()
         self._logged = [_watch(listed[number][0], some) for number, some in spans.items()]
 
     @property
-    def most_kept_bytes(self) -> int:
-        """Of rows that changed before they were written, at a time."""
-        return sum(logged.log.most_kept_bytes for logged in self._logged)
+    def cost(self) -> SaveCost:
+        """Up to now."""
+        logs = [logged.log for logged in self._logged]
+        copies = sum(part.num_bytes for part in self._rest)
+        return SaveCost(
+            log_bytes=sum(log.kept_bytes for log in logs),
+            extra_bytes=sum(log.extra_bytes for log in logs) + copies,
+            spilled_bytes=self._spilled_bytes,
+            logging_s=sum(log.logging_s for log in logs),
+        )
 
     def write(self, path: Path) -> list[tuple[str, Piece]]:
         """All parts into a new file, which is on disk when this returns."""
-        file = PieceFile(path)
+        file, spill = PieceFile(path), SpillFile(path.parent)
         try:
-            found = [
-                (name, piece) for logged in self._logged for name, piece in _write(file, logged)
-            ]
+            found = [pair for logged in self._logged for pair in self._write(file, logged, spill)]
             for part in self._rest:
                 writer = PieceWriter(file, part.place, part.num_bytes)
                 for chunk in row_chunks(part.values):
@@ -85,37 +111,47 @@ class Snapshot:
             file.close()
         finally:
             file.close(sync=False)
+            spill.close()
+            self._spilled_bytes = spill.num_bytes
         return found
+
+    def _write(self, file: PieceFile, logged: _Logged, spill: SpillFile) -> list[tuple[str, Piece]]:
+        spans, rows = logged.spans, logged.range_rows
+        writers = [PieceWriter(file, span.part.place, span.part.num_bytes) for span in spans]
+        first, last = min(span.start for span in spans), max(span.stop for span in spans)
+        for number in range(first // rows, -(-last // rows)):
+            begin = time.perf_counter()
+            for other in self._logged:
+                other.log.drain(spill)
+            values = logged.log.read(number, spill)
+            start = number * rows
+            for span, writer in zip(spans, writers, strict=True):
+                top, bottom = max(start, span.start), min(start + rows, span.stop)
+                if top < bottom:
+                    writer.write(bytes_of(values[span.key][top - start : bottom - start]))
+            if all(other.log.has_room for other in self._logged):
+                self._hurried.wait(REST * (time.perf_counter() - begin))
+        return [
+            (span.part.name, writer.done()) for span, writer in zip(spans, writers, strict=True)
+        ]
+
+    def hurry(self) -> None:
+        """Somebody waits for what is being written: no rest from here on."""
+        self._hurried.set()
 
     def end(self) -> None:
         """No longer watch the storages."""
         for logged in self._logged:
             logged.storage.before_update = None
+            logged.log.close()
 
 
 def _watch(storage: Storage, spans: list[_Span]) -> _Logged:
-    tensors: dict[str, Tensor] = {_WEIGHTS: storage.weights, **storage.state}
-    pending = torch.zeros(storage.weights.shape[0], dtype=torch.bool, device=storage.weights.device)
+    weights = storage.weights
+    pending = torch.zeros(weights.shape[0], dtype=torch.bool)
     for span in spans:
         pending[span.start : span.stop] = True
-    log = RowLog(tensors, pending)
+    rows = max(1, RANGE_BYTES // max(1, weights.shape[1] * weights.itemsize))
+    log = RowLog({_WEIGHTS: weights, **storage.state}, pending, rows)
     storage.before_update = log.before_update
-    return _Logged(storage, log, spans)
-
-
-def _write(file: PieceFile, logged: _Logged) -> list[tuple[str, Piece]]:
-    writers = [PieceWriter(file, span.part.place, span.part.num_bytes) for span in logged.spans]
-    weights = logged.storage.weights
-    rows = max(1, BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
-    first = min(span.start for span in logged.spans)
-    last = max(span.stop for span in logged.spans)
-    for start in range(first, last, rows):
-        stop = min(start + rows, last)
-        values = logged.log.read(start, stop)
-        for span, writer in zip(logged.spans, writers, strict=True):
-            top, bottom = max(start, span.start), min(stop, span.stop)
-            if top < bottom:
-                writer.write(bytes_of(values[span.key][top - start : bottom - start]))
-    return [
-        (span.part.name, writer.done()) for span, writer in zip(logged.spans, writers, strict=True)
-    ]
+    return _Logged(storage, log, rows, spans)

@@ -54,13 +54,15 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 class Rendezvous:
     """How the ranks find each other, as torch's ``init_process_group`` takes it.
 
-    ``init_method=None`` is a world of one that needs no meeting point.
+    ``init_method=None`` is a world of one that needs no meeting point. ``several_hosts`` is the
+    same on all ranks.
     """
 
     init_method: str | None
     rank: int
     size: int
     local_rank: int = 0
+    several_hosts: bool = False
 
 
 class World:
@@ -78,12 +80,14 @@ class World:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,
         owns_default_group: bool = True,
+        several_hosts: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.backend = backend_of_device(device.type)
         self.checked = checked
+        self.several_hosts = several_hosts
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
         self.draws = Draws()  # where ops take random numbers from
@@ -106,7 +110,8 @@ class World:
         """Join the other ranks; without a launcher, be a world of one.
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
-        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets. A process group
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets, and its
+        LOCAL_WORLD_SIZE, which tells of several hosts. A process group
         that already exists is used as it is and left alone by ``close``. ``facts``, key to value,
         are what all ranks must agree on, such as their configuration; with device, backend and
         versions they are compared before torch connects the ranks. Raises ConfigError where they
@@ -127,6 +132,7 @@ class World:
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
+            agreed["LOCAL_WORLD_SIZE"] = "below" * meeting.several_hosts or "WORLD_SIZE or unset"
             met = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
@@ -147,6 +153,7 @@ class World:
             timeout_s=timeout_s,
             checked=checked,
             owns_default_group=owns,
+            several_hosts=meeting.several_hosts,
         )
 
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
@@ -350,6 +357,7 @@ def _meeting_from_environment() -> Rendezvous:
         rank=rank,
         size=size,
         local_rank=_local_rank(),
+        several_hosts=0 < env_int("LOCAL_WORLD_SIZE", 0) < size,
     )
 
 

@@ -1,14 +1,18 @@
 """A state that goes on changing is saved as it was, whichever kernel changes its rows."""
 
+import errno
 import os
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.reshard import Case, Lying, make_job, make_rows
+from sbpflow.checkpoint import slabs, spill, undo
 from sbpflow.checkpoint import snapshot as module
 from sbpflow.checkpoint.format import Place
 from sbpflow.checkpoint.read import open_checkpoint
@@ -38,8 +42,16 @@ def make_storage(kernel):
     )
 
 
+@pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
-def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
+def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
+    if tight:  # 30 places in slabs of 2; the rest goes through a file
+        monkeypatch.setattr(undo, "SLAB_SHARE", 0.0)
+        monkeypatch.setattr(undo, "LEAST_ROWS", 1)
+        monkeypatch.setattr(slabs, "SLAB_BITS", 1)
+        monkeypatch.setattr(undo, "PIECE_ROWS", 16)
+        monkeypatch.setattr(undo, "SEGMENT_ROWS", 24)
+        monkeypatch.setattr(undo, "LEAST_SEGMENTS", 100)  # one thread does both: nobody may wait
     storage = make_storage(kernel)
     storage.weights.copy_(torch.randn(ROWS, WIDTH))
     table = TableConfig(name="t", features=("f",), num_rows=ROWS - 20, dim=WIDTH)
@@ -52,7 +64,7 @@ def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
         place = Place(row_start=start, row_stop=ROWS - 20, col_start=0, col_stop=WIDTH)
         parts.append(Part(name=name, place=place, values=value[start:]))
     expected = {part.name: part.values.clone() for part in parts}
-    monkeypatch.setattr(module, "BLOCK_BYTES", 16 * WIDTH * 4)
+    monkeypatch.setattr(module, "RANGE_BYTES", 16 * WIDTH * 4)
     real, updates = PieceWriter.write, []
 
     def write(self, data):
@@ -75,17 +87,39 @@ def test_rows_are_written_as_they_were(kernel, tmp_path, monkeypatch):
         assert torch.equal(saved.view(-1, WIDTH), expected[name]), name
         assert not torch.equal(values[name], expected[name]), "or nothing was tested"
     assert len(updates) > 10
-    kept = snapshot.most_kept_bytes
-    assert 0 < kept <= 2 * ROWS * WIDTH * 4
+    cost = snapshot.cost
+    assert 0 < cost.log_bytes < cost.extra_bytes
+    assert (cost.spilled_bytes > 0) == tight
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.bin"]
     storage.update(storage.access(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
-    assert snapshot.most_kept_bytes == kept
+    assert snapshot.cost == cost
 
 
 def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def train_while_saving(world: World, folder, case: Case):
+TIGHT = {"SLAB_SHARE": 0.0, "LEAST_ROWS": 1, "LEAST_SEGMENTS": 1, "SEGMENT_ROWS": 8,
+         "PIECE_ROWS": 8}  # fmt: skip
+
+
+@contextmanager
+def tight_memory(tight: bool = True):
+    """Training waits for each few rows until the writer has taken them."""
+    usual = {name: getattr(undo, name) for name in TIGHT}, module.RANGE_BYTES, slabs.SLAB_BITS
+    if tight:
+        for name, value in TIGHT.items():
+            setattr(undo, name, value)
+        module.RANGE_BYTES, slabs.SLAB_BITS = 64, 0
+    try:
+        yield
+    finally:
+        for name, value in usual[0].items():
+            setattr(undo, name, value)
+        module.RANGE_BYTES, slabs.SLAB_BITS = usual[1:]
+
+
+def train_while_saving(world: World, folder, case: Case, tight: bool):
     def train(job, steps):
         for _ in range(steps):
             job.trainer.step(make_rows(job.trainer.num_steps + 1, world.rank, world.size))
@@ -106,22 +140,27 @@ def train_while_saving(world: World, folder, case: Case):
 
     PieceWriter.write = slow
     try:
-        saver.start(3, {}, lambda: taken.append(niceness()))
-        train(two, 8)
-        saver.wait()
+        with tight_memory(tight):
+            saver.start(3, {}, lambda: taken.append(niceness()))
+            train(two, 8)
+            saver.wait()
+        spilled = saver.last_cost.spilled_bytes
         saver.start(11, {})
         saver.wait()
     finally:
         PieceWriter.write = real
-    return taken, niceness()
+    return taken, niceness(), spilled
 
 
+@pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("scheme", ["3", "mixed"])
-def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme):
+def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme, tight):
     for name in "ab":
         (memory / name).mkdir()
     case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
-    for taken, usual in ranks(2, train_while_saving, memory, case):
+    found = ranks(2, train_while_saving, memory, case, tight)
+    assert tight == any(spilled for _, _, spilled in found)
+    for taken, usual, _ in found:
         if sys.platform == "linux":
             assert taken == [min(19, usual + 10)], "the thread that saves leaves the processor"
     one, two = (open_checkpoint(memory / name / "step-3") for name in "ab")
@@ -167,3 +206,81 @@ def test_every_rank_is_told_why_one_could_not_write(ranks, memory):
     for said in ranks(2, one_cannot_write, memory):
         assert said == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
     assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]
+
+
+def disk_full_for_rows_put_aside(world: World, folder):
+    case = Case(Lying(1, "3"), Lying(1, "3"), "lazy_adam")
+    job = make_job(world, case, case.saved)
+    job.trainer.step(make_rows(1, world.rank, world.size))
+    saver = Saver(
+        folder, job.boxing, job.state, run="r", deadline_s=30, storages=job.embeddings.storages
+    )
+    saver.save(1, {})
+    real, trained = spill.write_at, threading.Event()
+
+    def full(file, data, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def slow(self, data):
+        trained.wait(0.01)
+        real_write(self, data)
+
+    real_write, PieceWriter.write = PieceWriter.write, slow
+    spill.write_at = full
+    said = ""
+    try:
+        with tight_memory():
+            saver.start(2, {})
+            for step in range(2, 12):  # goes on, though it waited for the writer
+                job.trainer.step(make_rows(step, world.rank, world.size))
+            saver.wait()
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        spill.write_at, PieceWriter.write = real, real_write
+    return said, job.trainer.num_steps
+
+
+def test_a_full_disk_for_rows_put_aside_is_said_and_nobody_waits(ranks, memory):
+    ((said, steps),) = ranks(1, disk_full_for_rows_put_aside, memory)
+    assert "cannot be written (no space left on device)" in said
+    assert steps == 11
+    assert [path.name for path in memory.iterdir()] == ["step-1"]
+
+
+def test_rows_put_aside_have_no_name_and_are_checked(tmp_path):
+    file = spill.SpillFile(tmp_path)
+    first = file.append([memoryview(b"some"), memoryview(b" rows")])
+    second = file.append([memoryview(b"others")])
+    assert not list(tmp_path.iterdir())  # so that nothing is left by whoever is killed
+    assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
+    os.pwrite(file._file, b"S", first.offset)
+    with pytest.raises(CheckpointError, match="does not give back what was written"):
+        file.read(first)
+    assert bytes(file.read(second)) == b"others"
+    file.close()
+
+
+@pytest.mark.parametrize("num_slabs", [0, 14])
+def test_slabs_keep_rows_apart_by_range(num_slabs, monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BITS", 2)
+    generator = np.random.default_rng(0)
+    kept = slabs.Slabs(4 * num_slabs, 10, 7)
+    held, given = {}, 0
+    for _ in range(300):
+        rows = np.sort(generator.choice(70, generator.integers(1, kept.sure_rows), replace=False))
+        rows = np.array([row for row in rows if row not in held.values()], dtype=np.int64)
+        while (places := kept.place(rows)) is None:
+            fullest = kept.fullest()
+            taken = [held.pop(place) for place in kept.take(fullest).tolist()]
+            assert taken
+            assert {row // 7 for row in taken} == {fullest}
+            given += 1
+        assert not held.keys() & set(places.tolist())
+        assert places.size == rows.size
+        held |= dict(zip(places.tolist(), rows.tolist(), strict=True))
+        assert all(0 <= place < kept.touched_places <= kept.num_places for place in held)
+    assert given > 50
+    for number in range(10):
+        assert all(held.pop(place) // 7 == number for place in kept.take(number).tolist())
+    assert not held

@@ -82,6 +82,7 @@ def test_dependencies_point_one_way(package):
 COMPILED = (
     "compiled",
     "compiled_half",
+    "mark_loops",
     "loops",
     "numba_storage",
     "triton_dropout",

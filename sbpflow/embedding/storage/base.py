@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sbpflow.embedding.storage.access import Access
 
-BeforeUpdate = Callable[[Tensor], None]  # of the addresses that change, each named once
+BeforeUpdate = Callable[[Tensor], None]  # of addresses that change
 
 
 class Storage(Protocol):
     """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``.
 
     Every address that is looked up or updated was prefetched, and each prefetch is released once.
-    ``before_update``, where it is set, is told of rows before each ``update`` changes them.
+    ``before_update``, where it is set, is told of rows right before each ``update`` changes them.
     """
 
     before_update: BeforeUpdate | None
