@@ -98,18 +98,22 @@ def test_a_cuda_graph_is_faster_where_launches_are_the_time(nccl_ranks):
     assert graphed < 0.9 * plain, f"{graphed:.2f} ms with a graph, {plain:.2f} ms without"
 
 
-@pytest.mark.nccl
-@pytest.mark.parametrize("sparse", SPARSE)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_schemes_over_nccl_train_like_the_reference(nccl_ranks, scheme, sparse):
+def check_scheme(ranks, scheme, sparse, steps):
     config = make_config(scheme, sparse)
-    results = nccl_ranks(2, train, config, 30)
-    losses, model = reference_run(sparse, "sgd", 30)
+    results = ranks(2, train, config, steps)
+    losses, model = reference_run(sparse, "sgd", steps)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-9)
     for name, weights in join_tables(results, config.model.embedding_dim).items():
         expected = model.tables()[name][1].numpy()
         np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_over_nccl_train_like_the_reference(nccl_ranks, scheme, sparse):
+    check_scheme(nccl_ranks, scheme, sparse, 30)
 
 
 @pytest.mark.nccl
