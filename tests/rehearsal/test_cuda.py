@@ -65,12 +65,12 @@ def test_explain_holds_against_the_log(rehearsed_ranks, scheme):
 
 
 def test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks):
-    training.test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks, "adam")
+    training.check_graph(rehearsed_ranks, 1, "adam", 6)
     assert rehearsed_ranks(1, training.step_ms, training.captured("adam"), 3, 1)[0] > 0
 
 
 def test_a_cuda_graph_trains_alike_on_several_ranks(rehearsed_ranks):
-    training.test_a_cuda_graph_trains_alike_over_nccl(rehearsed_ranks)
+    training.check_graph(rehearsed_ranks, 2, "adam", 6)
 
 
 def cpu_part_of_a_cuda_layout(world):
