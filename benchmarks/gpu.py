@@ -55,10 +55,11 @@ def _pytest(*words: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-p", "no:cacheprovider", *words)
 
 
+KERNEL_TESTS = ("tests/embedding/test_triton.py", "tests/sbp/test_dropout.py")
 GPU_TESTS = ("tests/sbp/test_cuda.py", "tests/training/test_gpu.py")
 PARTS = (
     Part("gpu tests", _pytest("-m", "gpu", *GPU_TESTS), 90),
-    Part("kernel tests", _pytest("tests/embedding/test_triton.py"), 90, ("triton", "hypothesis")),
+    Part("kernel tests", _pytest(*KERNEL_TESTS), 90, ("triton", "hypothesis")),
     Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
     # By itself: what fails in a capture may leave a device that takes nothing more.

@@ -93,16 +93,19 @@ def _take(kernels: dict[str, KernelChoice], stack: Stack, times: dict[str, float
 def _measurable(
     run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[Stack, StackShape, list[KernelName]]]:
-    """Stacks on CPU whose kernel is for the run to choose, in the plan's order, and which can serve
-    them; those that several can.
+    """Stacks whose kernel is for the run to choose, in the plan's order, and which can serve them;
+    those that several can, where the device of the run is at hand.
     """
     plan, missing = run.embeddings, missing_kernels("auto")
-    for group in plan.groups if plan.world.device_type == "cpu" else ():
+    device = "cpu"
+    if plan.world.device_type == "cuda":
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    for group in plan.groups if device else ():
         for stack in group.stacks:
             if request_of(stack, request) != "auto":
                 continue
             faults = kernel_faults(StackFacts.of(plan, group, stack), missing)
             names: list[KernelName] = [name for name in KERNEL_NAMES if faults.get(name) is None]
-            shape = StackShape.of(group, stack, run.batch_size, plan.row_dtype, run.skew)
+            shape = StackShape.of(group, stack, run.batch_size, plan.row_dtype, run.skew, device)
             if len(names) > 1 and shape is not None:
                 yield stack, shape, names

@@ -5,16 +5,21 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "sbpflow" / "embedding" / "storage" / "triton_kernels.py"
+SOURCES = (
+    ROOT / "sbpflow" / "embedding" / "storage" / "triton_kernels.py",
+    ROOT / "sbpflow" / "tensor" / "ops" / "triton_dropout.py",
+)
 ROWS = re.compile(r"^\| `(\w+)`(?:, ([^|]*?))? \| (\d+) \| (\d+) \| (\d+)", re.MULTILINE)
 IDS, UNIQUE, WIDTH = 26 * 16384, 318_728, 16
+HIDDEN = 16384 * 1024  # numbers of a layer's output
 # Bytes of state that a rule reads and writes for a row.
 STATE = {"SGD": 0, "Adagrad": 128, "rowwise Adagrad": 8, "lazy Adam": 256, "FTRL": 256}
 
 
 def accesses() -> dict[str, tuple[int, int]]:
     """(loads, stores) of each function, those it calls included."""
-    functions = [f for f in ast.parse(SOURCE.read_text()).body if isinstance(f, ast.FunctionDef)]
+    parsed = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
+    functions = [node for node in parsed if isinstance(node, ast.FunctionDef)]
     counts: dict[str, tuple[int, int]] = {}
     for function in functions:  # a function stands behind those it calls
         calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
@@ -31,6 +36,8 @@ def expected_bytes(kernel: str, variant: str) -> int:
     row = 4 * WIDTH
     if kernel == "lookup":
         return IDS * (8 + row + row)
+    if kernel == "drop":
+        return HIDDEN * (4 + 4)
     if kernel == "sum_long_runs":
         return IDS * 8
     sums = IDS * (8 + 8 + row)  # bounds of runs, sources, gradients
@@ -44,7 +51,8 @@ def expected_bytes(kernel: str, variant: str) -> int:
 def test_the_page_counts_what_the_kernels_do():
     page = (ROOT / "docs" / "decisions" / "gpu.md").read_text()
     counted, found = accesses(), ROWS.findall(page)
-    assert {kernel for kernel, *_ in found} == {"lookup", "sum_long_runs", "sum_runs", "update"}
+    kernels = {"lookup", "sum_long_runs", "sum_runs", "update", "drop"}
+    assert {kernel for kernel, *_ in found} == kernels
     for kernel, variant, loads, stores, megabytes in found:
         assert (int(loads), int(stores)) == counted[kernel], kernel
         assert int(megabytes) == round(expected_bytes(kernel, variant) / 1e6), (kernel, variant)

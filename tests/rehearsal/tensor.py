@@ -149,6 +149,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     # C++ asks for "meta" where it makes a tensor beside a Rehearsed one; a caller may mean it too.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
+    if name == "_foreach_copy_" and _crosses(*args[:2]):
+        for mine, theirs in zip(*args[:2], strict=True):  # as torch does it between devices
+            mine.copy_(theirs, *args[2:], **kwargs)
+        return None
     if has or target:
         streams.current().tick()
     if has:
@@ -156,9 +160,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_memory(func, name, args, kwargs)
         if what := rules.wait_of(name, args, kwargs):
             wait(what)
-    if name == "copy_" and len(args) > 1 and isinstance(args[1], Tensor):
-        if isinstance(args[0], Rehearsed) != isinstance(args[1], Rehearsed):
-            return _copy_across(args[0], args[1], _non_blocking(args, kwargs))
+    if name == "copy_" and len(args) > 1 and _crosses(args[:1], args[1:2]):
+        return _copy_across(args[0], args[1], _non_blocking(args, kwargs))
     if name == "_to_copy" and wanted is not None and has != target:
         return _move(func, args[0], kwargs, to_device=target)
     if "device" in kwargs:
@@ -200,6 +203,12 @@ def _is_meta_meant() -> bool:
 
 def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+
+
+def _crosses(targets: Any, sources: Any) -> bool:
+    pairs = list(zip(targets, sources, strict=True))
+    tensors = all(isinstance(b, Tensor) for _, b in pairs)
+    return tensors and any(isinstance(a, Rehearsed) != isinstance(b, Rehearsed) for a, b in pairs)
 
 
 def _copy_across(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:

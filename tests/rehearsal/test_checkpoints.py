@@ -2,8 +2,6 @@
 
 import threading
 
-import pytest
-
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.write import PieceWriter
@@ -61,25 +59,22 @@ def save_both_ways(world, config, folder):
         PieceWriter.write = real
     after = step(job, STEPS)
     saver.save(STEPS + 1, {})
-    return waits, after, saver.kept_bytes, len(job.embeddings.storages())
+    return waits, after, saver.last_cost.log_bytes, len(job.embeddings.storages())
 
 
-@pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "3")])
 def test_a_save_beside_training_equals_one_at_once(
     rehearsed_ranks,
     memory,  # noqa: F811
-    ranks,
-    scheme,
 ):
     for name in "ab":
         (memory / name).mkdir()
-    config = make_config(scheme, "lazy_adam", dtype="float32", dense="adam")
-    for waits, after, kept_bytes, num_storages in rehearsed_ranks(
-        ranks, save_both_ways, config, memory
-    ):
-        assert after == 0
-        assert kept_bytes > 0
-        assert max(waits) <= 2 * num_storages  # the log picks rows out by masks, twice for each
+    config = make_config("1", "lazy_adam", dtype="float32", dense="adam")
+    ((waits, after, kept_bytes, num_storages),) = rehearsed_ranks(1, save_both_ways, config, memory)
+    assert after == 0
+    assert kept_bytes > 0
+    # The log is in the memory of the host: addresses come there, and go back for each tensor, whose
+    # rows come then. Weights and the two states of lazy Adam.
+    assert max(waits) <= num_storages * (1 + 2 * 3)
     one, two = (open_checkpoint(memory / name / f"step-{SAVED_AT}") for name in "ab")
     for name in one.tensors:
         assert one.tensor(name).equal(two.tensor(name)), name

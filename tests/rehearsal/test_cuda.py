@@ -20,6 +20,10 @@ def test_conversions_of_one_rank(rehearsed_ranks):
     conversions.test_between_cpu_and_cuda(rehearsed_ranks)
 
 
+def test_dropout_drops_what_its_counts_say(rehearsed_ranks):
+    conversions.test_dropout_drops_what_its_counts_say(rehearsed_ranks)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int32", "int16"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_conversions_on_a_line(rehearsed_ranks, world_size, dtype):
@@ -61,12 +65,12 @@ def test_explain_holds_against_the_log(rehearsed_ranks, scheme):
 
 
 def test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks):
-    training.test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks, "adam")
+    training.check_graph(rehearsed_ranks, 1, "adam", 6)
     assert rehearsed_ranks(1, training.step_ms, training.captured("adam"), 3, 1)[0] > 0
 
 
 def test_a_cuda_graph_trains_alike_on_several_ranks(rehearsed_ranks):
-    training.test_a_cuda_graph_trains_alike_over_nccl(rehearsed_ranks)
+    training.check_graph(rehearsed_ranks, 2, "adam", 6)
 
 
 def cpu_part_of_a_cuda_layout(world):

@@ -1,5 +1,6 @@
 """Process groups are made before the first step: those of the plan, all of them, in one order."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -78,3 +79,11 @@ def test_a_job_on_nccl_begins_with_it(rehearsed_ranks, case):
     found = rehearsed_ranks(2, groups_by_time, config)
     check(found, 2)
     assert found[0]["built"] == set(found[0]["planned"])
+
+
+def launch_order(world):
+    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")
+
+
+def test_nccl_is_asked_to_keep_the_order_of_the_host(rehearsed_ranks):
+    assert rehearsed_ranks(1, launch_order) == ["1"]

@@ -4,14 +4,18 @@ On a machine with one GPU all NCCL ranks share it; ``tests/ranks.py`` gives each
 """
 
 import itertools
+from importlib import import_module
 
 import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, parse_nd_sbp
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests.sbp.conversions import check_conversion, convert_all, one_axis
 from tests.sbp.test_model import LAYOUTS, train
 
@@ -35,6 +39,27 @@ def _across_devices(world, src_ranks, dst_ranks):
             src = Layout(Placement.of(here, src_ranks), a)
             dst = Layout(Placement.of(there, dst_ranks), b)
             check_conversion(world, boxing, src, dst, (5, 7), torch.float64)
+
+
+def _dropped(world, shape):
+    """What dropout leaves of ones, and its gradient."""
+    boxing = Boxing(world)
+    layout = Layout(Placement.of("cuda", [0]), parse_nd_sbp("B"))
+    part = torch.ones(shape, device=world.device, requires_grad=True)
+    y = ops.dropout(GlobalTensor(part, layout, shape, boxing), 0.25, 7, id="here")
+    y.part.sum().backward()
+    return y.part.detach().cpu().numpy(), part.grad.cpu().numpy()
+
+
+@pytest.mark.gpu
+def test_dropout_drops_what_its_counts_say(nccl_ranks):
+    shape = (300, 70)
+    counts = import_module("sbpflow.tensor.ops.dropout")
+    key = torch.tensor(stream_key(7, "here"))
+    kept = counts.counted(key, shape, (slice(0, 300), slice(0, 70))) < counts.threshold_of(0.25)
+    ((y, gradient),) = nccl_ranks(1, _dropped, shape)
+    assert (y == torch.where(kept, torch.ones(shape) * (1 / 0.75), 0.0).numpy()).all()
+    assert (y == gradient).all()
 
 
 @pytest.mark.nccl

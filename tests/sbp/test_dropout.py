@@ -6,7 +6,9 @@ import pytest
 import torch
 
 dropout = import_module("sbpflow.tensor.ops.dropout")  # the package has the function by that name
-KEY = torch.tensor(5_123_456_789_012_345)
+# On CPU under the interpreter, see tests/conftest.py; on a card compiled.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KEY = torch.tensor(5_123_456_789_012_345, device=DEVICE)
 SHAPE = (40, 24)
 
 
@@ -40,7 +42,7 @@ def test_masks_have_their_share_and_depend_on_the_key_and_all_dims():
 
 
 def test_what_stays_is_scaled_and_the_gradient_has_the_same_mask():
-    x = torch.randn(SHAPE, requires_grad=True)
+    x = torch.randn(SHAPE, device=DEVICE, requires_grad=True)
     held = tuple(slice(0, length) for length in SHAPE)
     y = dropout._Counted.apply(x, KEY, SHAPE, held, 0.25)
     expected = torch.where(mask(), x / 0.75, 0.0)
@@ -62,7 +64,7 @@ def test_what_stays_is_scaled_and_the_gradient_has_the_same_mask():
 )
 def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
     pytest.importorskip("triton")
-    x = torch.randn([extent.stop - extent.start for extent in held]).to(dtype)
+    x = torch.randn([extent.stop - extent.start for extent in held], device=DEVICE).to(dtype)
     dropout.find_kernels.cache_clear()
     made = dropout._dropped(x, KEY, shape, held, 0.3)
     monkeypatch.setattr(dropout, "find_kernels", lambda: None)

@@ -55,30 +55,32 @@ def captured(dense, batch_size=30, hidden=(7, 6)):
     )
 
 
-def losses_of(world, config, warm_up_steps):
-    """Losses of 30 steps; op by op where that many warm up."""
+def losses_of(world, config, warm_up_steps, steps):
+    """Losses of some steps; op by op where that many warm up."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
     return [
         float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))
-        for batch in make_batches(30, config.data.batch_size)
+        for batch in make_batches(steps, config.data.batch_size)
     ]
+
+
+def check_graph(ranks, world_size, dense, steps):
+    both = (ranks(world_size, losses_of, captured(dense), warm, steps) for warm in (3, steps))
+    for graphed, plain in zip(*both, strict=True):
+        # The same kernels of the same numbers; libraries may choose others with less room.
+        np.testing.assert_allclose(graphed, plain, rtol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dense", ["adam", "sgd"])
 def test_a_cuda_graph_trains_as_steps_op_by_op(nccl_ranks, dense):
-    graphed, plain = (nccl_ranks(1, losses_of, captured(dense), steps)[0] for steps in (3, 30))
-    # The same kernels of the same numbers; libraries may choose others where they have less room.
-    np.testing.assert_allclose(graphed, plain, rtol=1e-5)
+    check_graph(nccl_ranks, 1, dense, 30)
 
 
 @pytest.mark.nccl
 def test_a_cuda_graph_trains_alike_over_nccl(nccl_ranks):
-    for graphed, plain in zip(
-        *(nccl_ranks(2, losses_of, captured("adam"), steps) for steps in (3, 30)), strict=True
-    ):
-        np.testing.assert_allclose(graphed, plain, rtol=1e-5)
+    check_graph(nccl_ranks, 2, "adam", 30)
 
 
 def step_ms(world, config, warm_up_steps, steps=50):

@@ -61,6 +61,7 @@ class StackShape:
     dtype: torch.dtype
     row_dtype: torch.dtype
     skew: float = CLICKS
+    device: str = "cpu"  # or the name of a CUDA device
 
     @staticmethod
     def of(
@@ -69,6 +70,7 @@ class StackShape:
         num_rows: int,
         row_dtype: torch.dtype,
         skew: Mapping[str, float] | None = None,
+        device: str = "cpu",
     ) -> "StackShape | None":
         """Of the rank that holds most of a stack; ``None`` if there is nothing to look up."""
         rank = max(stack.holders(), key=stack.num_rows)
@@ -95,11 +97,14 @@ class StackShape:
             dtype=group.dtype,
             row_dtype=row_dtype,
             skew=_mean_skew(stack, rank, skew or {}),
+            device=device,
         )
 
     def key(self) -> str:
         """A text that is equal for equal shapes on equal software and threads."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
+        if self.device == "cpu":
+            del facts["device"]  # as files have it that are older than measurements elsewhere
         return json.dumps(facts, default=str, sort_keys=True)
 
 
@@ -151,15 +156,20 @@ def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> 
 
 
 def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float]:
-    """Milliseconds of one batch by kernel, the least of several turns."""
+    """Milliseconds of one batch by kernel, the least of several turns, on the current device."""
+    device = torch.device("cpu")
+    if shape.device != "cpu":
+        device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator().manual_seed(1)
     rows = min(shape.rows, max(1, MOST_ELEMENTS // max(shape.width, 1)))
-    access = _ids(shape, rows, generator)
-    home = _draw(shape.home_ids, rows, shape.skew, generator)
-    grads = torch.randn(access.num_bags, shape.width, dtype=shape.dtype, generator=generator)
-    home_grads = torch.randn(shape.home_ids, shape.width, dtype=shape.dtype, generator=generator)
+    access = _ids(shape, rows, generator, device)
+    home = _draw(shape.home_ids, rows, shape.skew, generator).to(device)
+    grads, home_grads = (
+        torch.randn(count, shape.width, dtype=shape.dtype, generator=generator).to(device)
+        for count in (access.num_bags, shape.home_ids)
+    )
     turns = {
-        name: _turn(_storage(name, shape, rows), access, grads, home, home_grads, rows)
+        name: _turn(_storage(name, shape, rows, device), access, grads, home, home_grads, rows)
         for name in kernels
     }
     times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
@@ -168,12 +178,24 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
     end = time.perf_counter() + SECONDS * len(kernels)
     for number in range(MOST_ROUNDS):
         for name, turn in turns.items():
-            start = time.perf_counter()
-            turn()
-            times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+            times[name] = min(times[name], _timed_ms(turn, device))
         if number + 1 >= LEAST_ROUNDS and time.perf_counter() > end:
             break
     return times
+
+
+def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
+    """On CUDA of the device alone, which the host runs ahead of."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        turn()
+        return 1e3 * (time.perf_counter() - start)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    turn()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
 
 
 def _turn(
@@ -194,12 +216,11 @@ def _turn(
     return turn
 
 
-def _storage(name: KernelName, shape: StackShape, rows: int) -> Storage:
+def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.device) -> Storage:
     table = TableConfig(name="measured", features=("f",), num_rows=rows, dim=shape.dim)
     shard = Shard(
         table=table, rank=0, row_start=0, row_stop=rows, col_start=0, col_stop=shape.width
     )
-    cpu = torch.device("cpu")
     return make_storage(
         KernelChoice(name, "measured"),
         rows,
@@ -208,21 +229,21 @@ def _storage(name: KernelName, shape: StackShape, rows: int) -> Storage:
         optimizer=shape.optimizer,
         dtype=shape.dtype,
         row_dtype=shape.row_dtype,
-        device=cpu,
-        noise=RowNoise([shard], 1, cpu) if shape.row_dtype != shape.dtype else None,
+        device=device,
+        noise=RowNoise([shard], 1, device) if shape.row_dtype != shape.dtype else None,
     )
 
 
-def _ids(shape: StackShape, rows: int, generator: torch.Generator) -> Access:
+def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch.device) -> Access:
     if shape.lists:
         each = max(1, shape.ids // shape.lists**2)  # what one rank asks one owner for
         parts = [torch.unique(_draw(each, rows, shape.skew, generator)) for _ in range(shape.lists)]
-        return Access(torch.cat(parts))
-    ids = _draw(shape.ids, rows, shape.skew, generator)
+        return Access(torch.cat(parts).to(device))
+    ids = _draw(shape.ids, rows, shape.skew, generator).to(device)
     if shape.per_bag == 1:
         return Access(ids)
-    ends = torch.arange(0, shape.ids + 1, shape.per_bag)
-    return Access(ids[: int(ends[-1])], ends)
+    ends = range(0, shape.ids + 1, shape.per_bag)
+    return Access(ids[: ends[-1]], torch.tensor(ends, device=device))
 
 
 def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Tensor:
