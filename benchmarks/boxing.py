@@ -1,6 +1,7 @@
 """How long each conversion takes, beside the bare collective it uses and DTensor.redistribute.
 
     python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
+    python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5
 
 Every variant allocates its own result. Values are checked first; variants are timed in turn, so
 that a slow moment of the machine meets all of them; figures are medians over the repeats, of the
@@ -13,7 +14,7 @@ import platform
 import random
 import statistics
 import subprocess
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,14 +22,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+from benchmarks.network import start_ranks
 from sbpflow.boxing import executor as boxing_module
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.runtime.world import Rendezvous, World, all_gather_single, reduce_scatter_single
+from sbpflow.runtime.world import World, all_gather_single, reduce_scatter_single
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import parse_nd_sbp
@@ -60,27 +61,29 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--output", type=Path, default=Path("out/boxing.jsonl"))
+    parser.add_argument("--link", choices=["1gbit"], help="two hosts joined by such a link")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        _measure(options)
+        return
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measure, (options, f"{folder}/store"), nprocs=options.ranks)
+    start_ranks("benchmarks.boxing", options.ranks, sys.argv[1:], link=options.link)
     print(options.output.read_text(), end="")
 
 
-def _measure(rank: int, options: argparse.Namespace, store: str) -> None:
+def _measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    meeting = Rendezvous(
-        init_method=f"file://{store}", rank=rank, size=options.ranks, local_rank=rank
-    )
-    with World.start(options.device, timeout_s=120, rendezvous=meeting) as world:
+    with World.start(options.device, timeout_s=120) as world:
         lines = [
             _conversion(world, src, dst, size, options.repeats)
             for size in options.sizes
             for src, dst in CONVERSIONS
         ]
-        lines += [_python_part(world, src, dst) for src, dst in CONVERSIONS]
-        if rank == 0:
-            facts = _provenance(world)
+        if not options.link:
+            lines += [_python_part(world, src, dst) for src, dst in CONVERSIONS]
+        if world.rank == 0:
+            facts = {"link": options.link or "loopback"} | _provenance(world)
             options.output.write_text("".join(json.dumps(x | facts) + "\n" for x in lines))
 
 

@@ -61,6 +61,9 @@ PARTS = (
     Part("kernel tests", _pytest("tests/embedding/test_triton.py"), 90, ("triton", "hypothesis")),
     Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
+    # By itself: what fails in a capture may leave a device that takes nothing more.
+    Part("dlperf graph", ("-m", "benchmarks.gpu_dlperf", "parallel.cuda_graph=true"), 90),
+    Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 60, ("torchrec", "fbgemm_gpu")),
     Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
     Part("trace", ("-m", "benchmarks.gpu_trace"), 40),
     Part("collective", ("-m", "benchmarks.gpu_ranks", "collective"), 40),

@@ -5,7 +5,7 @@ rows): published for one V100-16GB: 56.6 to 57.0 ms at every size up to 51.2M ro
 docs/decisions.md for the source. Runs until memory ends. Random batches on the device, so that the
 figure is the step alone; ids are Zipf-like over whole tables.
 
-    python -m benchmarks.gpu_dlperf [--max-rows N]
+    python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=true]
 """
 
 import argparse
@@ -111,22 +111,24 @@ def main() -> None:
     config = load_config(
         "configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides], models=MODELS
     )
-    results = Results("gpu_dlperf")
+    graphed = config.parallel.cuda_graph
+    name = "dlperf_vocabulary_cuda_graph" if graphed else "dlperf_vocabulary"
+    results = Results("gpu_dlperf", name)
     with World.start("cuda") as world:
         vocabulary = FIRST_ROWS
         while vocabulary <= args.max_rows:
             try:
                 figures = measure(vocabulary, config, world)
             except torch.OutOfMemoryError:
-                results.add(benchmark="dlperf_vocabulary", rows=vocabulary, out_of_memory=True)
+                results.add(rows=vocabulary, out_of_memory=True)
                 break
             results.add(
-                benchmark="dlperf_vocabulary",
                 rows=vocabulary,
                 batch_size=config.data.batch_size,
                 embedding_dim=config.model.embedding_dim,
                 hidden=list(config.model.hidden),
                 sparse=config.optimizer.sparse.name,
+                cuda_graph=graphed,
                 world_size=1,
                 **figures,
             )

@@ -78,7 +78,7 @@ def _captured(step: Callable[[], Tensor]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         step()
     return graph.replay
 

@@ -48,7 +48,7 @@ def start_ranks(module: str, world_size: int, words: Sequence[str], *, link: str
     elif world_size != len(HOSTS):
         raise SystemExit(f"--link joins {len(HOSTS)} hosts; use --ranks {len(HOSTS)}")
     else:
-        interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
+        interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "LOCAL_WORLD_SIZE": "1"}
         with two_hosts(link) as prefixes:
             code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface)
     if code:
@@ -75,7 +75,7 @@ def _run_ranks(
     ranks = [
         subprocess.Popen(
             [*prefix, sys.executable, "-m", module, "--worker", *words],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": "0" if prefix else str(rank)},
         )
         for rank, prefix in enumerate(prefixes)
     ]

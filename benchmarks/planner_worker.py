@@ -1,13 +1,14 @@
 """One rank of a comparison of plans: steps in turns, or moves by this rank's own clock.
 
 Reads tasks with their plans from a file, and rank 0 writes what every plan took: ``rounds`` of
-steps as a run takes them, a round's order turned by one, and ``passes`` over serial steps, move by
-move.
+steps as a run takes them, every round in an order of its own, for a plan that follows a slow one
+finds other caches; and ``passes`` over serial steps, move by move.
 """
 
 import argparse
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -73,8 +74,7 @@ def _rounds(
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds
     for number in range(MOST_ROUNDS + 1):
-        for turn in range(len(trainers)):
-            place = (turn + number) % len(trainers)
+        for place in random.Random(number).sample(range(len(trainers)), len(trainers)):
             ms = _timed(boxing.world, trainers[place], batches)
             if number:
                 times[place].append(ms)

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "nvidia-dali-cuda130", "torchrec", "numpy")
+PACKAGES = (
+    "torch",
+    "triton",
+    "fbgemm-gpu-cpu",
+    "fbgemm-gpu",
+    "nvidia-dali-cuda130",
+    "torchrec",
+    "numpy",
+)
 
 
 def provenance() -> dict[str, Any]:

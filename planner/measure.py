@@ -6,6 +6,7 @@ waits are transfers and not the work of others; steps with overlap are timed as 
 """
 
 import json
+import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -220,12 +221,13 @@ def measure_in_turns(
     ``overlapped`` ones as a run takes them.
 
     What drifts on a machine in minutes hits all plans of a task alike, so that their order is told
-    by steps that were taken together. Every rank calls it and all get the same.
+    by steps that were taken together; each round has an order of its own, for a plan that follows
+    a slow one finds other caches. Every rank calls it and all get the same.
     """
     turns = [_Turn(boxing, task, plan, batches) for plan in plans]
     for number in range(rounds):
-        for place in range(len(turns)):
-            turns[(place + number) % len(turns)].run(serial, overlapped)
+        for turn in random.Random(number).sample(turns, len(turns)):
+            turn.run(serial, overlapped)
     mine = [[turn.serial, turn.overlapped, turn.peak_bytes] for turn in turns]
     ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(mine))]
     return [_join(of_plan) for of_plan in zip(*ranks, strict=True)]

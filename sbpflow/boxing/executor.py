@@ -1,8 +1,8 @@
 """Runs planned conversions on plain local tensors.
 
 Follows the steps of ``plan`` and decides nothing. Collectives of c10d are called here and in
-the embedding exchange, nowhere else. No autograd: results have no history, and ``global_tensor``
-pairs each conversion with its adjoint.
+the embedding exchange, messages in ``pairs``, none elsewhere. No autograd: results have no
+history, and ``global_tensor`` pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sbpflow.boxing import pairs
 from sbpflow.boxing.buffers import Loan, Staging
 from sbpflow.boxing.plan import Asked, Conversion, plan_boxing
 from sbpflow.boxing.program import Program, Stays, compile_step
@@ -25,7 +26,8 @@ from sbpflow.sbp.layout import Layout
 MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
 
 Finish = Callable[[], Tensor | None]
-Issued = tuple[Tensor, dist.Work | None]
+Underway = dist.Work | pairs.Messages | None
+Issued = tuple[Tensor, Underway]
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -171,7 +173,10 @@ class Boxing:
         for ranks in step.groups:
             group = self.world.group(ranks, channel, step.id)
             mine = group if self.world.rank in ranks else mine
-        ready = self._ready[id(step), channel] = (compile_step(step, self.world.rank), mine)
+        world = self.world
+        in_pairs = world.several_hosts and world.backend_of(step.dst) == "gloo"
+        program = compile_step(step, world.rank, in_pairs=in_pairs)
+        ready = self._ready[id(step), channel] = (program, mine)
         return ready
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
@@ -268,16 +273,14 @@ def _as_sent(program: Program, buffer: Tensor) -> Tensor:
     return buffer if program.wire is None else buffer.view(program.wire)
 
 
-def _finish(
-    work: dist.Work | None, program: Program, received: Tensor, loan: Loan
-) -> Tensor | None:
+def _finish(work: Underway, program: Program, received: Tensor, loan: Loan) -> Tensor | None:
     _wait(work, program)
     part = program.unpack(received)
     loan.give_back()
     return part
 
 
-def _wait(work: dist.Work | None, program: Program) -> None:
+def _wait(work: Underway, program: Program) -> None:
     if work is None:
         return
     try:
@@ -287,7 +290,7 @@ def _wait(work: dist.Work | None, program: Program) -> None:
 
 
 def _finish_adding(
-    work: dist.Work | None,
+    work: Underway,
     program: Program,
     add_own: Callable[[Tensor, Tensor], Tensor],
     received: Tensor,
@@ -362,8 +365,13 @@ def _run_all_to_all(program: Program, part: Tensor, group: dist.ProcessGroup, lo
 
 def _all_to_all(
     program: Program, received: Tensor, packed: Tensor, group: dist.ProcessGroup
-) -> dist.Work | None:
+) -> Underway:
     received, packed = _as_sent(program, received), _as_sent(program, packed)
+    if program.in_pairs is not None:
+        rank, ranks = program.in_pairs, program.group or ()
+        even = [packed.numel() // len(ranks)] * len(ranks)
+        sizes = program.sizes or (even, even)
+        return pairs.all_to_all(_flat(received), _flat(packed), sizes, ranks, rank, group)
     if program.sizes is None:
         received, packed = _by_rank(received, group), _by_rank(packed, group)
         return dist.all_to_all_single(received, packed, group=group, async_op=True)

@@ -54,6 +54,7 @@ class Program:
 
     An exchange that leaves out what this rank would send to itself has ``stays`` where that is
     copied, or where it is a term ``add_own`` instead of ``unpack``: (received, part) -> result.
+    ``in_pairs`` is this rank where an all-to-all is made of messages between pairs of ranks.
     """
 
     step: BoxingStep
@@ -70,6 +71,7 @@ class Program:
     sizes: tuple[list[int], list[int]] | None = None
     stays: "Stays | None" = None
     add_own: Callable[[Tensor, Tensor], Tensor] | None = None
+    in_pairs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ class Stays:
         return out
 
 
-def compile_step(step: BoxingStep, rank: int) -> Program:
-    """What ``rank`` does in ``step``."""
+def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Program:
+    """What ``rank`` does in ``step``; all-to-alls as messages between pairs if ``in_pairs``."""
     group = step.group_of(rank)
     base = Program(
         step=step,
@@ -106,6 +108,7 @@ def compile_step(step: BoxingStep, rank: int) -> Program:
         unpack=keep,
         changes_device=step.src.placement.device_type != step.dst.placement.device_type,
         wire=_wire(step.dtype),
+        in_pairs=rank if in_pairs else None,
     )
     if group is None:
         return replace(base, unpack=_local(step, rank))

@@ -40,6 +40,11 @@ def check(
             f"parallel.tf32: true on {device_type}, which has no TF32; remove it, or use "
             "parallel.device: cuda"
         )
+    if config.parallel.cuda_graph and device_type != "cuda":
+        raise ConfigError(
+            f"parallel.cuda_graph: true on {device_type}, which has no such graphs; remove it, or "
+            "use parallel.device: cuda"
+        )
     return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type, planned)
 
 

@@ -303,5 +303,11 @@ class Config:
                 f"is scored must be saved, for example train.eval_every: {fit}"
                 + ("" if every else " and checkpoint.every: 1000")
             )
+        if self.parallel.cuda_graph and self.train.accumulate > 1:
+            raise ConfigError(
+                f"parallel.cuda_graph: true beside train.accumulate: {self.train.accumulate}; a "
+                "graph holds the gradients of one batch: use train.accumulate=1 and a larger "
+                "data.batch_size, or leave cuda_graph out"
+            )
         if self.train.plateau is not None:
             self.optimizer.refuse_ftrl("train.plateau")

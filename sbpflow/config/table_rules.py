@@ -127,9 +127,10 @@ class ParallelConfig:
     Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
     behind the point; rows are stored as ``table_dtype`` and vectors travel as
     ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
-    where it starts, and sends no ids ahead. ``checked: true`` compares, before each transfer, what
-    every rank is about to do: for finding ranks that take different steps, at the cost of a round
-    trip each.
+    where it starts, and sends no ids ahead. ``cuda_graph: true`` replays the dense part of a step
+    as one graph, on CUDA, in place of launching it op by op. ``checked: true`` compares, before
+    each transfer, what every rank is about to do: for finding ranks that take different steps, at
+    the cost of a round trip each.
 
     ``plan``, in place of a scheme, is a file of rules that a planner or a person wrote, or
     ``auto``: a planner chooses when the run starts, by what was measured on its machine.
@@ -157,6 +158,7 @@ class ParallelConfig:
     table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
     exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
     overlap: bool = True
+    cuda_graph: bool = False
     timeout_s: Annotated[float, Range(above=0)] = 300.0
     checked: bool = False
 
@@ -167,6 +169,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.plan: {self.plan} beside parallel.scheme: {self.scheme}; each says "
                 "where all tables live: leave one out, for example parallel.scheme=null"
+            )
+        if self.cuda_graph and self.checked:
+            raise ConfigError(
+                "parallel.cuda_graph: true beside parallel.checked: true, which compares the ranks "
+                "at every transfer, on the host; leave one out, for example parallel.checked=false"
             )
         named = {"table_dtype": self.table_dtype, "exchange_dtype": self.exchange_dtype}
         named |= {f"tables.{p}.exchange_dtype": r.exchange_dtype for p, r in self.tables.items()}

@@ -16,6 +16,7 @@ from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
 from sbpflow.embedding.exchange.boxed import Received, make_group
 from sbpflow.embedding.exchange.counts import CountReader, CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
+from sbpflow.embedding.ids.ahead import IdStream
 from sbpflow.embedding.ids.batch_ids import Ids
 from sbpflow.embedding.ids.list_loops import warm_up_loops
 from sbpflow.embedding.ids.reader import IdReader
@@ -90,6 +91,7 @@ class EmbeddingCollection:
             make_group(group, boxing, self._make_storage, received) for group in plan.groups
         ]
         self._counts = CountReader(self._groups, world.device)
+        self._stream = IdStream(world.device)
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
@@ -109,34 +111,57 @@ class EmbeddingCollection:
         training batch on CUDA ids out of range are told by the next ``update``, before it changes
         anything.
         """
-        local = self._reader.read(ids)
-        if not training:
-            self._reader.check_late()
-        wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
-        if local.num_samples != wanted:
-            raise DataError(
-                f"rank {self._world.rank} passed ids of {local.num_samples} samples; its part of a "
-                f"batch of {num_rows} is {wanted}"
-            )
-        under_way = self._transfer.begin(local, num_rows)
-        groups = [group.begin(local, num_rows, training=training) for group in self._groups]
-        return EmbeddingsInFlight(under_way, groups, self._counts.start(under_way, groups))
+        with self._stream.section(ids):
+            local = self._reader.read(ids)
+            if not training:
+                self._reader.check_late()
+            wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
+            if local.num_samples != wanted:
+                raise DataError(
+                    f"rank {self._world.rank} passed ids of {local.num_samples} samples; its part "
+                    f"of a batch of {num_rows} is {wanted}"
+                )
+            under_way = self._transfer.begin(local, num_rows)
+            groups = [group.begin(local, num_rows, training=training) for group in self._groups]
+            counts = self._counts.start(under_way, groups)
+            batch = EmbeddingsInFlight(under_way, groups, counts)
+            if counts.are_known:  # on CUDA: ids of fixed sizes, which may be sorted from now on
+                self._go_on(batch)
+        return batch
 
     def advance(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
+        if not batch.advanced:
+            with self._stream.section():
+                self._go_on(batch)
+
+    def _go_on(self, batch: EmbeddingsInFlight) -> None:
         batch.counts.finish()
         batch.ids.advance()
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True
+        if not self._stream.exists:
+            return
+        # It waits for the ids and sorts them; the host and the current stream do not.
+        everywhere = batch.ids.finish()
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            part.everywhere = everywhere
+            group.receive(part)
+            if part.training:
+                group.sort_ahead(part)
 
     def look_up(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the ids, read the rows, and start the vectors on their way."""
-        if not batch.advanced:
-            self.advance(batch)
-        everywhere = batch.ids.finish()
+        self.advance(batch)
+        self._stream.join()
+        here = not self._stream.exists
+        everywhere = batch.ids.finish() if here else None
         for group, part in zip(self._groups, batch.groups, strict=True):
-            part.everywhere, part.lr_factor = everywhere, self._lr_factor
+            part.lr_factor = self._lr_factor
+            if here:
+                part.everywhere = everywhere
+                group.receive(part)
             group.look_up(part)
 
     def outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
@@ -224,6 +249,7 @@ class EmbeddingCollection:
     @property
     def out_of_range(self) -> Tensor:
         """[features] int64: ids that the policy clamp or hash replaced on this rank so far."""
+        self._stream.join()
         return self._reader.out_of_range
 
     def stored(self) -> Iterator[StoredShard]:

@@ -19,10 +19,10 @@ from sbpflow.run.resume import FINISHED, TRAINING, Resumed, relevant_facts
 from sbpflow.runtime.gentle_stop import GentleStop
 from sbpflow.runtime.store import TimedStore
 from sbpflow.runtime.versions import summary as version_summary
+from sbpflow.training.batch import Batch
 from sbpflow.training.health import gather_facts, on_all_or_none
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.run_folder import RunLock
-from sbpflow.training.trainer import Batch
 
 
 class Read(Protocol):

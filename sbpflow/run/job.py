@@ -11,11 +11,12 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.state import LogicalTensor
-from sbpflow.errors import SbpError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from sbpflow.run.model import Fields, ModelSpec
 from sbpflow.run.plan import RunPlan
+from sbpflow.run.warm_up import warm_up
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_optimizers import make_dense_optimizer
@@ -60,11 +61,15 @@ class Job:
         check_fits(checkpoint, state, grown=grown)
         restore(checkpoint, state)
         self.trainer.num_steps = checkpoint.step
+        if self.trainer.graphs is not None:
+            self.trainer.graphs.forget()
 
 
 def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
     """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
     boxing.follow(plan.dense_conversions)
+    if boxing.world.backend == "nccl":
+        warm_up(plan, boxing)
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
     if boxing.world.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32
@@ -77,13 +82,16 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
             "state that no optimizer changes; without such state write self.buffers = {}"
         )
     parts = [parameter.part for parameter in model.parameters.values()]
+    captured = config.parallel.cuda_graph
+    if captured:
+        _check_captured(plan)
     clip, clipper = config.optimizer.clip, None
     if clip is not None:
         clipper = Clipper(clip, model.parameters, embeddings, boxing, plan.clip)
     trainer = Trainer(
         model,
         embeddings,
-        make_dense_optimizer(config.optimizer.dense, parts),
+        make_dense_optimizer(config.optimizer.dense, parts, capturable=captured),
         boxing,
         dtype=dtype,
         seed=seed,
@@ -94,8 +102,20 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
         planned=(plan.batch_size, plan.dense_conversions),
+        cuda_graph=captured,
     )
     return Job(trainer, model, embeddings, plan, boxing)
+
+
+def _check_captured(plan: RunPlan) -> None:
+    """ConfigError for a dense part that sends, which a graph of one rank cannot hold."""
+    sends = [*plan.dense_forward, *plan.dense_backward]
+    if sends:
+        raise ConfigError(
+            f"parallel.cuda_graph: true, but the dense part sends ({sends[0].id}) between ranks: "
+            "by a batch norm over all of them, or by parallel.dense; use model.norm: layer or "
+            "none, and leave parallel.dense out, or use parallel.cuda_graph=false"
+        )
 
 
 def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:

@@ -12,9 +12,10 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import MESSAGE_ERRORS, ConfigError
 from sbpflow.runtime.background import in_background
 from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.training.batch import Loader
 from sbpflow.training.evaluate import gather_rows
 from sbpflow.training.health import gather_facts
-from sbpflow.training.trainer import Loader, Trainer
+from sbpflow.training.trainer import Trainer
 
 Floats = NDArray[np.float32]
 Result = TypeVar("Result")

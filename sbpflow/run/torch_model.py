@@ -5,8 +5,8 @@ gradients are added up in the trainer's buckets beside the embedding backward. N
 average what the engine has already shared out by rows.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -28,6 +28,7 @@ from sbpflow.run.global_norm import (
     replace_norms,
 )
 from sbpflow.run.model import HashedColumn, ParameterSpec, schemes_of
+from sbpflow.runtime.draws import seeded
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -72,7 +73,7 @@ class TorchModel:
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
-        with _seeded(seed, device):
+        with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SbpError(
@@ -145,7 +146,7 @@ class TorchPart:
         self.module = module
         self._autocast = autocast
         self._row_loss = row_loss
-        self._rank = boxing.world.rank
+        self._world = boxing.world
         self._batches = 0
         self.parameters: dict[str, GlobalTensor] = {}
         for name, value in _leaves(module):
@@ -177,12 +178,12 @@ class TorchPart:
         for norm in self._norms.values():
             norm.take_rows(dense)
         before = self._buffers() if training else []
-        random = stream_key(seed, f"module/{self._rank}")
+        device, draws = dense.part.device, self._world.draws
         with ExitStack() as context:
             if training:
-                context.enter_context(_seeded(random, dense.part.device))
+                context.enter_context(draws.of_torch(device, seed, f"module/{self._world.rank}"))
             if self._autocast is not None:
-                context.enter_context(torch.autocast(dense.part.device.type, self._autocast))
+                context.enter_context(torch.autocast(device.type, self._autocast))
             logits = self.module(parts, dense.part)
         if training:
             self._check_buffers(before)
@@ -327,12 +328,3 @@ def _check_module(module: nn.Module) -> None:
             )
         if not value.is_floating_point():
             raise SbpError(f"parameter {name}: {value.dtype} is no floating dtype; use float32")
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Generator[None]:
-    """torch's generators, those of all CUDA devices too, start from ``seed`` and are put back."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
 from sbpflow.runtime.devices import choose_device, why_no_cuda
+from sbpflow.runtime.draws import Draws
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.exit_messages import Meeting
 from sbpflow.runtime.shutdown import close_process_groups
@@ -53,13 +54,15 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 class Rendezvous:
     """How the ranks find each other, as torch's ``init_process_group`` takes it.
 
-    ``init_method=None`` is a world of one that needs no meeting point.
+    ``init_method=None`` is a world of one that needs no meeting point. ``several_hosts`` is the
+    same on all ranks.
     """
 
     init_method: str | None
     rank: int
     size: int
     local_rank: int = 0
+    several_hosts: bool = False
 
 
 class World:
@@ -77,14 +80,17 @@ class World:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,
         owns_default_group: bool = True,
+        several_hosts: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.backend = backend_of_device(device.type)
         self.checked = checked
+        self.several_hosts = several_hosts
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
+        self.draws = Draws()  # where ops take random numbers from
         # Takes what waits for a transfer and makes it wait: for those that measure.
         self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
@@ -104,7 +110,8 @@ class World:
         """Join the other ranks; without a launcher, be a world of one.
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
-        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets. A process group
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets, and its
+        LOCAL_WORLD_SIZE, which tells of several hosts. A process group
         that already exists is used as it is and left alone by ``close``. ``facts``, key to value,
         are what all ranks must agree on, such as their configuration; with device, backend and
         versions they are compared before torch connects the ranks. Raises ConfigError where they
@@ -118,9 +125,14 @@ class World:
                 logger.warning("device auto: this run is on the CPU, for %s", reason)
         owns = not dist.is_initialized()
         if owns:
+            if chosen.type == "cuda":
+                # Transfers of several groups run in the order in which a rank asks for them, which
+                # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
+                os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
+            agreed["LOCAL_WORLD_SIZE"] = "below" * meeting.several_hosts or "WORLD_SIZE or unset"
             met = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
@@ -141,6 +153,7 @@ class World:
             timeout_s=timeout_s,
             checked=checked,
             owns_default_group=owns,
+            several_hosts=meeting.several_hosts,
         )
 
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
@@ -344,6 +357,7 @@ def _meeting_from_environment() -> Rendezvous:
         rank=rank,
         size=size,
         local_rank=_local_rank(),
+        several_hosts=0 < env_int("LOCAL_WORLD_SIZE", 0) < size,
     )
 
 

@@ -5,16 +5,21 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sbpflow.config.schema import AdamW, DenseAdagrad, DenseOptimizer, DenseSgd, RmsProp
+from sbpflow.config.schema import Adam, AdamW, DenseAdagrad, DenseOptimizer, DenseSgd, RmsProp
 
 
 def make_dense_optimizer(
-    config: DenseOptimizer, parameters: Iterable[Tensor]
+    config: DenseOptimizer, parameters: Iterable[Tensor], *, capturable: bool = False
 ) -> torch.optim.Optimizer | None:
-    """The optimizer over local parts; ``None`` if there are no parameters."""
+    """The optimizer over local parts; ``None`` if there are no parameters.
+
+    ``capturable``: one whose step a CUDA graph can hold, its rate a tensor, where torch has such.
+    """
     listed = list(parameters)
     if not listed:
         return None
+    if capturable and isinstance(config, CAPTURABLE):
+        return _capturable(config, listed)
     if isinstance(config, DenseSgd):
         return torch.optim.SGD(
             listed,
@@ -47,6 +52,33 @@ def make_dense_optimizer(
         betas=config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
+    )
+
+
+CAPTURABLE = (Adam, AdamW, RmsProp)  # torch's SGD and Adagrad have their rate as a number alone
+
+
+def _capturable(config: Adam | AdamW | RmsProp, listed: list[Tensor]) -> torch.optim.Optimizer:
+    rate = torch.tensor(config.lr, dtype=torch.float32, device=listed[0].device)
+    if isinstance(config, RmsProp):
+        return torch.optim.RMSprop(
+            listed,
+            lr=rate,  # pyright: ignore[reportArgumentType] -- the stub lacks tensors
+            alpha=config.alpha,
+            eps=config.eps,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            capturable=True,
+        )
+    kind = torch.optim.AdamW if isinstance(config, AdamW) else torch.optim.Adam
+    return kind(
+        listed,
+        lr=rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        capturable=True,
+        fused=True,
     )
 
 

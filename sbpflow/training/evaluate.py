@@ -20,9 +20,10 @@ from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
+from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.histogram_auc import ScoreHistogram
 from sbpflow.training.metrics import Evaluation, Slice, evaluate, slice_by
-from sbpflow.training.trainer import Batch, Loader, Trainer
+from sbpflow.training.trainer import Trainer
 
 CHANNEL = "control"
 logger = logging.getLogger(__name__)

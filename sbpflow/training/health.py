@@ -17,7 +17,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.training.trainer import Batch
+from sbpflow.training.batch import Batch
 
 Result = TypeVar("Result")
 CHANNEL = "control"

@@ -10,6 +10,7 @@ from typing import Protocol
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
+from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
@@ -17,7 +18,7 @@ from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.saving import Checkpoints, NoCheckpoints
 from sbpflow.training.stopping import Watchers
-from sbpflow.training.trainer import Batch, Loader, Trainer
+from sbpflow.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

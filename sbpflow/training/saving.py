@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from sbpflow.training.batch import Batch
 from sbpflow.training.metrics import Evaluation
-from sbpflow.training.trainer import Batch
 
 
 class Checkpoints(Protocol):

@@ -5,9 +5,8 @@ The moves that a step consists of are here; their order, and so what overlaps, i
 every order. The loss rides in the dense exchange.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import Conversion
 from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
-from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.streams import stream_key
@@ -32,7 +30,9 @@ from sbpflow.tensor.gradient_sync import (
     Total,
     plan_gradients,
 )
+from sbpflow.training.batch import Batch
 from sbpflow.training.clipping import Clipper
+from sbpflow.training.cuda_graph import DenseGraphs, DenseInputs
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.losses import PLAIN, row_losses
@@ -48,49 +48,6 @@ from sbpflow.training.step_schedule import (
 )
 
 
-class Batch(Protocol):
-    """This rank's rows of a global batch of ``num_rows``.
-
-    A batch may also have ``weights`` [local batch], of mean 1 over all rows of the set: factors of
-    the rows' losses. The loss of a step is sum(weight x loss) / rows: not over the sum of the
-    weights, which would need a collective before the backward, and would make steps of light rows
-    as strong as those of heavy ones.
-    """
-
-    @property
-    def labels(self) -> Tensor:
-        """[local batch] float32."""
-        ...
-
-    @property
-    def dense(self) -> Tensor:
-        """[local batch, dense fields] float32."""
-        ...
-
-    @property
-    def ids(self) -> Tensor | BatchIds:
-        """[local batch, id columns] int32, or these with lists."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """Rows over all ranks."""
-        ...
-
-
-class Loader(Protocol):
-    """Batches of one split, the same number on every rank."""
-
-    @property
-    def num_steps(self) -> int:
-        """Batches of an epoch."""
-        ...
-
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of one pass over the split."""
-        ...
-
-
 @dataclass(slots=True)
 class _BatchInFlight(BatchInFlight):
     """A batch's way through a step, and what its moves leave for later ones."""
@@ -101,6 +58,7 @@ class _BatchInFlight(BatchInFlight):
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
+    term: Tensor | None = None  # of a loss whose backward is done, too
 
     @property
     def begun(self) -> EmbeddingsInFlight:
@@ -128,7 +86,8 @@ class Trainer:
     makes the move of a schedule that clips, ``loss`` changes the loss of rows. ``gradients`` is how
     dense gradients and the loss travel (``plan_gradients`` with a ``total``), as the plan of a run
     has it. ``planned`` are the rows of a batch and the conversions that its forward then makes,
-    these and no others.
+    these and no others. With ``cuda_graph`` batches of so many rows are run as ``DenseGraphs``, and
+    the optimizer's step with them where nothing comes between: on one rank, without a clipper.
     """
 
     def __init__(
@@ -147,6 +106,7 @@ class Trainer:
         schedule: StepSchedule = OVERLAPPED,
         gradients: GradientPlan | None = None,
         planned: tuple[int, Sequence[Conversion]] | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -173,7 +133,12 @@ class Trainer:
         self._loss: Tensor | None = None  # [1], of all ranks
         self._gradients_under_way: PendingSync | None = None
         self._planned_rows, self._conversions = planned or (None, ())
-        self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer else []
+        groups = optimizer.param_groups if optimizer else []
+        self._base_lrs = [float(group["lr"]) for group in groups]
+        self.graphs: DenseGraphs | None = None
+        if cuda_graph:
+            self.graphs = self._make_graphs()
+        self._updated = False  # the dense part, beside its backward
         self._coming: _BatchInFlight | None = None
         self._failure = ""
         self.num_steps = 0
@@ -205,6 +170,7 @@ class Trainer:
         try:
             self._coming = _BatchInFlight(ahead) if ahead is not None and ahead.num_rows else None
             self.num_steps += 1
+            self._updated = False
             self._set_learning_rates()
             self._run(in_flight)
         except BaseException as error:
@@ -266,30 +232,66 @@ class Trainer:
 
     def _forward(self, one: _BatchInFlight) -> None:
         batch, seed = one.batch, self._mask_seed(one.number)
-        labels = self._home(batch.labels.unsqueeze(1), batch.num_rows)
+        inputs = DenseInputs(
+            num_rows=batch.num_rows,
+            labels=batch.labels,
+            dense=batch.dense,
+            weights=getattr(batch, "weights", None),
+            vectors=one.vectors,
+        )
         as_planned = batch.num_rows == self._planned_rows
-        with self._boxing.expecting(self._conversions if as_planned else None):
-            logits = self._dense_logits(batch, one.vectors, training=True, seed=seed)
-            losses = row_losses(self._model, logits, labels, self._loss_config)
-        weights: Tensor | None = getattr(batch, "weights", None)
-        if weights is not None:
-            losses = ops.mul(losses, self._home(weights.unsqueeze(1), batch.num_rows))
-        loss = ops.reduce_mean(losses, id="loss")
+        if self.graphs is not None and as_planned and one.share == 1.0:
+            one.term = self.graphs.run(inputs, seed)
+            self._updated = self.graphs.updates
+            return
+        loss = self._loss_of(inputs, seed)
         one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
 
+    def _loss_of(self, inputs: DenseInputs, seed: int) -> GlobalTensor:
+        num_rows = inputs.num_rows
+        labels = self._home(inputs.labels.unsqueeze(1), num_rows)
+        as_planned = num_rows == self._planned_rows
+        with self._boxing.expecting(self._conversions if as_planned else None):
+            logits = self._dense_logits(
+                inputs.dense, inputs.vectors, num_rows, training=True, seed=seed
+            )
+            losses = row_losses(self._model, logits, labels, self._loss_config)
+        if inputs.weights is not None:
+            losses = ops.mul(losses, self._home(inputs.weights.unsqueeze(1), num_rows))
+        return ops.reduce_mean(losses, id="loss")
+
+    def _make_graphs(self) -> DenseGraphs:
+        world, update = self._boxing.world, None
+        if world.size == 1 and self._clipper is None and self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            if all(group.get("capturable") for group in groups):
+                update = self.optimizer.step
+
+        def work(inputs: DenseInputs, seed: int) -> Tensor:
+            return _terms_after_backward(self._loss_of(inputs, seed))
+
+        leaves = [parameter.part for parameter in self._model.parameters.values()]
+        return DenseGraphs(work, leaves, world, update=update)
+
     def _backward(self, one: _BatchInFlight) -> None:
-        if one.loss is None:
-            raise RuntimeError("backward before forward")
-        one.loss.backward()
-        terms = one.loss.detach().to("P", id="loss").part.reshape(1)
+        terms, one.term = one.term, None
+        if terms is None:
+            if one.loss is None:
+                raise RuntimeError("backward before forward")
+            terms = _terms_after_backward(one.loss)
         self._loss_terms = terms if self._loss_terms is None else self._loss_terms + terms
         one.loss, one.vectors = None, {}
 
     def _send_dense(self) -> None:
         terms, self._loss_terms = self._loss_terms, None
+        if self._updated:
+            self._loss = terms
+            return
         self._gradients_under_way = self.gradients.start(terms)
 
     def _receive_dense(self) -> None:
+        if self._updated:
+            return
         under_way, self._gradients_under_way = self._gradients_under_way, None
         if under_way is None:
             raise RuntimeError("receive_dense before send_dense")
@@ -300,7 +302,8 @@ class Trainer:
 
     def _update_dense(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.step()
+            if not self._updated:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
     def _clip(self) -> None:
@@ -313,22 +316,31 @@ class Trainer:
         factor = self._rate_factor(self.num_steps) * self.rate_scale
         if self.optimizer is not None:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-                group["lr"] = base * factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(base * factor)
+                else:
+                    group["lr"] = base * factor
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
         """Logits [local batch] of this rank's rows."""
         vectors = self._embeddings.forward(batch.ids, batch.num_rows, training=False)
-        logits = self._dense_logits(batch, vectors, training=False, seed=0)
+        num_rows = batch.num_rows
+        logits = self._dense_logits(batch.dense, vectors, num_rows, training=False, seed=0)
         return logits.to(self._home_layout(batch.num_rows), id="predict").part.squeeze(1)
 
     def _dense_logits(
-        self, batch: Batch, vectors: Mapping[str, Tensor], *, training: bool, seed: int
+        self,
+        dense: Tensor,
+        vectors: Mapping[str, Tensor],
+        num_rows: int,
+        *,
+        training: bool,
+        seed: int,
     ) -> GlobalTensor:
-        num_rows = batch.num_rows
         return self._model.forward(
             {name: self._home(part, num_rows) for name, part in vectors.items()},
-            self._home(batch.dense, num_rows),
+            self._home(dense, num_rows),
             training=training,
             seed=seed,
         )
@@ -348,3 +360,9 @@ class Trainer:
         size = self._boxing.world.size
         sizes = balanced_sizes(num_rows, size) if num_rows < size else None
         return Layout(self._line, (Split(0, sizes),))
+
+
+def _terms_after_backward(loss: GlobalTensor) -> Tensor:
+    """[1], this rank's term of the loss."""
+    loss.backward()
+    return loss.detach().to("P", id="loss").part.reshape(1)

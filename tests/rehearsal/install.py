@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import importlib.util
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.rehearsal import graphs, streams
 from tests.rehearsal.journal import count_op, note
-from tests.rehearsal.memory import IN_FLIGHT, PINNED, check_access
-from tests.rehearsal.tensor import Mode, Rehearsed
+from tests.rehearsal.memory import IN_FLIGHT, PINNED
+from tests.rehearsal.tensor import Mode, Rehearsed, wait
 from tests.rehearsal.transfers import rehearsed, rehearsed_pairs
 
 
@@ -29,66 +32,96 @@ def install() -> None:
     foreach_types: Any = vars(importlib.import_module("torch.optim.optimizer"))
     foreach_types["_foreach_supported_types"].append(Rehearsed)
     torch.autograd.set_multithreading_enabled(False)
+    _rehearse_threads()
     Mode().__enter__()
 
 
 def check_end() -> None:
     """AssertionError if a transfer was never waited for; clears it for the next test."""
     left = [flight.what for flight in IN_FLIGHT]
-    IN_FLIGHT.clear()
-    PINNED.arrive()
+    forget()
     assert not left, f"never waited for: {left}"
 
 
+def forget() -> None:
+    """After a test that failed, too: nothing is under way."""
+    IN_FLIGHT.clear()
+    PINNED.arrive()
+    streams.settle()
+
+
 class _Stream:
-    """Streams are not rehearsed: all work is one queue."""
+    """``torch.cuda.Stream``."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_: object, clock: streams.Clock | None = None, **__: object) -> None:
         self.device = torch.device("cuda", Rehearsed.index)
+        self.clock = clock or streams.Clock("stream")
 
-    def wait_stream(self, other: object) -> None: ...
+    def wait_stream(self, other: "_Stream") -> None:
+        graphs.refuse("a wait for another stream")
+        self.clock.join(other.clock.sees)
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: "_Event") -> None:
+        graphs.refuse("a wait for an event")
+        self.clock.join(event.sees)
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
         event = event or _Event()
-        event.record()
+        event.record(self)
         return event
 
     def synchronize(self) -> None:
-        note("sync", "Stream.synchronize")
-        PINNED.arrive()
+        with streams.on(self.clock):
+            wait("Stream.synchronize")
 
     def __enter__(self) -> "_Stream":
+        self._entered = streams.on(self.clock)
+        self._entered.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 class _Event:
+    """``torch.cuda.Event``."""
+
     def __init__(self, *_: object, **__: object) -> None:
-        self._copies = 0
+        self.sees: streams.Seen = {}
         self._time = 0.0
 
-    def record(self, *_: object) -> None:
-        self._copies = PINNED.record()
+    def record(self, stream: _Stream | None = None) -> None:
+        self.sees = dict((stream.clock if stream is not None else streams.current()).sees)
         self._time = time.perf_counter()
 
-    def wait(self, *_: object) -> None: ...
+    def wait(self, stream: _Stream | None = None) -> None:
+        (stream.clock if stream is not None else streams.current()).join(self.sees)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
+        graphs.refuse("the host waits for an event")
         note("event wait", "Event.synchronize")
-        PINNED.arrive(self._copies)
+        streams.host_waits(self.sees)
+        PINNED.arrive(self.sees)
 
     def elapsed_time(self, other: "_Event") -> float:
         return 1e3 * (other._time - self._time)
 
 
+def _current_stream(*_: object) -> _Stream:
+    return _Stream(clock=streams.current())
+
+
+def _on_stream(stream: _Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else streams.on(stream.clock)
+
+
 def _synchronize(*_: object) -> None:
+    graphs.refuse("the host waits (torch.cuda.synchronize)")
     note("sync", "torch.cuda.synchronize")
+    streams.host_waits_for_all()
     PINNED.arrive()
 
 
@@ -108,14 +141,38 @@ def _claim_device() -> None:
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.stream, cuda.current_stream = _on_stream, _current_stream
+    cuda.default_stream = lambda *_: _Stream(clock=streams.MAIN)
+    cuda.CUDAGraph, cuda.graph = graphs.Graph, graphs.capture
+    cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
+    # torch.manual_seed and fork_rng: the host's generator stands for that of the device.
+    cuda.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)
+    cuda.set_rng_state = lambda *_: None
+    cuda.manual_seed_all = lambda seed: graphs.refuse("torch.manual_seed")
     cuda.synchronize = _synchronize
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.empty_cache = lambda: None
     optimizer: Any = torch.optim.Optimizer  # asks the driver, where torch is built for CUDA
-    optimizer._accelerator_graph_capture_health_check = lambda self: None
+    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        setattr(optimizer, name, _check_capturable)
+
+
+def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
+    if not all(group.get("capturable") for group in optimizer.param_groups):
+        graphs.refuse(f"{type(optimizer).__name__} without capturable=True")
+
+
+def _rehearse_threads() -> None:
+    """A dispatch mode is of one thread: others that the project starts get theirs."""
+    patched: Any = threading.Thread
+    real = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        with Mode():
+            real(self)
+
+    patched.run = run
 
 
 def _claim_factories() -> None:
@@ -126,9 +183,16 @@ def _claim_factories() -> None:
         def __new__(cls, device: Any = "cpu") -> "Generator":
             return real_generator.__new__(cls, "cpu")
 
+        def manual_seed(self, seed: int) -> torch.Generator:
+            if seed != self.initial_seed():
+                graphs.refuse("a generator seeded anew")
+            return super().manual_seed(seed)
+
     def tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **rest: Any):
         if device is None or torch.device(device).type != "cuda":
             return real_tensor(data, device=device, requires_grad=requires_grad, **rest)
+        graphs.refuse("torch.tensor on the device")
+        streams.current().tick()
         note("upload", "torch.tensor on the device")
         return Rehearsed(real_tensor(data, **rest)).requires_grad_(requires_grad)
 
@@ -184,6 +248,8 @@ def _plan_without() -> None:
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
     kernels.find_spec = lambda name: None  # nor Triton, but by tests that ask for it
+    dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")
+    dropping.find_kernels = lambda: None
 
 
 class _Launcher:
@@ -199,13 +265,20 @@ class _Launcher:
             def __getitem__(self, grid: Any) -> Any:
                 def launch(*args: Any, **kwargs: Any) -> None:
                     count_op(f"triton.{name}")
+                    streams.current().tick()
                     for leaf in tree_leaves((args, kwargs)):
                         if isinstance(leaf, Tensor):
                             assert isinstance(leaf, Rehearsed), f"{name}: a CPU tensor"
-                            check_access(name, leaf.host, writes=True)
+                            leaf.use(name, writes=True)
                     hosts, named = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
-                    with _disable_current_modes():
-                        kernel[grid](*hosts, **named)
+
+                    def run() -> None:
+                        with _disable_current_modes():
+                            kernel[grid](*hosts, **named)
+
+                    run()
+                    if graph := graphs.capturing():
+                        graph.calls.append(run)
 
                 return launch
 
@@ -219,3 +292,11 @@ def _claim_kernels() -> None:
 
     patched: Any = triton_storage
     patched._launch = _Launcher(patched._launch)
+
+
+def dropout_kernels() -> Any:
+    """The kernel that drops elements, as ``find_kernels`` gives it, for a test that asks for it."""
+    from sbpflow.tensor.ops import triton_dropout
+
+    launcher = _Launcher(triton_dropout)
+    return SimpleNamespace(drop=launcher.drop, BLOCK=triton_dropout.BLOCK)

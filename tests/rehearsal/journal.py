@@ -1,6 +1,7 @@
 """What a rehearsed stretch of code did on its pretended device: ops, waits of the host, uploads."""
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_PARTS = ("install", "journal", "memory", "rules", "task", "tensor", "transfers")
+_PARTS = (
+    "graphs",
+    "install",
+    "journal",
+    "memory",
+    "rules",
+    "streams",
+    "task",
+    "tensor",
+    "transfers",
+)
 _OWN = frozenset(
     str(ROOT / "tests" / name)
     for name in (
@@ -28,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """Events since it was opened.
+    """Events since it was opened, of the thread that opened it.
 
     Kinds: ``sync`` (the host waits for all the device was told), ``upload`` (a copy to the device
     from memory that is not pinned, which waits likewise), ``late read`` (an asynchronous copy into
@@ -39,7 +50,9 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops: Counter[str] = Counter()
+        self.beside: Counter[str] = Counter()  # those of ``ops`` on other streams than the main one
         self.collectives: Counter[str] = Counter()
+        self.thread = threading.get_ident()
 
     def of(self, *kinds: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind in kinds]
@@ -79,20 +92,26 @@ def journal() -> Iterator[Journal]:
 
 
 def note(kind: str, what: str) -> None:
-    if _open:
+    if opened := _opened():
         entry = Entry(kind, what, where())
-        for each in _open:
+        for each in opened:
             each.entries.append(entry)
 
 
-def count_op(name: str) -> None:
-    for each in _open:
+def count_op(name: str, *, beside: bool = False) -> None:
+    for each in _opened():
         each.ops[name] += 1
+        each.beside[name] += beside
 
 
 def count_collective(name: str) -> None:
-    for each in _open:
+    for each in _opened():
         each.collectives[name] += 1
+
+
+def _opened() -> list[Journal]:
+    thread = threading.get_ident()
+    return [each for each in _open if each.thread == thread]
 
 
 def where() -> str:

@@ -4,7 +4,7 @@ A real device would read garbage, sometimes. Here the op that touches such memor
 the line that started the transfer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ class InFlight:
     what: str
     sent: tuple[Tensor, ...]
     received: tuple[Tensor, ...]
+    kept: tuple[object, ...] = ()  # memory that must not be given back till then
 
 
 IN_FLIGHT: list[InFlight] = []
@@ -75,8 +76,7 @@ class Pinned:
 
     def __init__(self) -> None:
         self._blocks: dict[int, torch.UntypedStorage] = {}  # kept, so no address comes again
-        self._coming: list[tuple[int, Tensor, Tensor]] = []
-        self._now = 0
+        self._coming: list[tuple[int, int, Tensor, Tensor]] = []
 
     def add(self, host: Tensor) -> Tensor:
         storage = host.untyped_storage()
@@ -86,25 +86,23 @@ class Pinned:
     def has(self, host: Tensor) -> bool:
         return host.untyped_storage().data_ptr() in self._blocks
 
-    def copy_later(self, target: Tensor, values: Tensor) -> None:
-        """``target`` gets ``values`` when an event after this is waited for."""
-        self._now += 1
-        self._coming.append((self._now, target, values.clone()))
+    def copy_later(self, target: Tensor, values: Tensor, stream: int, count: int) -> None:
+        """``target`` gets ``values`` when the host has waited for op ``count`` of ``stream``."""
+        self._coming.append((stream, count, target, values.clone()))
         if target.dtype.is_floating_point:
             target.fill_(float("nan"))
         elif target.dtype != torch.bool:
             target.fill_(torch.iinfo(target.dtype).max - 1)
 
-    def record(self) -> int:
-        return self._now
-
-    def arrive(self, until: int | None = None) -> None:
-        """Finish the copies recorded so far, or those up to an event."""
-        limit = self._now if until is None else until
-        for number, target, values in self._coming:
-            if number <= limit:
+    def arrive(self, sees: Mapping[int, int] | None = None) -> None:
+        """Finish the copies that are over: all, or those that a wait has seen."""
+        left = []
+        for stream, count, target, values in self._coming:
+            if sees is None or count <= sees.get(stream, 0):
                 target.copy_(values)
-        self._coming = [each for each in self._coming if each[0] > limit]
+            else:
+                left.append((stream, count, target, values))
+        self._coming = left
 
 
 PINNED = Pinned()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.rehearsal import graphs
 from tests.rehearsal.journal import note
 from tests.rehearsal.memory import RefusedError
 
@@ -62,6 +63,7 @@ def _check_device(func: Any, name: str, tensor: Tensor, on_device: type[Tensor])
     if tensor.dim() == 0 and name not in _ALL_ON_DEVICE:
         return
     if name in _INDEXED:  # torch moves the index itself, and waits
+        graphs.refuse(f"{name} with an index in host memory")
         note("upload", f"{name} with an index in host memory")
         return
     raise RefusedError(
@@ -69,17 +71,17 @@ def _check_device(func: Any, name: str, tensor: Tensor, on_device: type[Tensor])
     )
 
 
-def note_syncs(name: str, args: Any, kwargs: Any) -> None:
-    """Journal what makes the host wait."""
+def wait_of(name: str, args: Any, kwargs: Any) -> str:
+    """What makes the host wait in this op, "" if nothing does."""
     if name in _SYNCS:
-        note("sync", name)
-    elif name == "repeat_interleave" and kwargs.get("output_size") is None:
-        note("sync", "repeat_interleave without output_size")
-    elif name in _INDEXED and any(_is_mask(index) for index in args[1]):
+        return name
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        return "repeat_interleave without output_size"
+    if name in _INDEXED and any(_is_mask(index) for index in args[1]):
         # One value under a mask is a masked_fill_, whose size is known.
         fills = name != "index" and args[2].numel() == 1
-        if not fills:
-            note("sync", f"{name} with a mask")
+        return "" if fills else f"{name} with a mask"
+    return ""
 
 
 def _is_mask(index: object) -> bool:

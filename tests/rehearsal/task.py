@@ -6,15 +6,13 @@ from typing import Any
 
 def perform(world: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(world, *args)``; AssertionError if it leaves a transfer that nobody waited for."""
-    from tests.rehearsal.install import check_end
+    from tests.rehearsal.install import check_end, forget
 
     assert world.device.type == "cuda"
     try:
         value = fn(world, *args)
     except BaseException:
-        from tests.rehearsal.memory import IN_FLIGHT
-
-        IN_FLIGHT.clear()
+        forget()
         raise
     check_end()
     return value

@@ -1,8 +1,8 @@
 """Tensors that say they are on a CUDA device and hold real numbers in host memory.
 
 Python sees ``cuda``; C++ sees ``meta``, whose backward needs no driver and runs in the calling
-thread. Every op comes through ``run``, which refuses what CUDA refuses and notes where the host
-would wait. Blind to streams, to the allocator, and to the kernels themselves.
+thread. Every op comes through ``run``, which refuses what CUDA refuses, notes where the host would
+wait, and has ``streams`` check the order of what it touches. Blind to the kernels themselves.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.rehearsal import rules
+from tests.rehearsal import graphs, rules, streams
 from tests.rehearsal.journal import count_op, note
 from tests.rehearsal.memory import PINNED, RefusedError, check_access
 
@@ -40,6 +40,16 @@ class Rehearsed(Tensor):
 
     def __init__(self, host: Tensor):
         self.host = host
+        self.block = streams.block_of(host)
+
+    def use(self, func: object, *, writes: bool) -> None:
+        """An op on the current stream is about to read it, or to change it."""
+        if graph := graphs.capturing():  # nothing runs now
+            graph.uses(self.block, self.host, writes=writes)
+            return
+        check_access(func, self.host, writes=writes)
+        if self.block is not None:
+            self.block.use(func, self.host, writes=writes)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
@@ -60,8 +70,9 @@ class Rehearsed(Tensor):
         return self.host.data_ptr()
 
     def tolist(self):
-        note("sync", "tolist")
-        check_access("tolist", self.host, writes=False)
+        streams.current().tick()
+        self.use("tolist", writes=False)
+        wait("tolist")
         return self.host.tolist()
 
     def numpy(self, *_: object, **__: object):
@@ -84,8 +95,10 @@ class Rehearsed(Tensor):
     def is_pinned(self, *_: object) -> bool:
         return False
 
-    def record_stream(self, stream: object) -> None:
-        """Streams are not rehearsed."""
+    def record_stream(self, stream: Any) -> None:
+        """Once given back, it is not handed out before ``stream`` is that far."""
+        if self.block is not None:
+            self.block.recorded.append(stream.clock)
 
     def to(self, *args: Any, **kwargs: Any):
         device, dtype, non_blocking, copy = _parse_to(*args, **kwargs)
@@ -136,25 +149,47 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     # C++ asks for "meta" where it makes a tensor beside a Rehearsed one; a caller may mean it too.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
+    if has or target:
+        streams.current().tick()
     if has:
         rules.check(func, name, args, kwargs, Rehearsed)
         _check_memory(func, name, args, kwargs)
-        rules.note_syncs(name, args, kwargs)
+        if what := rules.wait_of(name, args, kwargs):
+            wait(what)
     if name == "copy_" and len(args) > 1 and isinstance(args[1], Tensor):
         if isinstance(args[0], Rehearsed) != isinstance(args[1], Rehearsed):
             return _copy_across(args[0], args[1], _non_blocking(args, kwargs))
     if name == "_to_copy" and wanted is not None and has != target:
         return _move(func, args[0], kwargs, to_device=target)
-    if target:
-        count_op(str(func))
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     hosts, host_kwargs = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
     out = func(*hosts, **host_kwargs)
     if not target:
         return out
-    out = tree_map_only(Tensor, Rehearsed, out)
-    return return_and_correct_aliasing(func, args, kwargs, out) if has else out
+    count_op(str(func), beside=streams.current() is not streams.MAIN)
+    wrapped = tree_map_only(Tensor, Rehearsed, out)
+    if graph := graphs.capturing():
+        graph.add(func, hosts, host_kwargs, out)
+        for leaf in _fresh(wrapped, args, kwargs):
+            graph.made(leaf.block, leaf.host)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if has else wrapped
+
+
+def _fresh(out: Any, args: Any, kwargs: Any) -> list[Rehearsed]:
+    """Results in memory that no argument lies in."""
+    leaves = tree_leaves((args, kwargs))
+    known = {id(leaf.block) for leaf in leaves if isinstance(leaf, Rehearsed)}
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Rehearsed)]
+    return [leaf for leaf in results if id(leaf.block) not in known]
+
+
+def wait(what: str) -> None:
+    """The host waits for the current stream."""
+    graphs.refuse(f"the host waits ({what})")
+    note("sync", what)
+    streams.host_waits(streams.current().sees)
+    PINNED.arrive(streams.current().sees)
 
 
 def _is_meta_meant() -> bool:
@@ -169,6 +204,7 @@ def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _copy_across(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     """``copy_`` between host and device."""
+    graphs.refuse("a copy between host and device")
     if isinstance(target, Rehearsed):
         count_op("h2d")
         _note_upload(source, non_blocking)
@@ -177,15 +213,17 @@ def _copy_across(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         count_op("d2h")
         if non_blocking and PINNED.has(target):
             note("late read", f"{source.numel()} {source.dtype}")
-            PINNED.copy_later(target, source.host)
+            clock = streams.current()
+            PINNED.copy_later(target, source.host, clock.number, clock.now)
         else:
-            note("sync", "copy to the host")
+            wait("copy to the host")
             target.copy_(source.host)
     return target
 
 
 def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool) -> Tensor:
     """``_to_copy`` between host and device."""
+    graphs.refuse("a copy between host and device")
     count_op("h2d" if to_device else "d2h")
     non_blocking = kwargs.get("non_blocking", False)
     host = source.host if isinstance(source, Rehearsed) else source
@@ -197,7 +235,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
         return Rehearsed(out)
     if non_blocking:  # into memory that is not pinned: no wait, and nobody knows when it is there
         raise RefusedError("a copy to the host that nothing waits for; use pinned memory")
-    note("sync", "copy to the host")
+    wait("copy to the host")
     return out
 
 
@@ -224,4 +262,4 @@ def _check_value(func: Any, argument: Any, value: Any) -> None:
         return  # the result is a view of it
     for leaf in tree_leaves(value):
         if isinstance(leaf, Rehearsed):
-            check_access(func, leaf.host, writes=alias is not None)
+            leaf.use(func, writes=alias is not None)

@@ -58,6 +58,16 @@ def second_step(world, config, accumulate):
             job.trainer.step(steps[number], steps[number + 1][0] if number < 2 else None)
         if number == 1:
             second = made
+    sort = "aten.sort.stable"
+    on_main = second.ops[sort] - second.beside[sort]
+    if accumulate == 1:  # several batches' rows are sorted once more together
+        # Rows of whole tables' gradients are known when these come: any other sort is ahead.
+        assert on_main == sum(
+            len(group.stacks)
+            for group in job.plan.embeddings.groups
+            if group.exchange == "local" and group.whole_gradients and world.size > 1
+        )
+        assert second.beside[sort]
     return len(second.syncs), len(second.late_reads), second.num_ops, second.summary()
 
 
@@ -171,3 +181,37 @@ def test_lists_of_ids_cost_one_read_with_the_counts(rehearsed_ranks, ranks, exch
     mix = mix_of(exchange, 8, RULES[2], batch_sizes=(13, 14, 16), dtype=torch.float32)
     found = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
     check(found, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
+
+
+def ops_by_repetition(world, config):
+    """Ops and collectives of a step whose ids are two rows of each table, the first and the last,
+    so that every rank owns one; and of a step with as many rows as can be.
+    """
+    from tests.rehearsal.journal import journal
+
+    world.checked = False
+    columns = IdBounds(tuple(NUM_ROWS.values()), (), ())
+    found = []
+    limits = torch.tensor(columns.columns, dtype=torch.int32)
+    for few in (True, False):
+        job = make_job(world, config)
+        for batch in make_batches(3, config.data.batch_size)[:2]:
+            rows = torch.arange(batch.num_rows, dtype=torch.int32).unsqueeze(1)
+            batch.ids = rows % 2 * (limits - 1) if few else rows % limits
+            mine = to_device(batch.part(world.rank, world.size), world.device)
+            mine.ids = BatchIds(mine.ids, None, columns)
+            with journal() as made:
+                job.trainer.step(mine)
+        found.append((made.ops, made.collectives))
+    return found
+
+
+@pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
+@pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "1"), (2, "2"), (2, "3"), (2, "dp")])
+def test_the_ops_of_a_step_do_not_depend_on_the_rows_it_touches(
+    rehearsed_ranks, ranks, scheme, sparse
+):
+    config = make_config(scheme, sparse, dtype="float32", dense="adam", batch_size=60)
+    for few, many in rehearsed_ranks(ranks, ops_by_repetition, config):
+        assert few == many
+        assert sum(few[0].values()) > 100

@@ -52,12 +52,21 @@ def test_one_rank_trains_like_the_reference(rehearsed_ranks, sparse):
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes_train_like_the_reference(rehearsed_ranks, scheme, sparse):
-    training.test_schemes_over_nccl_train_like_the_reference(rehearsed_ranks, scheme, sparse)
+    training.check_scheme(rehearsed_ranks, scheme, sparse, 10)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_explain_holds_against_the_log(rehearsed_ranks, scheme):
     training.test_explain_holds_against_the_log_over_nccl(rehearsed_ranks, scheme)
+
+
+def test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks):
+    training.test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks, "adam")
+    assert rehearsed_ranks(1, training.step_ms, training.captured("adam"), 3, 1)[0] > 0
+
+
+def test_a_cuda_graph_trains_alike_on_several_ranks(rehearsed_ranks):
+    training.test_a_cuda_graph_trains_alike_over_nccl(rehearsed_ranks)
 
 
 def cpu_part_of_a_cuda_layout(world):

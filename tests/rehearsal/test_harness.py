@@ -106,8 +106,7 @@ REFUSED = {
 
 def refusals(world, cases):
     """What each case raises; the transfers it started are forgotten."""
-    from tests.rehearsal.install import check_end
-    from tests.rehearsal.memory import IN_FLIGHT
+    from tests.rehearsal.install import check_end, forget
 
     found = {}
     for case in cases:
@@ -117,7 +116,7 @@ def refusals(world, cases):
             found[case.__name__] = "nothing was raised"
         except (RuntimeError, TypeError, AssertionError) as error:
             found[case.__name__] = str(error)
-        IN_FLIGHT.clear()
+        forget()
     return found
 
 

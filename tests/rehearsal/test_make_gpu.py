@@ -1,5 +1,6 @@
 """``make gpu``: its parts run in rehearsal, survive one another, and need what a bare box has."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def on_a_bare_box(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_everything_imports_on_a_bare_box():
     modules = [path.stem for path in (ROOT / "benchmarks").glob("gpu*.py")]
-    assert len(modules) >= 6
+    assert len(modules) >= 7
     names = [f"benchmarks.{name}" for name in modules] + [
         path.removesuffix(".py").replace("/", ".") for path in gpu.GPU_TESTS
     ]
@@ -122,43 +123,67 @@ def test_the_arguments_of_a_part_are_taken(part, monkeypatch):
 SMALL = ["data.batch_size=64", "model.hidden=[8, 8]", "model.embedding_dim=4"]
 
 
-def benchmarks_of_one_rank(world, folder):
-    from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace
-    from models.registry import MODELS
-    from sbpflow.config.load import load_config
+def whole_programs(world, folder):
+    """The modules of ``make gpu`` from their command lines on, with less work; their records."""
+    from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace, record
 
+    def timed(work, **_):
+        work()
+        return {"ms": 1.0, "min_ms": 1.0, "max_ms": 1.0}
+
+    record.RESULTS = gpu_trace.RESULTS = Path(folder)
     gpu_kernels.import_fbgemm = lambda: None  # its kernels cannot be rehearsed
     # Nor can events of a device: torch would tell each of thousands with a stack of C++.
     profile = gpu_trace.profile
     gpu_trace.profile = lambda activities: profile(activities=activities[:1])
-    config = load_config("configs/dlperf.yaml", ["parallel.device=cuda", *SMALL], models=MODELS)
-    gpu_dlperf.WARM_UP, gpu_dlperf.STEPS, gpu_dlperf.REPEATS = 1, 2, 1
-    made = {"dlperf": gpu_dlperf.measure(2600, config, world)}
-    made["kernels"] = [
-        line
-        for rule in ("rowwise_adagrad", "ftrl")
-        for line in gpu_kernels.measure(rule, ids=64, rows=90, device=world.device, steps=1)
+    for module in (gpu_dlperf, gpu_kernels, gpu_mlp):
+        module.timed_ms = timed
+    gpu_mlp.WIDTHS, gpu_dlperf.FIRST_ROWS, gpu_dlperf.WARM_UP = (5, 4, 1), 2600, 4
+    commands = {
+        gpu_dlperf: ["--max-rows", "5200", *SMALL],
+        gpu_mlp: ["--batch-size", "8", "--no-compile"],
+        gpu_kernels: ["--ids", "64", "--rows", "90"],
+        gpu_trace: ["--rows", "2600", *SMALL],
+    }
+    graph = ["--max-rows", "2600", "parallel.cuda_graph=true", *SMALL]
+    for module, words in [*commands.items(), (gpu_dlperf, graph)]:
+        sys.argv = [module.__name__, *words]
+        module.main()
+    return {path.name: path.read_text() for path in Path(folder).glob("*.jsonl")}
+
+
+def test_whole_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
+    (files,) = rehearsed_ranks(1, whole_programs, str(tmp_path))
+    lines = [json.loads(line) for line in files["gpu_dlperf.jsonl"].splitlines()]
+    assert [(line["benchmark"], line["rows"]) for line in lines] == [
+        ("dlperf_vocabulary", 2600),
+        ("dlperf_vocabulary", 5200),
+        ("dlperf_vocabulary_cuda_graph", 2600),
     ]
-    made["trace"] = gpu_trace.trace(2600, config, world, Path(folder) / "trace.json")
-    for precision in gpu_mlp.PRECISIONS:
-        made[precision] = gpu_mlp.measure(
-            precision,
-            batch_size=8,
-            device=world.device,
-            widths=(5, 4, 1),
-            compile=False,
-            graph=False,
-            steps=1,
-        )
-    return made
+    assert all(line["device"] and line["versions"] for line in lines)
+    assert (tmp_path / "gpu_trace.json").exists()
 
 
-def test_benchmarks_of_one_rank_run(rehearsed_ranks, tmp_path):
-    (made,) = rehearsed_ranks(1, benchmarks_of_one_rank, str(tmp_path))
-    assert made["dlperf"]["step_ms"] > 0
-    assert {line["kernel"] for line in made["kernels"]} >= {"torch"}
-    assert (tmp_path / "trace.json").stat().st_size > 0
-    assert all(made[precision]["ms"] > 0 for precision in ("float32", "tf32", "bfloat16"))
+@pytest.mark.slow
+def test_torchrec_runs_on_the_same_shapes():
+    """On CPU, where FBGEMM has no Adam: another rule, and the host's clock."""
+    pytest.importorskip("torchrec")
+    from benchmarks import gpu_torchrec
+    from models.registry import MODELS
+    from sbpflow.config.load import load_config
+    from sbpflow.runtime.world import World
+
+    def timed(step, **_):
+        return {"ms": float(step())}
+
+    rule = "optimizer.sparse={name: rowwise_adagrad}"
+    config = load_config(
+        "configs/dlperf.yaml", ["parallel.device=cpu", rule, *SMALL], models=MODELS
+    )
+    with World.start("cpu") as world:
+        found = gpu_torchrec.measure(2600, config, world.device, timed=timed)
+    assert 0 < found["plain_ms"] < 2
+    assert 0 < found["pipelined_ms"] < 2
 
 
 def benchmarks_of_ranks(world):

@@ -1,6 +1,7 @@
 """Collectives of claimed CUDA tensors: judged by NCCL's rules, then carried by gloo.
 
-What a collective sends and receives is out of bounds until its ``wait`` (see ``memory``).
+What a collective sends and receives is out of bounds until its ``wait`` (see ``memory``). It runs
+on a stream of its group, after the one that started it; a ``wait`` orders the stream that waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.rehearsal import graphs, streams
 from tests.rehearsal.journal import count_collective, where
-from tests.rehearsal.memory import IN_FLIGHT, InFlight, RefusedError, check_access
+from tests.rehearsal.memory import IN_FLIGHT, InFlight, RefusedError
 from tests.rehearsal.tensor import Rehearsed
 
 # ncclDataType_t, as torch maps it; bool goes as uint8.
@@ -33,13 +35,15 @@ NCCL_DTYPES = frozenset(
 class Work:
     """A collective under way; like NCCL's, its ``wait`` orders the stream and not the host."""
 
-    def __init__(self, works: Sequence[dist.Work], flight: InFlight) -> None:
-        self._works, self._flight = works, flight
+    def __init__(self, works: Sequence[dist.Work], flight: InFlight, ends: streams.Seen) -> None:
+        self._works, self._flight, self._ends = works, flight, ends
         IN_FLIGHT.append(flight)
 
     def wait(self, *_: object) -> bool:
+        streams.current().join(self._ends)
         if self._flight in IN_FLIGHT:
             IN_FLIGHT.remove(self._flight)
+            self._flight.kept = ()
             for work in self._works:
                 work.wait()
         return True
@@ -56,19 +60,17 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if not any(isinstance(tensor, Rehearsed) for tensor in tensors):
             return real(*args, group=group, async_op=async_op, **kwargs)
+        graphs.refuse(f"{name}, a collective")
         count_collective(name)
         _check(name, tensors, args[len(tensors) :], dist.get_world_size(group))
         hosts = [tensor.host for tensor in tensors]  # pyright: ignore
         in_place = len(hosts) == 1
-        sent, received = (), tuple(hosts[:1])
-        if not in_place:
-            sent = (hosts[1],)
-            check_access(name, hosts[1], writes=False)
-        check_access(name, hosts[0], writes=True)
+        sent, received = () if in_place else (tensors[1],), (tensors[0],)
+        flight, ends = _fly(name, sent, received, group)
         if name == "reduce_scatter":  # gloo compares shapes where NCCL counts elements
             hosts = [host.view(-1) for host in hosts]
         work = real(*hosts, *args[len(tensors) :], group=group, async_op=True, **kwargs)
-        handle = Work([work] if work else [], InFlight(f"{name} ({where()})", sent, received))
+        handle = Work([work] if work else [], flight, ends)
         if async_op:
             return handle
         handle.wait()
@@ -83,20 +85,39 @@ def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
     def batch(moves: Sequence[dist.P2POp]) -> list[Any]:
         if not any(isinstance(move.tensor, Rehearsed) for move in moves):
             return real(moves)
+        graphs.refuse("batch_isend_irecv, a collective")
         count_collective("batch_isend_irecv")
         sent, received, hosts = [], [], []
         for move in moves:
-            receives = move.op is dist.irecv
-            name = "irecv" if receives else "isend"
-            _check(name, [move.tensor], [], 0)
+            _check("irecv" if move.op is dist.irecv else "isend", [move.tensor], [], 0)
+            (received if move.op is dist.irecv else sent).append(move.tensor)
             host = move.tensor.host  # pyright: ignore
-            check_access(name, host, writes=receives)
-            (received if receives else sent).append(host)
             hosts.append(dist.P2POp(move.op, host, move.peer, move.group, move.tag))
-        flight = InFlight(f"batch_isend_irecv ({where()})", tuple(sent), tuple(received))
-        return [Work(real(hosts), flight)]
+        flight, ends = _fly("batch_isend_irecv", sent, received, moves[0].group)
+        return [Work(real(hosts), flight, ends)]
 
     return batch
+
+
+def _fly(
+    name: str, sent: Sequence[Any], received: Sequence[Any], group: Any
+) -> tuple[InFlight, streams.Seen]:
+    """A transfer that starts now, on NCCL's stream of the group, and what is over when it is."""
+    stream = streams.nccl_stream("of all ranks" if group is None else group.group_name)
+    stream.join(streams.current().sees)
+    stream.tick()
+    with streams.on(stream):
+        for tensor in sent:
+            tensor.use(name, writes=False)
+        for tensor in received:
+            tensor.use(name, writes=True)
+    flight = InFlight(
+        f"{name} ({where()})",
+        tuple(tensor.host for tensor in sent),
+        tuple(tensor.host for tensor in received),
+        tuple(tensor.block for tensor in (*sent, *received)),
+    )
+    return flight, dict(stream.sees)
 
 
 def _take_group(args: Sequence[Any], group: Any) -> tuple[list[Any], Any]:

@@ -21,10 +21,12 @@ COLLECTIVES = set(
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
-# Who may, and what for: conversions; rows whose number a batch decides; the checked mode's headers.
+# Who may, and what for: conversions; messages of both; rows whose number a batch decides; the
+# checked mode's headers.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
-    "embedding/exchange/all_to_all.py": {"all_to_all_single", "batch_isend_irecv"},
+    "boxing/pairs.py": {"batch_isend_irecv"},
+    "embedding/exchange/all_to_all.py": {"all_to_all_single"},
     "runtime/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
 }
 

@@ -85,6 +85,7 @@ COMPILED = (
     "mark_loops",
     "loops",
     "numba_storage",
+    "triton_dropout",
     "triton_kernels",
     "triton_storage",
 )

@@ -37,12 +37,13 @@ def _reduced(world, ranks):
     boxing = Boxing(world)
     grid = Placement.of("cpu", ranks)
     full = _distinct((4, 8))
-    for dim, nd_sbp in itertools.product((0, 1), itertools.product([S0, S1, B], repeat=2)):
+    cases = itertools.product((0, 1), itertools.product([S0, S1, B], repeat=2))
+    for number, (dim, nd_sbp) in enumerate(cases):
         plain = full.clone().requires_grad_()
         best = plain.amax(dim)
         weights = torch.arange(1.0, 1 + len(best), dtype=torch.float64)
         (best * weights).sum().backward()
-        for dst in _destinations(grid):
+        for dst in list(_destinations(grid))[number % 3 :: 3]:  # each by some of the cases
             x = GlobalTensor.from_full(full, Layout(grid, nd_sbp), boxing).requires_grad_()
             y = ops.reduce_max(x, [dim])
             what = f"max over {dim} of {x.layout}, {y.layout} -> {dst}"

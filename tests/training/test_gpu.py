@@ -3,12 +3,23 @@
 On a machine with one GPU the ranks share it, each under a host name of its own (NCCL_HOSTID).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from benchmarks.device_timer import timed_ms
 from tests.training.test_equality import SCHEMES, reference_run
 from tests.training.test_steps import steps_of_one_iteration
-from tests.training.wdl_case import SPARSE, join_tables, make_config, train
+from tests.training.wdl_case import (
+    SPARSE,
+    join_tables,
+    make_batches,
+    make_config,
+    make_job,
+    to_device,
+    train,
+)
 
 
 @pytest.mark.gpu
@@ -34,18 +45,75 @@ def test_kernels_agree_on_the_gpu(nccl_ranks, sparse):
     np.testing.assert_allclose(runs[0][0]["losses"], runs[1][0]["losses"], rtol=1e-5)
 
 
+def captured(dense, batch_size=30, hidden=(7, 6)):
+    """A configuration whose dense part, with dropout, is one CUDA graph."""
+    config = make_config("1", "adagrad", dtype="float32", dense=dense, dim=8, batch_size=batch_size)
+    return replace(
+        config,
+        model=replace(config.model, dropout=0.5, hidden=hidden),
+        parallel=replace(config.parallel, device="cuda", cuda_graph=True),
+    )
+
+
+def losses_of(world, config, warm_up_steps):
+    """Losses of 30 steps; op by op where that many warm up."""
+    job = make_job(world, config)
+    job.trainer.graphs.warm_up_steps = warm_up_steps
+    return [
+        float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))
+        for batch in make_batches(30, config.data.batch_size)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", ["adam", "sgd"])
+def test_a_cuda_graph_trains_as_steps_op_by_op(nccl_ranks, dense):
+    graphed, plain = (nccl_ranks(1, losses_of, captured(dense), steps)[0] for steps in (3, 30))
+    # The same kernels of the same numbers; libraries may choose others where they have less room.
+    np.testing.assert_allclose(graphed, plain, rtol=1e-5)
+
+
 @pytest.mark.nccl
-@pytest.mark.parametrize("sparse", SPARSE)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_schemes_over_nccl_train_like_the_reference(nccl_ranks, scheme, sparse):
+def test_a_cuda_graph_trains_alike_over_nccl(nccl_ranks):
+    for graphed, plain in zip(
+        *(nccl_ranks(2, losses_of, captured("adam"), steps) for steps in (3, 30)), strict=True
+    ):
+        np.testing.assert_allclose(graphed, plain, rtol=1e-5)
+
+
+def step_ms(world, config, warm_up_steps, steps=50):
+    """ms of a step of batches of one shape."""
+    job = make_job(world, config)
+    job.trainer.graphs.warm_up_steps = warm_up_steps
+    rows = to_device(make_batches(2, config.data.batch_size)[0], world.device)
+    for _ in range(8):
+        job.trainer.step(rows)
+    return timed_ms(lambda: job.trainer.step(rows), steps=steps)["ms"]
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_faster_where_launches_are_the_time(nccl_ranks):
+    config = captured("adam", batch_size=256, hidden=(64,) * 7)
+    ((graphed,), (plain,)) = (nccl_ranks(1, step_ms, config, steps) for steps in (3, 10**9))
+    assert graphed < 0.9 * plain, f"{graphed:.2f} ms with a graph, {plain:.2f} ms without"
+
+
+def check_scheme(ranks, scheme, sparse, steps):
     config = make_config(scheme, sparse)
-    results = nccl_ranks(2, train, config, 30)
-    losses, model = reference_run(sparse, "sgd", 30)
+    results = ranks(2, train, config, steps)
+    losses, model = reference_run(sparse, "sgd", steps)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-9)
     for name, weights in join_tables(results, config.model.embedding_dim).items():
         expected = model.tables()[name][1].numpy()
         np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_over_nccl_train_like_the_reference(nccl_ranks, scheme, sparse):
+    check_scheme(nccl_ranks, scheme, sparse, 30)
 
 
 @pytest.mark.nccl

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Pending
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
@@ -43,14 +44,19 @@ class Exchange:
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *row)
         group = world.group(step.group, self._channel, step.id)
+        send = send.contiguous()
         try:
-            work = dist.all_to_all_single(
-                received, send.contiguous(), list(into), list(out), group=group, async_op=True
-            )
+            if world.several_hosts and send.device.type == "cpu":
+                sizes = (into, out)
+                work = pairs.all_to_all(received, send, sizes, step.group, world.rank, group)
+            else:
+                work = dist.all_to_all_single(
+                    received, send, list(into), list(out), group=group, async_op=True
+                )
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
         self._log(step, send, sum(out) - out[world.rank])
-        return Pending(partial(_arrived, step, [work] if work else [], received, send), world)
+        return Pending(partial(_arrived, step, work, received, send), world)
 
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
         """Send all of ``send`` to every other rank; ``wait()`` gives ``into[r]`` rows of each.
@@ -67,15 +73,13 @@ class Exchange:
         parts = received.split(list(into))
         parts[world.rank].copy_(send)
         others = [rank for rank in step.group if rank != world.rank]
-        moves = [dist.P2POp(dist.irecv, parts[r], r, group) for r in others if into[r]]
-        if send.shape[0]:
-            moves += [dist.P2POp(dist.isend, send, r, group) for r in others]
+        sends, receives = dict.fromkeys(others, send), {rank: parts[rank] for rank in others}
         try:
-            works = dist.batch_isend_irecv(moves) if moves else []
+            messages = pairs.pass_messages(sends, receives, group)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
         self._log(step, send, len(others) * send.shape[0])
-        return Pending(partial(_arrived, step, works, received, send), world)
+        return Pending(partial(_arrived, step, messages, received, send), world)
 
     def _log(self, step: ExchangeStep, send: Tensor, rows: int) -> None:
         """Of ``send``, this many rows went to others."""
@@ -86,11 +90,14 @@ class Exchange:
 
 
 def _arrived(
-    step: ExchangeStep, works: Sequence[dist.Work], received: Tensor, sent: Tensor
+    step: ExchangeStep,
+    work: dist.Work | pairs.Messages | None,
+    received: Tensor,
+    sent: Tensor,
 ) -> Tensor:
     del sent  # kept alive until here
     try:
-        for work in works:
+        if work is not None:
             work.wait()
     except RuntimeError as error:
         raise broken(error, step.id, step.collective) from error

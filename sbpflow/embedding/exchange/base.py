@@ -2,6 +2,7 @@
 
     begin      ids are at hand: addresses, deduplication, first transfer of its own
     advance    sizes are known: the transfer that needed them
+    receive    ids are where they are looked up: addresses there
     look_up    rows out of the storage, vectors on their way
     vectors    they are home
     push       gradients on their way
@@ -9,7 +10,7 @@
     update     one optimizer step
 
 Between two moves the caller computes, or makes another group's move: that is all there is to
-overlap. ``begin`` and ``advance`` depend on ids alone, so they may run one batch ahead.
+overlap. The moves up to ``receive`` depend on ids alone, so they may run one batch ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -110,11 +111,20 @@ class Group(ABC, Generic[BatchT]):
         """Take what the ranks counted, and send the ids themselves where they travel."""
 
     @abstractmethod
-    def look_up(self, batch: BatchT) -> None:
-        """Read the rows that are stored here, and send them as vectors, rows or terms.
+    def receive(self, batch: BatchT) -> None:
+        """Take what is looked up here, as ``batch.accesses``.
 
         ``batch.everywhere`` is set by now, where this rank needs it.
         """
+
+    def sort_ahead(self, batch: BatchT) -> None:
+        """After ``receive``, of a training batch: what an update will want sorted."""
+        for access, (_, storage) in zip(batch.accesses, self.storages(), strict=True):
+            storage.sort_ahead(access)
+
+    @abstractmethod
+    def look_up(self, batch: BatchT) -> None:
+        """Read the rows that are stored here, and send them as vectors, rows or terms."""
 
     @abstractmethod
     def vectors(self, batch: BatchT) -> Tensor:

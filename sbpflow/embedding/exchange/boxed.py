@@ -89,18 +89,26 @@ class AddressedGroup(Group[BatchT]):
     def advance(self, batch: BatchT) -> None:
         """Nothing to do: the ids are all there is to know."""
 
-    def storages(self) -> list[tuple[Stack, Storage]]:
-        return [(member.stack, member.storage) for member in self.members]
-
-    def rows_of(self, batch: BatchT) -> Tensor:
-        """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
-        ids = batch.everywhere if self._everywhere else batch.local
-        if ids is None:
-            raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
-        samples, pooled = ids.num_samples, self.plan.pooled
+    def receive(self, batch: BatchT) -> None:
+        if not self.members:
+            return
+        ids, pooled = self._ids_of(batch), self.plan.pooled
         batch.accesses = [
             m.addresses.access(ids, pooled=pooled, absent=m.storage.absent) for m in self.members
         ]
+
+    def storages(self) -> list[tuple[Stack, Storage]]:
+        return [(member.stack, member.storage) for member in self.members]
+
+    def _ids_of(self, batch: BatchT) -> BatchIds:
+        ids = batch.everywhere if self._everywhere else batch.local
+        if ids is None:
+            raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
+        return ids
+
+    def rows_of(self, batch: BatchT) -> Tensor:
+        """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
+        samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
             batch.look_up(member.storage, access, member.stack.optimizer.lr).view(
                 samples, self._width(member)

@@ -2,12 +2,12 @@
 
 That is how many ids the lists hold for each rank, and the counts of all groups.
 
-On CUDA a stream of its own takes them, so that neither the host nor the batch before waits; on CPU
-they are read where they are needed, for a transfer's wait there is the host's.
+On CUDA they are copied as soon as they are there, on the stream of the ids, so that neither the
+host nor the batch before waits; on CPU they are read where they are needed, for a transfer's wait
+there is the host's.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ class CountReader:
     """Reads the counts of batch after batch, for the groups of a collection."""
 
     def __init__(self, groups: Sequence[AnyGroup], device: torch.device) -> None:
-        self._groups, self._device = groups, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._groups = groups
+        self._at_once = device.type == "cuda"
 
     def start(self, ids: IdsUnderWay, parts: Sequence[GroupInFlight]) -> "CountsUnderWay":
         """After the ids' and the groups' ``begin``."""
         under_way = CountsUnderWay(self, ids, parts)
-        if self._stream is not None:
+        if self._at_once:
             under_way.copy()
         return under_way
 
@@ -35,13 +35,6 @@ class CountReader:
         """Of the lists of ids, then of each group, as its ranks told them."""
         groups = zip(self._groups, parts, strict=True)
         return [ids.sizes(), *(group.counts(part) for group, part in groups)]
-
-    def beside(self) -> AbstractContextManager[object]:
-        """The stream that takes them, after what the current one was told."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
 
 
 class CountsUnderWay:
@@ -52,15 +45,18 @@ class CountsUnderWay:
     ) -> None:
         self._reader, self._ids, self._parts = reader, ids, parts
         self._late: LateRead | None = None
-        # Kept until they were read: of the side stream's reads the allocator knows nothing.
         self._found: list[Tensor | None] | None = None
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is nothing that the host would wait for."""
+        return self._found is not None and self._late is None
 
     def copy(self) -> None:
         """Send them to the host."""
-        with self._reader.beside():
-            self._found = self._reader.counts_of(self._ids, self._parts)
-            told = [counts for counts in self._found if counts is not None]
-            self._late = LateRead(torch.cat(told)) if told else None
+        self._found = self._reader.counts_of(self._ids, self._parts)
+        told = [counts for counts in self._found if counts is not None]
+        self._late = LateRead(torch.cat(told)) if told else None
 
     def finish(self) -> None:
         """Give the ids and every group's part their ``counts``."""

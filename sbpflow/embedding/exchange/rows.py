@@ -95,6 +95,10 @@ class RowGroup(Group[RowsInFlight]):
         _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
         return sums.to(self.plan.gradient_wire)
 
+    def receive(self, batch: RowsInFlight) -> None:
+        step = self._steps(batch.num_rows).ids
+        batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
+
     def collect(self, batch: RowsInFlight) -> None:
         step, count = self._steps(batch.num_rows).gradients, batch.accesses[0].num_bags
         sums = received(step, batch.take_pending(), count).to(self.plan.dtype)
@@ -144,8 +148,6 @@ class UniqueGroup(RowGroup):
 
     def look_up(self, batch: RowsInFlight) -> None:
         asked, into = batch.asked, batch.into
-        ids = self._steps(batch.num_rows).ids
-        batch.accesses = [Access(received(ids, batch.take_pending(), sum(into)))]
         lr = self._stack.optimizer.lr
         rows = batch.look_up(self._storage, batch.accesses[0], lr)
         step = self.vector_step(batch)
@@ -201,10 +203,9 @@ class ToldToAllGroup(RowGroup):
             steps = self._steps(batch.num_rows)
             batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
 
-    def receive_ids(self, batch: RowsInFlight) -> None:
-        """Keep the rows that all ranks want as the batch's access."""
-        step = self._steps(batch.num_rows).ids
-        batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
+    def receive(self, batch: RowsInFlight) -> None:
+        if self.is_told(batch):
+            super().receive(batch)
 
 
 class UniqueColumnsGroup(ToldToAllGroup):
@@ -220,7 +221,6 @@ class UniqueColumnsGroup(ToldToAllGroup):
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def look_up(self, batch: RowsInFlight) -> None:
-        self.receive_ids(batch)
         lr = self._stack.optimizer.lr
         rows = batch.look_up(self._storage, batch.accesses[0], lr).to(self.plan.wire)
         wanted, held = self._sizes(batch)
@@ -269,7 +269,6 @@ class LocalRowsGroup(ToldToAllGroup):
 
     def look_up(self, batch: RowsInFlight) -> None:
         if batch.training:
-            self.receive_ids(batch)
             self._storage.prefetch(batch.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
         rows = batch.wanted.rows()

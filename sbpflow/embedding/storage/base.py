@@ -58,6 +58,10 @@ class Storage(Protocol):
         """An access to these rows that deduplicates in this kernel's way."""
         ...
 
+    def sort_ahead(self, access: Access) -> None:
+        """Sort what an ``update`` of this access will want sorted, if no host waits for that."""
+        ...
+
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         """[bags, width]: each bag's weighted sum of rows, zeros for an empty bag; no autograd.
 

@@ -61,6 +61,9 @@ class FbgemmStorage:
     def release(self, addresses: Tensor) -> None:
         """Nothing to do: the rows stay on the device."""
 
+    def sort_ahead(self, access: Access) -> None:
+        """TBE sorts in its backward."""
+
     def access(
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> Access:

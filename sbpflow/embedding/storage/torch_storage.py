@@ -74,6 +74,10 @@ class TorchStorage:
     def release(self, addresses: Tensor) -> None:
         """Nothing to do: the rows stay on the device."""
 
+    def sort_ahead(self, access: Access) -> None:
+        if self.absent is not None and access.addresses.numel():
+            access.runs()
+
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
         if self.weights.dtype == self.dtype:

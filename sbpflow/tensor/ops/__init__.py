@@ -5,7 +5,8 @@ through them gives gradients in the dual layouts without further code.
 """
 
 from sbpflow.tensor.ops.cross import cross_network
-from sbpflow.tensor.ops.elementwise import add, cast, dropout, mul, nonlinear, relu, scale
+from sbpflow.tensor.ops.dropout import dropout
+from sbpflow.tensor.ops.elementwise import add, cast, mul, nonlinear, relu, scale
 from sbpflow.tensor.ops.indexing import gather
 from sbpflow.tensor.ops.interactions import dot_interaction, fm_interaction
 from sbpflow.tensor.ops.loss import bce_with_logits, class_weights, focal_weights, smooth_labels

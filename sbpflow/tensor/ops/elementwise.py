@@ -1,4 +1,4 @@
-"""Elementwise operators on global tensors: activations, casts, dropout, sums and products."""
+"""Elementwise operators on global tensors: activations, casts, sums and products."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sbpflow.errors import SbpError
-from sbpflow.runtime.streams import stream_key
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
@@ -17,11 +16,9 @@ from sbpflow.tensor.dispatch import (
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.signature import Choice, Rule
+from sbpflow.tensor.signature import Rule
 
 Kernel = Callable[..., Tensor]
-# Of a dropout mask, see _kept: more blocks mean more small draws, fewer of them more rows in vain.
-_BLOCKS, _LEAST_ROWS = 16, 32
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
@@ -45,11 +42,13 @@ def nonlinear(
     ``S(i) -> S(i), B -> B``
     """
     check_tensors(op, x)
-    return apply(_elementwise(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id)
+    return apply(
+        elementwise_rule(op, x.ndim), [x], x.shape, lambda _, p: kernel(p[0]), out=out, id=id
+    )
 
 
-def _elementwise(op: str, ndim: int, more: str = "") -> Rule:
-    """S(i) -> S(i), B -> B, and ``more``."""
+def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
+    """The signatures S(i) -> S(i) and B -> B, and ``more``."""
     dims = letters_for(ndim)
     return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
@@ -64,41 +63,13 @@ def cast(
     check_tensors("cast", x)
     _check_dtype(dtype)
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
-    op_rule = _elementwise("cast", x.ndim, "P->P" if widens else "")
+    op_rule = elementwise_rule("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
 
 
 def _check_dtype(given: object) -> None:
     if not isinstance(given, torch.dtype):
         raise SbpError(f"cast: dtype {given!r} is no torch.dtype; use for example torch.float64")
-
-
-def dropout(
-    x: GlobalTensor, p: float, seed: int, *, training: bool = True, id: str | None = None
-) -> GlobalTensor:
-    """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
-
-    ``S(i) -> S(i), B -> B``
-
-    The mask of an element is a function of ``seed``, ``id`` and its place in the whole tensor,
-    whatever the layout and the number of ranks. Pass another seed at every step, and another ``id``
-    at every call of a step.
-    """
-    if not 0.0 <= p < 1.0:
-        raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
-    check_floating("dropout", x)
-    name = id or "dropout"
-    if not training or p == 0.0:
-        return x
-
-    def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
-        if parts[0].is_meta:  # a dry run has no values to drop
-            return parts[0] * 1.0
-        held = choice.output.part_slices(x.shape, x.boxing.world.rank) or ()
-        keep = _kept(parts[0], x.shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
-        return parts[0] * keep.div_(1.0 - p)
-
-    return apply(_elementwise("dropout", x.ndim), [x], x.shape, kernel, id=id)
 
 
 def add(
@@ -173,31 +144,5 @@ def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTen
     if isinstance(factor, float):
         check_floating("scale", x)
     return apply(
-        _elementwise("scale", x.ndim, "P->P"), [x], x.shape, lambda _, p: p[0] * factor, id=id
+        elementwise_rule("scale", x.ndim, "P->P"), [x], x.shape, lambda _, p: p[0] * factor, id=id
     )
-
-
-def _kept(
-    part: Tensor,
-    shape: tuple[int, ...],
-    held: tuple[slice, ...],
-    share: float,
-    key: Callable[[int], int],
-) -> Tensor:
-    """1 with probability ``share`` and 0 else, for the part ``held`` of a tensor of ``shape``.
-
-    The whole tensor has blocks of rows, some 16 of them, whose numbers are drawn one block after
-    the other, block n from ``key(n)``. Those that the part touches are drawn whole, and cut: a part
-    does not know how many numbers come before it in one stream over all.
-    """
-    if not held or not part.numel():
-        return torch.empty_like(part)
-    rows = max(_LEAST_ROWS, -(-shape[0] // _BLOCKS))
-    first, last = held[0].start // rows, -(-held[0].stop // rows)
-    drawn = part.new_empty((last - first) * rows, *shape[1:])
-    generator = torch.Generator(part.device)
-    for number, block in enumerate(drawn.split(rows), first):
-        generator.manual_seed(key(number))
-        block.bernoulli_(share, generator=generator)
-    offset = first * rows
-    return drawn[(slice(held[0].start - offset, held[0].stop - offset), *held[1:])].contiguous()

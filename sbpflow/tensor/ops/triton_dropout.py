@@ -1,0 +1,29 @@
+# pyright: basic, reportMissingImports=false
+"""A Triton kernel for dropout: reads x, computes which elements stay, writes y; no mask in memory.
+
+Imported only where Triton is installed. Called again on a gradient it is its own backward.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def drop(x, y, key, n, columns, whole_columns, first, threshold, scale, BLOCK: tl.constexpr):
+    """y = x * scale where ``dropout.counted`` keeps an element, else 0.
+
+    ``columns`` are of this part, ``whole_columns`` of the tensor it is cut from at element
+    ``first``.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    number = first + (at // columns) * whole_columns + at % columns
+    z = number * -7046029254386353131 + tl.load(key)
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    z = z ^ ((z >> 31) & 0x1FFFFFFFF)
+    kept = (z & 0x1FFFFFFFFFFFFF) < threshold
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(y + at, tl.where(kept, value, 0.0).to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,77 @@
+"""Between hosts all-to-alls go as messages between pairs of ranks: the same bits arrive."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.runtime.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from tests.embedding.mixes import train
+from tests.embedding.test_mixes import EXCHANGES, RULES, mix_of
+
+CONVERSIONS = [  # on 3 ranks, of [7, 5]: even and uneven, with and without a part that stays
+    ("S(0)", "S(1)"),
+    ("S(1)", "S(0)"),
+    ("S(0)[0, 7, 0]", "S(1)[5, 0, 0]"),
+    ("S(0)", "S(0)[5, 1, 1]"),
+    ("P", "S(0)[0, 3, 4]"),
+]
+
+
+def _between_hosts(world: World, fn, *args):
+    """What ``fn`` gives as if every rank had a host of its own, and how often messages went."""
+    count = mock.Mock(side_effect=dist.batch_isend_irecv)
+    world.several_hosts = True
+    try:
+        with (
+            mock.patch.object(dist, "batch_isend_irecv", count),
+            mock.patch.object(
+                dist,
+                "all_to_all_single",
+                side_effect=AssertionError("an all-to-all of the backend"),
+            ),
+        ):
+            return fn(world, *args), count.call_count
+    finally:
+        world.several_hosts = False
+
+
+def _converted(world: World, dtype: torch.dtype) -> list[torch.Tensor]:
+    boxing, line = Boxing(world), Placement.line("cpu", 3)
+    found = []
+    for source, target in CONVERSIONS:
+        src, dst = Layout(line, source), Layout(line, target)
+        shape = src.part_shape((7, 5), world.rank)
+        part = (torch.arange(shape[0] * shape[1]).view(shape) + 100 * world.rank).to(dtype)
+        steps = plan_boxing(src, dst, (7, 5), dtype, id="to", backend="gloo")
+        found.append(boxing.run(steps, part.clone()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_conversions_give_the_same_parts(ranks, dtype):
+    usual = ranks(3, _converted, dtype)
+    for one, (other, sent) in zip(usual, ranks(3, _between_hosts, _converted, dtype), strict=True):
+        assert sent >= 2
+        for part, same in zip(one, other, strict=True):
+            assert torch.equal(part, same)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_tables_train_to_the_same_bits(ranks, exchange):
+    """Ids, lists of unequal lengths, single rows and their gradients."""
+    mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
+    usual = ranks(2, train, mix)
+    for one, (other, sent) in zip(usual, ranks(2, _between_hosts, train, mix), strict=True):
+        assert sent > 0
+        for (name, place, weights, _), (*same, found, _) in zip(
+            one["pieces"], other["pieces"], strict=True
+        ):
+            assert [name, place] == same
+            np.testing.assert_array_equal(weights, found, err_msg=name)

@@ -1,0 +1,148 @@
+"""CUDA graphs of the pretended device: what a captured region may hold, and its replay.
+
+While a region is captured its ops are computed for their shapes, and then undone: memory that was
+there before gets its numbers back, memory made inside holds none until the first replay. A replay
+computes the same ops again on the same memory. Refused are, within a capture: a wait of the host, a
+copy from or to it, a collective, a wait for what lies outside, a generator that the graph does not
+know, or one seeded anew; at a replay: memory that was given back since.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tests.rehearsal import streams
+from tests.rehearsal.journal import count_op, note
+from tests.rehearsal.memory import RefusedError, check_access
+
+
+class _Capturing(threading.local):
+    graph: "Graph | None" = None
+
+
+_capturing = _Capturing()
+
+
+def capturing() -> "Graph | None":
+    """The graph that this thread captures."""
+    return _capturing.graph
+
+
+def refuse(what: str) -> None:
+    """RefusedError within a capture."""
+    if _capturing.graph is not None:
+        raise RefusedError(f"in a captured region: {what}")
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.generators: list[torch.Generator] = []
+        self.calls: list[Callable[[], None]] = []
+        self._made: dict[int, tuple[streams.Block, Tensor]] = {}  # the private pool, by block
+        self._outside: dict[object, tuple[Callable[[], Any], Tensor, bool]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._done = False
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.generators.append(generator)
+
+    def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
+        """One op, as the host's tensors have it."""
+        drawn = kwargs.get("generator")
+        known = [one._cdata for one in self.generators]  # dispatch wraps a generator anew
+        if drawn is not None and drawn._cdata not in known:
+            raise RefusedError(f"in a captured region: {func} draws from a generator unknown to it")
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+        def again() -> None:
+            found = [
+                leaf for leaf in tree_leaves(func(*hosts, **kwargs)) if isinstance(leaf, Tensor)
+            ]
+            for target, value in zip(made, found, strict=True):
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(value)
+
+        self.calls.append(again)
+
+    def made(self, block: streams.Block | None, host: Tensor) -> None:
+        """Memory of the pool: it stays as long as the graph."""
+        if block is not None and block not in [kept for kept, _ in self._made.values()]:
+            self._made[id(block)] = block, _bytes_of(host)
+
+    def uses(self, block: streams.Block | None, host: Tensor, *, writes: bool) -> None:
+        """Before an op touches memory: if it was there before, its numbers are kept."""
+        if block is None or id(block) in self._made:
+            return
+        key = (writes, host.data_ptr(), host.shape, host.stride())
+        self._outside[key] = (weakref.ref(block), host, writes)
+        if writes and id(block) not in self._before:
+            whole = _bytes_of(host)
+            self._before[id(block)] = whole, whole.clone()
+
+    def begin(self) -> None:
+        if self._done or _capturing.graph is not None:
+            raise RefusedError("a capture within a capture, or a graph captured twice")
+        if streams.current() is streams.MAIN:
+            raise RefusedError("a capture on the main stream; use another")
+        _capturing.graph = self
+
+    def end(self) -> None:
+        _capturing.graph, self._done = None, True
+        for whole, before in self._before.values():
+            whole.copy_(before)
+        for block, whole in self._made.values():
+            block.used.clear()  # nothing has run
+            whole.fill_(255)  # NaN in every floating dtype
+        self._before.clear()
+
+    def replay(self) -> None:
+        """All of it again, on the current stream."""
+        if not self._done:
+            raise RefusedError("a replay of what was not captured")
+        refuse("a replay")
+        streams.current().tick()
+        count_op("graph.replay")
+        for find, host, writes in self._outside.values():
+            block = find()
+            if block is None:
+                raise RefusedError("a replay uses memory that was given back since its capture")
+            check_access("a replay", host, writes=writes)
+            block.use("a replay", host, writes=writes)
+        for block, host in self._made.values():
+            block.use("a replay", host, writes=True)
+        with _disable_current_modes(), torch.no_grad():
+            for call in self.calls:
+                call()
+
+    def reset(self) -> None:
+        self.__init__()
+
+
+def _bytes_of(host: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+
+
+@contextmanager
+def capture(
+    graph: Graph, *, stream: Any = None, capture_error_mode: str = "global", **_: object
+) -> Any:
+    """``torch.cuda.graph``; NCCL's threads ask for events, which only thread_local lets them."""
+    if capture_error_mode != "thread_local":
+        raise RefusedError(f"capture_error_mode {capture_error_mode} breaks on NCCL's own threads")
+    note("sync", "torch.cuda.graph synchronizes")
+    streams.host_waits_for_all()
+    with streams.on(stream.clock if stream is not None else streams.Clock("a capture's stream")):
+        graph.begin()
+        try:
+            yield
+        finally:
+            graph.end()

@@ -1,0 +1,198 @@
+"""Streams of the pretended device: what comes before what, and when memory may be used again.
+
+Everything is computed at once, in the order in which the host asks. What a card would be free to
+reorder is found by vector clocks: each stream counts its work and knows how much of every other
+stream's comes before what it is told next. Memory that two streams use, one of them writing,
+without such an order is refused. So is memory given back while another stream may still use it, as
+soon as the stream that it was made on allocates again: the allocator would hand it out there.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from tests.rehearsal.journal import where
+from tests.rehearsal.memory import RefusedError, overlap
+
+Seen = dict[int, int]  # stream number -> how much of its work is over
+
+
+class Clock:
+    """The queue behind a stream; NCCL has one per process group."""
+
+    made = 0
+
+    def __init__(self, name: str) -> None:
+        Clock.made += 1
+        self.number, self.name = Clock.made, f"{name} {Clock.made}"
+        self.sees: Seen = {self.number: 0}
+        self.freed: list[tuple[str, dict[Clock, int]]] = []
+        self._host_version = 0
+        CLOCKS.add(self)
+
+    @property
+    def now(self) -> int:
+        return self.sees[self.number]
+
+    def tick(self) -> None:
+        """One more op, after all that the host has waited for."""
+        host = _thread.host
+        if self._host_version != host.version:
+            self.join(host.sees)
+            self._host_version = host.version
+        self.sees[self.number] += 1
+
+    def join(self, sees: Seen) -> None:
+        """What comes next comes after ``sees``."""
+        for number, count in tuple(sees.items()):  # another thread may tell this stream, too
+            if count > self.sees.get(number, -1):
+                self.sees[number] = count
+
+
+class _Host:
+    """What the host's thread has waited for."""
+
+    def __init__(self) -> None:
+        self.sees: Seen = {}
+        self.version = 0
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.host = _Host()
+        self.stack = [MAIN]
+
+
+CLOCKS: weakref.WeakSet[Clock] = weakref.WeakSet()
+MAIN = Clock("the main stream")
+_thread = _Thread()
+_nccl: dict[str, Clock] = {}
+
+
+def current() -> Clock:
+    return _thread.stack[-1]
+
+
+@contextmanager
+def on(clock: Clock) -> Iterator[None]:
+    _thread.stack.append(clock)
+    try:
+        yield
+    finally:
+        _thread.stack.pop()
+
+
+def nccl_stream(group: str) -> Clock:
+    """The stream on which a process group's collectives run."""
+    if group not in _nccl:
+        _nccl[group] = Clock(f"NCCL's stream of group {group},")
+    return _nccl[group]
+
+
+def host_waits(sees: Seen) -> None:
+    """The host has waited for this; all that this thread asks for now comes after it."""
+    host = _thread.host
+    host.version += 1
+    for number, count in tuple(sees.items()):
+        host.sees[number] = max(count, host.sees.get(number, 0))
+
+
+def host_waits_for_all() -> None:
+    for clock in list(CLOCKS):
+        host_waits({clock.number: clock.now})
+
+
+class Block:
+    """Memory of the device; it lives as long as some tensor on it.
+
+    ``used`` has for each stream the last uses: (count, whether it wrote, the part, by what). Of the
+    stream that it was made on all parts are one.
+    """
+
+    __slots__ = ("__weakref__", "made_on", "recorded", "used", "where")
+
+    def __init__(self) -> None:
+        self.made_on = current()
+        self.where = ""
+        self.used: dict[Clock, dict[object, tuple[int, bool, Tensor | None, object]]] = {}
+        self.recorded: list[Clock] = []
+        _check_freed(self.made_on)
+        self.used[self.made_on] = {True: (self.made_on.now, True, None, "its making")}
+
+    def use(self, func: object, host: Tensor, *, writes: bool) -> None:
+        """RefusedError if another stream's use of it is not over by now."""
+        clock = current()
+        if len(self.used) > 1 or clock not in self.used:
+            self._check(func, host, clock, writes)
+        mine = self.used.setdefault(clock, {})
+        if clock is self.made_on:
+            mine[writes] = (clock.now, writes, None, func)
+            return
+        if not self.where:
+            self.where = where()
+        key = (writes, host.data_ptr(), host.shape, host.stride())
+        mine[key] = (clock.now, writes, host, func)
+
+    def _check(self, func: object, host: Tensor, clock: Clock, writes: bool) -> None:
+        for other, uses in tuple(self.used.items()):
+            seen = clock.sees.get(other.number, 0)
+            for count, wrote, part, by in tuple(uses.values()):
+                if other is clock or count <= seen or not (writes or wrote):
+                    continue
+                if part is None or overlap(part, host):
+                    did, does = "wrote" if wrote else "reads", "changes" if writes else "reads"
+                    raise RefusedError(
+                        f"{func} on {clock.name} {does} what {by} {did} on {other.name}, and "
+                        f"nothing made it wait ({where()})"
+                    )
+
+    def __del__(self) -> None:
+        """What is not over when it is given back must be before the memory is used again."""
+        covered: Seen = {}
+        for clock in self.recorded:
+            covered |= {n: max(count, covered.get(n, 0)) for n, count in clock.sees.items()}
+        last = {
+            clock: max(count for count, *_ in uses.values())
+            for clock, uses in self.used.items()
+            if clock is not self.made_on
+        }
+        left = {c: n for c, n in last.items() if n > covered.get(c.number, 0)}
+        if any(n > self.made_on.sees.get(c.number, 0) for c, n in left.items()):
+            self.made_on.freed.append((self.where, left))
+
+
+BLOCKS: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+
+
+def block_of(host: Tensor) -> Block | None:
+    """The memory that the numbers of ``host`` stand for; ``None`` of an empty tensor."""
+    address = host.untyped_storage().data_ptr()
+    if not address:
+        return None
+    found = BLOCKS.get(address)
+    if found is None:
+        found = BLOCKS[address] = Block()
+    return found
+
+
+def settle() -> None:
+    """All that was told is over, and nothing is owed: between tests."""
+    host_waits_for_all()
+    for clock in list(CLOCKS):
+        clock.freed.clear()
+
+
+def _check_freed(clock: Clock) -> None:
+    """RefusedError if memory given back on this stream may be in use when it is handed out."""
+    freed, clock.freed = clock.freed, []
+    for place, uses in freed:
+        for other, count in uses.items():
+            if count > clock.sees.get(other.number, 0):
+                raise RefusedError(
+                    f"memory made on {clock.name} was given back while {other.name} may still use "
+                    f"it (first used there: {place}); let {clock.name} wait, keep it, or "
+                    "record_stream"
+                )

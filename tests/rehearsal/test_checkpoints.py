@@ -1,0 +1,87 @@
+"""Saving beside training on a rehearsed device: what is written is what was there."""
+
+import threading
+
+import pytest
+
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.checkpoint.write import PieceWriter
+from tests.checkpoint.conftest import memory  # noqa: F401 -- a fixture
+from tests.training.wdl_case import make_batches, make_config, make_job, to_device
+
+SAVED_AT, STEPS = 2, 5
+
+
+def begun(world, config, folder):
+    """A job after its first steps, and what saves it."""
+    world.checked = False
+    job = make_job(world, config)
+    for number in range(SAVED_AT):
+        step(job, number)
+    storages = job.embeddings.storages
+    return job, Saver(folder, job.boxing, job.state, run="r", deadline_s=60, storages=storages)
+
+
+def step(job, number):
+    """One step; how often the host waited in it."""
+    from tests.rehearsal.journal import journal
+
+    world = job.boxing.world
+    batch = make_batches(STEPS + 2, job.plan.batch_size)[number]
+    rows = to_device(batch.part(world.rank, world.size), world.device)
+    with journal() as made:
+        job.trainer.step(rows)
+    return len(made.syncs)
+
+
+def save_both_ways(world, config, folder):
+    """The same run saved at once and beside its next steps; waits of the host in each of these and
+    in one after the save, the most that the undo log held, and the storages.
+    """
+    _, saver = begun(world, config, folder / "a")
+    saver.save(SAVED_AT, {})
+    job, saver = begun(world, config, folder / "b")
+    real, asked, answered = PieceWriter.write, threading.Event(), threading.Event()
+
+    def write(self, data):
+        """After the first block the saving thread stands still, and training goes on."""
+        real(self, data)
+        asked.set()
+        assert answered.wait(60)
+
+    PieceWriter.write = write
+    try:
+        saver.start(SAVED_AT, {})
+        assert asked.wait(60)
+        waits = [step(job, number) for number in range(SAVED_AT, STEPS)]
+        answered.set()
+        saver.wait()
+    finally:
+        PieceWriter.write = real
+    after = step(job, STEPS)
+    saver.save(STEPS + 1, {})
+    return waits, after, saver.kept_bytes, len(job.embeddings.storages())
+
+
+@pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "3")])
+def test_a_save_beside_training_equals_one_at_once(
+    rehearsed_ranks,
+    memory,  # noqa: F811
+    ranks,
+    scheme,
+):
+    for name in "ab":
+        (memory / name).mkdir()
+    config = make_config(scheme, "lazy_adam", dtype="float32", dense="adam")
+    for waits, after, kept_bytes, num_storages in rehearsed_ranks(
+        ranks, save_both_ways, config, memory
+    ):
+        assert after == 0
+        assert kept_bytes > 0
+        assert max(waits) <= 2 * num_storages  # the log picks rows out by masks, twice for each
+    one, two = (open_checkpoint(memory / name / f"step-{SAVED_AT}") for name in "ab")
+    for name in one.tensors:
+        assert one.tensor(name).equal(two.tensor(name)), name
+    later = open_checkpoint(memory / "b" / f"step-{STEPS + 1}")
+    assert not later.tensor("tables/deep.C1").equal(two.tensor("tables/deep.C1"))

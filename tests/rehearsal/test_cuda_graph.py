@@ -1,0 +1,313 @@
+"""The dense part as one CUDA graph: equal to the same steps op by op, and what it cannot hold."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sbpflow.config.schema import OptimizerConfig, RmsProp, TrainConfig
+from sbpflow.config.train_options import ClipConfig, ScheduleConfig
+from sbpflow.errors import ConfigError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.model import embedding_output
+from sbpflow.run.torch_model import TorchModel
+from tests.models.test_options import config_with
+from tests.models.twins import MODELS
+from tests.ranks import RanksFailed
+from tests.training.wdl_case import DENSE, FIELDS, make_batches, make_config, make_job, to_device
+
+STEPS, SHORT = 6, (4, 5)  # the fifth batch and the last one have fewer rows
+
+
+def with_graph(config, **parallel):
+    return replace(
+        config, parallel=replace(config.parallel, device="cuda", cuda_graph=True, **parallel)
+    )
+
+
+def train(world, config, warm_up_steps, steps=STEPS):
+    """Losses, weights, and each step's ops and waits of the host."""
+    from tests.rehearsal.journal import journal
+
+    world.checked = False
+    job = make_job(world, config)
+    job.trainer.graphs.warm_up_steps = warm_up_steps
+    losses, ops, waits, kept = [], [], [], []
+    for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
+        mine = batch.part(world.rank, world.size)
+        rows = to_device(mine, world.device)
+        if number == warm_up_steps:  # whose shape is captured; later batches must not be there
+            kept = [(rows.labels, mine.labels), (rows.dense, mine.dense)]
+        with journal() as made:
+            losses.append(job.trainer.step(rows))
+        ops.append(made.num_ops)
+        waits.append([entry.where for entry in made.syncs])
+    assert all(torch.equal(there.cpu(), here) for there, here in kept)
+    weights = {name: one.part.detach().cpu() for name, one in job.model.parameters.items()}
+    for stored in job.embeddings.stored():
+        shard = stored.shard
+        weights[shard.table.name, shard.row_start, shard.col_start] = stored.weights.cpu()
+    return [float(loss) for loss in losses], weights, ops, waits
+
+
+def both_ways(world, config, captured_at=1, steps=STEPS):
+    """With a graph from then on, and op by op; False where their weights differ."""
+    losses, weights, ops, waits = train(world, config, captured_at, steps)
+    plain, same, plain_ops, _ = train(world, config, steps, steps)
+    equal = [torch.equal(value, same[name]) for name, value in weights.items()]
+    return losses, plain, ops, plain_ops, waits, len(equal) > 4 and all(equal)
+
+
+def check(found, captured_at=1):
+    for losses, plain, ops, plain_ops, waits, equal in found:
+        assert losses == plain
+        assert equal
+        for step in range(len(ops)):
+            replayed = step > captured_at and step not in SHORT
+            assert (ops[step] < plain_ops[step] - 50) == replayed, (ops, plain_ops)
+        assert [n for n, lines in enumerate(waits) if lines] == [captured_at], waits
+
+
+SCHEDULE = ScheduleConfig(warmup_steps=4)
+OPTIMIZERS = {
+    "adam": OptimizerConfig(dense=DENSE["adam"], schedule=SCHEDULE),
+    "rmsprop": OptimizerConfig(dense=RmsProp(momentum=0.5), schedule=SCHEDULE),
+    "sgd": OptimizerConfig(dense=DENSE["sgd"], schedule=SCHEDULE),
+    "adam, clipped": OptimizerConfig(
+        dense=DENSE["adam"], clip=ClipConfig(norm=0.5, rows=True), schedule=SCHEDULE
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_replays_equal_steps_op_by_op(rehearsed_ranks, optimizer):
+    config = with_graph(make_config("1", "adagrad", dtype="float32"))
+    config = replace(config, optimizer=OPTIMIZERS[optimizer])
+    config = replace(config, model=replace(config.model, dropout=0.5))
+    check(rehearsed_ranks(1, both_ways, config))
+
+
+def both_ways_with_triton(world, config):
+    from importlib import import_module
+
+    from tests.rehearsal.install import dropout_kernels
+
+    dropout = import_module("sbpflow.tensor.ops.dropout")
+    real, kernels = dropout.find_kernels, dropout_kernels()
+    dropout.find_kernels = lambda: kernels
+    try:
+        by_triton = both_ways(world, config)
+    finally:
+        dropout.find_kernels = real
+    return by_triton, both_ways(world, config)
+
+
+def test_tritons_dropout_in_a_graph_equals_torchs(rehearsed_ranks):
+    pytest.importorskip("triton")
+    config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
+    config = replace(config, model=replace(config.model, dropout=0.5))
+    ((by_triton, by_torch),) = rehearsed_ranks(1, both_ways_with_triton, config)
+    check([by_triton])
+    assert by_triton[0] == by_torch[0]
+    assert by_triton[3][1] < by_torch[3][1], "one op each way in place of many"
+
+
+def test_of_several_ranks_gradients_leave_the_graph(rehearsed_ranks):
+    config = with_graph(make_config("3", "rowwise_adagrad", dtype="float32", dense="adam"))
+    config = replace(config, model=replace(config.model, dropout=0.5))
+    check(rehearsed_ranks(2, both_ways, config))
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"wdl", "dcnv2"}))
+def test_interactions_and_norms_can_be_captured(rehearsed_ranks, name):
+    check(rehearsed_ranks(1, both_ways, with_graph(config_with(name, "1")), 1, 3))
+
+
+class Net(nn.Module):
+    """``odd`` is what it does that a graph cannot hold."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.odd = odd
+        self.layers = nn.Sequential(
+            nn.Linear(4 * 4 + 3, 9), nn.LayerNorm(9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 1)
+        )
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        x = torch.cat([vectors["deep"], dense], 1)
+        if self.odd == "item":
+            x = x * float(dense[0, 0] > -100)
+        if self.odd == "mask":
+            x = x.clone()
+            x[dense[:, 0] > 100] = x[dense[:, 0] > 100] * 2
+        if self.odd == "upload":
+            x = x * torch.tensor(1.0, device=x.device)
+        return self.layers(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetConfig:
+    name: str = "own"
+    odd: str = ""
+
+    def spec(self, fields):
+        outputs = (embedding_output("deep", fields.sparse, dim=4),)
+        return TorchModel(outputs=outputs, make=lambda: Net(self.odd))
+
+
+def net_config(odd=""):
+    config = with_graph(make_config("1", "sgd", dtype="float32", dense="adam"))
+    return replace(config, model=NetConfig(odd=odd))
+
+
+def test_a_module_with_dropout_can_be_captured(rehearsed_ranks):
+    check(rehearsed_ranks(1, both_ways, net_config(), 3), captured_at=3)
+
+
+@pytest.mark.parametrize("odd", ["item", "mask", "upload"])
+def test_a_module_that_waits_is_refused_by_name_of_the_setting(rehearsed_ranks, odd):
+    with pytest.raises(RanksFailed) as failed:
+        rehearsed_ranks(1, train, net_config(odd), 3)
+    assert "ConfigError: parallel.cuda_graph: true, but the dense part" in str(failed.value)
+    assert "or use parallel.cuda_graph=false" in str(failed.value)
+
+
+def test_what_no_graph_can_hold_is_refused_before_a_step():
+    config = make_config("1", "sgd", dtype="float32")
+    with pytest.raises(ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no such"):
+        plan_run(with_graph(config), FIELDS, world_size=1, device_type="cpu")
+    with pytest.raises(ConfigError, match=r"beside parallel.checked: true.*parallel.checked=false"):
+        with_graph(config, checked=True)
+    with pytest.raises(ConfigError, match=r"beside train.accumulate: 2;.*train.accumulate=1"):
+        replace(with_graph(config), train=TrainConfig(accumulate=2))
+
+
+def build(world, config):
+    with pytest.raises(ConfigError) as refused:
+        make_job(world, config)
+    return str(refused.value)
+
+
+def test_a_dense_part_that_sends_is_refused(rehearsed_ranks):
+    split = make_config("1", "sgd", dtype="float32", dense_layouts={"mlp.0.*": "S(0)"})
+    normed = make_config("1", "sgd", dtype="float32")
+    normed = replace(normed, model=replace(normed.model, norm="batch"))
+    for config in (split, normed):
+        for words in rehearsed_ranks(2, build, with_graph(config)):
+            assert "the dense part sends (" in words
+            assert words.endswith("or use parallel.cuda_graph=false")
+
+
+def captured(work, graph=None, *, stream=None, mode="thread_local"):
+    graph = graph or torch.cuda.CUDAGraph()
+    stream = stream or torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        out = work()
+    return graph, out
+
+
+X = [3.0, 4.0]
+
+
+def waits(world):
+    x = torch.tensor(X, device="cuda")
+    captured(lambda: float(x[0]))
+
+
+def uploads(world):
+    captured(lambda: torch.ones(2).to("cuda"))
+
+
+def size_of_data(world):
+    x = torch.tensor(X, device="cuda")
+    captured(x.nonzero)
+
+
+def sends(world):
+    x = torch.tensor(X, device="cuda")
+    captured(lambda: torch.distributed.all_reduce(x))
+
+
+def unknown_generator(world):
+    x, generator = torch.tensor(X, device="cuda"), torch.Generator("cuda")
+    captured(lambda: x.bernoulli_(0.5, generator=generator))
+
+
+def seeded_inside(world):
+    graph, generator = torch.cuda.CUDAGraph(), torch.Generator("cuda")
+    graph.register_generator_state(generator)
+    captured(lambda: generator.manual_seed(5), graph)
+
+
+def other_stream(world):
+    captured(lambda: torch.cuda.current_stream().wait_stream(torch.cuda.Stream()))
+
+
+def global_mode(world):
+    captured(lambda: None, mode="global")
+
+
+def plain_adam(world):
+    x = torch.tensor(X, device="cuda").requires_grad_()
+    x.grad = torch.ones_like(x)
+    captured(torch.optim.Adam([x]).step)
+
+
+def input_given_back(world):
+    x = torch.tensor(X, device="cuda")
+    graph, _ = captured(lambda x=x: x + 1)
+    del x
+    graph.replay()
+
+
+REFUSED = {
+    waits: "in a captured region: the host waits",
+    uploads: "a copy between host and device",
+    size_of_data: "the host waits (nonzero)",
+    sends: "all_reduce, a collective",
+    unknown_generator: "draws from a generator unknown to it",
+    seeded_inside: "a generator seeded anew",
+    other_stream: "a wait for another stream",
+    global_mode: "capture_error_mode global",
+    plain_adam: "Adam without capturable=True",
+    input_given_back: "memory that was given back since its capture",
+}
+
+
+def refusals(world):
+    from tests.rehearsal.install import forget
+
+    found = {}
+    for case in REFUSED:
+        try:
+            case(world)
+            found[case.__name__] = "nothing was raised"
+        except RuntimeError as error:
+            found[case.__name__] = str(error)
+        forget()
+    return found
+
+
+def test_what_a_capture_cannot_hold_is_refused(rehearsed_ranks):
+    (found,) = rehearsed_ranks(1, refusals)
+    for case, words in REFUSED.items():
+        assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]}"
+
+
+def replays(world):
+    x, total = torch.tensor(X, device="cuda"), torch.zeros(2, device="cuda")
+    graph, y = captured(lambda: total.add_(x * 2).clone())
+    seen = [(y.tolist(), total.tolist())]
+    for value in (1.0, 10.0):
+        x.fill_(value)
+        graph.replay()
+        seen.append((y.tolist(), total.tolist()))
+    return str(seen)
+
+
+def test_a_capture_computes_nothing_and_each_replay_does(rehearsed_ranks):
+    (seen,) = rehearsed_ranks(1, replays)
+    assert seen == (
+        "[([nan, nan], [0.0, 0.0]), ([2.0, 2.0], [2.0, 2.0]), ([22.0, 22.0], [22.0, 22.0])]"
+    )

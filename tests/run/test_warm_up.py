@@ -1,0 +1,80 @@
+"""Process groups are made before the first step: those of the plan, all of them, in one order."""
+
+from dataclasses import replace
+
+import pytest
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import OptimizerConfig
+from sbpflow.config.table_rules import TableRule
+from sbpflow.config.train_options import ClipConfig
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.run.warm_up import groups_of, warm_up
+from sbpflow.runtime.world import World
+from tests.training.test_steps import MIXED, SPLIT
+from tests.training.wdl_case import FIELDS, make_batches, make_config, to_device
+
+GRID = {"deep.*": TableRule(sbp="(S(0), S(1))", ranks=((0, 1),))}
+CLIPPED = OptimizerConfig(clip=ClipConfig(norm=1.0, rows=True))
+CONFIGS = {
+    "dp": make_config("dp", "rowwise_adagrad"),
+    "1": make_config("1", "rowwise_adagrad"),
+    "3": make_config("3", "sgd"),
+    "mixed": replace(make_config("2", "sgd", tables=MIXED, dense_layouts=SPLIT), optimizer=CLIPPED),
+    "grid": make_config("2", "rowwise_adagrad", tables=GRID),
+}
+
+
+def groups_by_time(world, config):
+    """Of a world without groups: those of the plan, those that a warm-up makes and uses, and those
+    that two steps add, each as (ranks, channel).
+    """
+    fresh = World(world.rank, world.size, world.device, owns_default_group=False)
+    fresh.log.enabled = True
+    spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type=world.device.type)
+    boxing = Boxing(fresh)
+    planned = [(use.ranks, use.channel) for use in groups_of(plan)]
+    job = build_job(config, spec, plan, boxing)
+    before = set(fresh._groups)
+    fresh.log.clear()
+    warm_up(plan, boxing)
+    made = list(fresh._groups)
+    used = [(tuple(sorted(r.group)), r.channel) for r in fresh.log.records]
+    for batch in make_batches(3, config.data.batch_size)[:2]:
+        job.trainer.step(to_device(batch.part(world.rank, world.size), world.device))
+    return {
+        "planned": planned,
+        "built": before,
+        "made": made,
+        "used": used,
+        "in steps": set(fresh._groups) - set(made),
+    }
+
+
+def check(found, size):
+    for rank, one in enumerate(found):
+        assert one["planned"] == found[0]["planned"]
+        assert one["made"] == one["planned"]
+        assert not one["in steps"]
+        mine = [key for key in one["planned"] if rank in key[0]]
+        assert list(dict.fromkeys(one["used"])) == mine
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_every_group_of_a_step_is_made_and_used_before_it(ranks, case):
+    found = ranks(2, groups_by_time, CONFIGS[case])
+    check(found, 2)
+    assert found[0]["built"] == set()  # on gloo a step makes its own
+    channels = {channel for _, channel in found[0]["planned"]}
+    assert {"ids", "vectors", "dense"} - channels <= ({"vectors"} if case == "dp" else set())
+    assert ("main" in channels) == (case == "mixed")
+
+
+@pytest.mark.parametrize("case", ["dp", "mixed"])
+def test_a_job_on_nccl_begins_with_it(rehearsed_ranks, case):
+    config = CONFIGS[case]
+    config = replace(config, parallel=replace(config.parallel, device="cuda"))
+    found = rehearsed_ranks(2, groups_by_time, config)
+    check(found, 2)
+    assert found[0]["built"] == set(found[0]["planned"])

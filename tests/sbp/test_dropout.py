@@ -1,0 +1,74 @@
+"""Counted dropout masks, as CUDA has them: functions of the place alone, by torch and by Triton."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+dropout = import_module("sbpflow.tensor.ops.dropout")  # the package has the function by that name
+KEY = torch.tensor(5_123_456_789_012_345)
+SHAPE = (40, 24)
+
+
+def mask(shape=SHAPE, held=None, key=KEY, p=0.25):
+    held = held or tuple(slice(0, length) for length in shape)
+    return dropout.counted(key, shape, held) < dropout.threshold_of(p)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        (slice(0, 13), slice(0, 24)),
+        (slice(13, 40), slice(0, 24)),
+        (slice(0, 40), slice(5, 6)),
+        (slice(7, 9), slice(20, 24)),
+    ],
+    ids=str,
+)
+def test_a_part_has_its_part_of_the_mask(held):
+    assert torch.equal(mask(held=held), mask()[held])
+
+
+def test_masks_have_their_share_and_depend_on_the_key_and_all_dims():
+    whole = mask((300, 100))
+    assert float(whole.float().mean()) == pytest.approx(0.75, abs=0.01)
+    assert 0.3 < float((whole != mask((300, 100), key=KEY + 1)).float().mean()) < 0.45
+    cube = mask((6, 5, 4))
+    assert torch.equal(cube.view(6, 20), mask((6, 20)))
+    assert torch.equal(mask((6, 5, 4), (slice(2, 4), slice(1, 3), slice(0, 4))), cube[2:4, 1:3])
+    assert mask((50,)).shape == (50,)
+
+
+def test_what_stays_is_scaled_and_the_gradient_has_the_same_mask():
+    x = torch.randn(SHAPE, requires_grad=True)
+    held = tuple(slice(0, length) for length in SHAPE)
+    y = dropout._Counted.apply(x, KEY, SHAPE, held, 0.25)
+    expected = torch.where(mask(), x / 0.75, 0.0)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, mask().float() / 0.75)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "held"),
+    [
+        ((7, 30), (slice(2, 6), slice(0, 30))),
+        ((60, 9), (slice(11, 50), slice(3, 8))),
+        ((9, 5, 4), (slice(4, 9), slice(0, 5), slice(0, 4))),
+        ((1300,), (slice(100, 1290),)),
+    ],
+    ids=str,
+)
+def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
+    pytest.importorskip("triton")
+    x = torch.randn([extent.stop - extent.start for extent in held]).to(dtype)
+    dropout.find_kernels.cache_clear()
+    made = dropout._dropped(x, KEY, shape, held, 0.3)
+    monkeypatch.setattr(dropout, "find_kernels", lambda: None)
+    expected = dropout._dropped(x, KEY, shape, held, 0.3)
+    assert torch.equal(made == 0, expected == 0)
+    if dtype == torch.float32:
+        assert torch.equal(made, expected)
+    else:  # the interpreter cuts float32 off where a card rounds it
+        torch.testing.assert_close(made, expected, rtol=2**-7, atol=0)
