@@ -5,10 +5,10 @@
 
 Writing and reading alternate with dd of as many bytes to the same disk, both synced, each first in
 turn; reads are of files that the page cache was told to drop. A quarter and a half of the size as
-well, for the slope: seconds per further GB, from which those of 40 GB follow. Beside training: the
-time that steps lost while a save was under way, as a share of its duration, and the part of it that
-the training thread spent on the undo log; the memory that the save had, by its own account and by
-the system's (the highest resident size).
+well, for the slope: seconds per further GB, from which those of 40 GB follow. Beside training, each
+a median of some saves: the time that steps lost while one was under way, as a share of its
+duration, and the part of it that the training thread spent on the undo log; the memory that it had,
+by its own account and by the system's (the highest resident size).
 """
 
 import argparse
@@ -135,55 +135,78 @@ def extrapolated(found: list[dict[str, float]], gb: float) -> dict[str, float]:
     return values
 
 
-def beside(job: Job, rows: int, folder: Path) -> dict[str, object]:
-    """The stall and the memory of a save while steps go on."""
-    generator = torch.Generator().manual_seed(1)
+class Beside:
+    """Saves while steps go on, each between steps without one, for the machine changes its pace."""
 
-    def step() -> float:
-        batch = Rows(rows, generator)
+    def __init__(self, job: Job, rows: int, folder: Path) -> None:
+        self._job, self._rows, self._folder = job, rows, folder
+        self._generator = torch.Generator().manual_seed(1)
+        self._saver = Saver(
+            folder,
+            job.boxing,
+            job.state,
+            run="cost",
+            deadline_s=600,
+            storages=job.embeddings.storages,
+        )
+        self._steps(20)
+        self._alone = self._steps(60)
+
+    def _step(self) -> float:
+        batch = Rows(self._rows, self._generator)
         start = time.perf_counter()
-        job.trainer.step(batch)
+        self._job.trainer.step(batch)
         return time.perf_counter() - start
 
-    alone = [step() for _ in range(80)][20:]
-    saver = Saver(
-        folder, job.boxing, job.state, run="cost", deadline_s=600, storages=job.embeddings.storages
-    )
-    done: list[float] = []
-    resident = resident_bytes(start_anew=True)
-    begin = time.perf_counter()
-    saver.start(1000, {}, lambda: done.append(time.perf_counter()))
-    started_s = time.perf_counter() - begin
-    meanwhile: list[float] = []
-    while not done:
-        meanwhile.append(step())
-        saver.check()
-    saver.wait()
-    cost = saver.last_cost
-    if cost is None:
-        raise RuntimeError("the save beside training left no account of what it took")
-    most_resident = resident_bytes(highest=True)
-    alone += [step() for _ in range(60)]
-    duration = done[0] - begin
-    lost = started_s + sum(meanwhile) - statistics.fmean(alone) * len(meanwhile)
-    size = open_checkpoint(folder / "step-1000").num_bytes
-    shutil.rmtree(folder / "step-1000")
-    return {
-        "bytes": size,
-        "save_s": duration,
-        "steps_meanwhile": len(meanwhile),
-        "step_ms": 1e3 * statistics.median(alone),
-        "step_meanwhile_ms": 1e3 * statistics.median(meanwhile) if meanwhile else None,
-        "start_s": started_s,
-        "lost_s": lost,
-        "lost_of_save": lost / duration,
-        "logging_of_save": cost.logging_s / duration,
-        "undo_log_of_bytes": cost.log_bytes / size,
-        "extra_memory_of_bytes": cost.extra_bytes / size,
-        "more_resident_of_bytes": (most_resident - resident) / size if resident else None,
-        "spilled_of_bytes": cost.spilled_bytes / size,
-        "threads": torch.get_num_threads(),
-    }
+    def _steps(self, count: int) -> list[float]:
+        return [self._step() for _ in range(count)]
+
+    def save(self) -> dict[str, float]:
+        """The stall and the memory of one."""
+        saver, done = self._saver, list[float]()
+        resident = resident_bytes(start_anew=True)
+        begin = time.perf_counter()
+        saver.start(1000, {}, lambda: done.append(time.perf_counter()))
+        started_s = time.perf_counter() - begin
+        meanwhile: list[float] = []
+        while not done:
+            meanwhile.append(self._step())
+            saver.check()
+        saver.wait()
+        cost = saver.last_cost
+        if cost is None:
+            raise RuntimeError("the save beside training left no account of what it took")
+        most_resident = resident_bytes(highest=True)
+        before, self._alone = self._alone, self._steps(60)
+        alone = before + self._alone
+        duration = done[0] - begin
+        lost = started_s + sum(meanwhile) - statistics.fmean(alone) * len(meanwhile)
+        size = open_checkpoint(self._folder / "step-1000").num_bytes
+        shutil.rmtree(self._folder / "step-1000")
+        return {
+            "bytes": size,
+            "save_s": duration,
+            "steps_meanwhile": len(meanwhile),
+            "step_ms": 1e3 * statistics.median(alone),
+            "step_meanwhile_ms": 1e3 * statistics.median(meanwhile),
+            "start_s": started_s,
+            "lost_s": lost,
+            "lost_of_save": lost / duration,
+            "logging_of_save": cost.logging_s / duration,
+            "undo_log_of_bytes": cost.log_bytes / size,
+            "extra_memory_of_bytes": cost.extra_bytes / size,
+            "more_resident_of_bytes": (most_resident - resident) / size,
+            "spilled_of_bytes": cost.spilled_bytes / size,
+        }
+
+
+def beside(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]:
+    """Medians of several saves, and the stall of each."""
+    runs = Beside(job, rows, folder)
+    found = [runs.save() for _ in range(repeats)]
+    middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    each = [round(one["lost_of_save"], 4) for one in found]
+    return {**middle, "lost_of_each_save": each, "threads": torch.get_num_threads()}
 
 
 def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
@@ -217,7 +240,7 @@ def main() -> None:
                 job = make_job(world, rows)
                 job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
                 if question == "beside":
-                    results.add(**beside(job, rows, Path(name)))
+                    results.add(**beside(job, rows, Path(name), args.repeats))
                 else:
                     found.append(bandwidth(job, Path(name), args.repeats))
                     results.add(**found[-1])

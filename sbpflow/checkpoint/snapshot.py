@@ -20,7 +20,8 @@ from sbpflow.embedding.storage.base import Storage
 Storages = Callable[[], Iterable[tuple[Storage, Sequence[Shard]]]]
 _WEIGHTS = ""
 RANGE_BYTES = BLOCK_BYTES  # of a tensor, copied and written at a time
-REST = 1.0  # between ranges, of the time that one took: steps lose less to a thread that rests
+_REST_S = 0.01  # at a time: segments of the log are to come back soon
+REST = 2.0  # between ranges, of the time that one took: steps lose less to a thread that rests
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +122,30 @@ class Snapshot:
         first, last = min(span.start for span in spans), max(span.stop for span in spans)
         for number in range(first // rows, -(-last // rows)):
             begin = time.perf_counter()
-            for other in self._logged:
-                other.log.drain(spill)
+            self._drain(spill)
             values = logged.log.read(number, spill)
             start = number * rows
             for span, writer in zip(spans, writers, strict=True):
                 top, bottom = max(start, span.start), min(start + rows, span.stop)
                 if top < bottom:
                     writer.write(bytes_of(values[span.key][top - start : bottom - start]))
-            if all(other.log.has_room for other in self._logged):
-                self._hurried.wait(REST * (time.perf_counter() - begin))
+            self._pause(REST * (time.perf_counter() - begin), spill)
         return [
             (span.part.name, writer.done()) for span, writer in zip(spans, writers, strict=True)
         ]
+
+    def _pause(self, seconds: float, spill: SpillFile) -> None:
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0.0:
+            if not all(logged.log.has_room for logged in self._logged):
+                return
+            if self._hurried.wait(min(left, _REST_S)):
+                return
+            self._drain(spill, spare_last=True)
+
+    def _drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
+        for logged in self._logged:
+            logged.log.drain(spill, spare_last=spare_last)
 
     def hurry(self) -> None:
         """Somebody waits for what is being written: no rest from here on."""

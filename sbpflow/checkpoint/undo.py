@@ -24,7 +24,7 @@ from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
 
 # Most memory, as shares of the storage's rows; docs/decisions/state.md has what they are used for.
-SLAB_SHARE, SEGMENT_SHARE = 0.06, 0.02
+SLAB_SHARE, SEGMENT_SHARE = 0.06, 0.015
 LEAST_ROWS = 2**14  # in slabs, whatever their share
 SEGMENT_ROWS, LEAST_SEGMENTS = 2**14, 3
 PIECE_ROWS = 2**12  # must find room in a segment together
@@ -90,7 +90,7 @@ class RowLog:
     @property
     def has_room(self) -> bool:
         """Whether the writer may take its time."""
-        return self._slabs.used_share < 0.5
+        return self._slabs.used_share < 0.7
 
     @property
     def extra_bytes(self) -> int:
@@ -155,10 +155,14 @@ class RowLog:
                 value.index_copy_(0, rows - start, values[key])
         return found
 
-    def drain(self, spill: SpillFile) -> None:
-        """Empty the segments, and have some ready; called by the thread that reads, often."""
+    def drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
+        """Empty the segments, and have some ready; called by the thread that reads, often.
+
+        ``spare_last`` leaves the one that may have room.
+        """
         with self._shared:
-            full, self._full = self._full, []
+            count = len(self._full) - 1 if spare_last else len(self._full)
+            full, self._full = self._full[: max(count, 0)], self._full[max(count, 0) :]
             short = READY_SEGMENTS - len(self._free) - len(full)
             new = min(max(short, 0), self._most_segments - self._num_segments)
             self._num_segments += new

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.reshard import Case, Lying, make_job, make_rows
-from sbpflow.checkpoint import slabs, spill, undo
+from sbpflow.checkpoint import marks, slabs, spill, undo
 from sbpflow.checkpoint import snapshot as module
 from sbpflow.checkpoint.format import Place
 from sbpflow.checkpoint.read import open_checkpoint
@@ -259,6 +259,21 @@ def test_rows_put_aside_have_no_name_and_are_checked(tmp_path):
         file.read(first)
     assert bytes(file.read(second)) == b"others"
     file.close()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_marked_row_is_taken_once(compiled, dtype):
+    if compiled:
+        pytest.importorskip("numba")
+    take = marks.choose_take_marked() if compiled else marks.take_marked_by_numpy
+    marked = np.array([True, True, False, True, True])
+    found = np.full(8, -1, np.int64)
+    assert take(np.array([5, 3, 2, 0], dtype), marked, found) == 2  # 5 is behind all others
+    assert found[:2].tolist() == [3, 0]
+    assert take(np.array([0, 1, 3], dtype), marked, found[2:]) == 1
+    assert found[:3].tolist() == [3, 0, 1]
+    assert marked.tolist() == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("num_slabs", [0, 14])
