@@ -72,7 +72,7 @@ def test_backends_yield_the_same_bits(row_set, shuffle):
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("backend", ["memmap", "dali"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_batches_do_not_depend_on_how_many_are_read_at_once(
     row_set, monkeypatch, world, backend, shuffle
