@@ -24,7 +24,7 @@ from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
 
 # Most memory, as shares of the storage's rows; docs/decisions/state.md has what they are used for.
-SLAB_SHARE, SEGMENT_SHARE = 0.06, 0.015
+SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
 LEAST_ROWS = 2**14  # in slabs, whatever their share
 SEGMENT_ROWS, LEAST_SEGMENTS = 2**14, 3
 PIECE_ROWS = 2**12  # must find room in a segment together
@@ -90,7 +90,7 @@ class RowLog:
     @property
     def has_room(self) -> bool:
         """Whether the writer may take its time."""
-        return self._slabs.used_share < 0.7
+        return self._slabs.used_share < 0.8
 
     @property
     def extra_bytes(self) -> int:
