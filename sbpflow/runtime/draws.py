@@ -36,6 +36,7 @@ class KeptDraws(Draws):
         self._of_torch = ""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
+        """The same memory each time, filled anew but while a graph is captured."""
         if name not in self._keys:
             self._keys[name] = super().key(device, seed, name)
         elif not self.capturing:
@@ -44,6 +45,7 @@ class KeptDraws(Draws):
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
+        """As ``Draws``; while a graph is captured, from where the generators are."""
         self._of_torch = name
         if self.capturing:
             yield

@@ -110,13 +110,12 @@ class World:
         """Join the other ranks; without a launcher, be a world of one.
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
-        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets, and its
-        LOCAL_WORLD_SIZE, which tells of several hosts. A process group
-        that already exists is used as it is and left alone by ``close``. ``facts``, key to value,
-        are what all ranks must agree on, such as their configuration; with device, backend and
-        versions they are compared before torch connects the ranks. Raises ConfigError where they
-        differ, when the device is not there or the environment is incomplete, AbsentError when not
-        all ranks of the environment are there in time.
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT that torchrun sets.
+        A process group that already exists is used as it is and left alone by ``close``. ``facts``,
+        key to value, are what all ranks must agree on, such as their configuration; with device,
+        backend and versions they are compared before torch connects the ranks. Raises ConfigError
+        where they differ, when the device is not there or the environment is incomplete,
+        AbsentError when not all ranks of the environment are there in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
