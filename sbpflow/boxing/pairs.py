@@ -9,9 +9,14 @@ and a collective is fewer calls.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+
+_MAX_TAG = 2**31 - 1
+# Transfers so far in each group: the ranks of a group make the same ones in the same order.
+_transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,14 @@ def pass_messages(
 ) -> Messages:
     """Send to and receive from ranks of the world, in ``group``; what has no elements is left out.
 
-    What one rank sends another receives in the same order and size.
+    Every rank of the group calls it for the same transfers in the same order, and what one sends
+    another receives in the same size. gloo tells transfers apart by their tag: one that ranks size
+    differently gets no message of the next. RuntimeError from ``wait`` if a message never comes.
     """
-    moves = [dist.P2POp(dist.irecv, t, rank, group) for rank, t in receives.items() if t.numel()]
-    moves += [dist.P2POp(dist.isend, t, rank, group) for rank, t in sends.items() if t.numel()]
+    tag = _transfers.get(group, 0)
+    _transfers[group] = (tag + 1) & _MAX_TAG  # also where this rank has nothing to move
+    moves = [dist.P2POp(dist.irecv, t, r, group, tag) for r, t in receives.items() if t.numel()]
+    moves += [dist.P2POp(dist.isend, t, r, group, tag) for r, t in sends.items() if t.numel()]
     return Messages(dist.batch_isend_irecv(moves) if moves else [])
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.runtime.world import World
@@ -75,3 +76,23 @@ def test_tables_train_to_the_same_bits(ranks, exchange):
         ):
             assert [name, place] == same
             np.testing.assert_array_equal(weights, found, err_msg=name)
+
+
+def _sized_differently(world: World) -> list[float]:
+    """What comes to rank 1 with the second of three transfers; rank 0 has left out the first."""
+    group = world.group([0, 1], "sized differently")
+    into = torch.full((3, 2), -1.0)
+    under_way = []
+    for number, part in enumerate(into):
+        sent = torch.full((2 if number else 0,), float(number))
+        sends, receives = ({1: sent}, {}) if world.rank == 0 else ({}, {0: part})
+        under_way.append(pairs.pass_messages(sends, receives, group))
+    for messages in under_way if world.rank == 0 else under_way[1:2]:
+        messages.wait()
+    world.barrier()  # all that was sent is there
+    return into[1].tolist()
+
+
+def test_a_transfer_gets_no_message_of_the_next(ranks):
+    """Ranks that disagree on a size are a fault; it must not become another transfer's rows."""
+    assert ranks(2, _sized_differently)[1] == [1.0, 1.0]

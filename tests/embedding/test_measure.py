@@ -85,6 +85,16 @@ def test_a_profile_keeps_times_by_shape_and_where_they_are_from(tmp_path):
     assert Profile(path).find(one) == {"torch": 3.5}
 
 
+def test_times_that_cannot_be_kept_are_a_warning(tmp_path, caplog):
+    """A home that is read-only, as in a container, ends no run."""
+    (tmp_path / "file").touch()
+    Profile(tmp_path / "file" / "profile.json").keep(shape_of(), {"torch": 1.5})
+    (record,) = caplog.records
+    assert "not kept" in record.message
+    assert str(tmp_path / "file") in record.message
+    assert "set XDG_CACHE_HOME to a folder that can be written" in record.message
+
+
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:
     """Name and reason by table, and how often this rank measured."""
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8, kernel="auto")

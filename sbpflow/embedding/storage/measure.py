@@ -6,6 +6,7 @@ none (``plan.frequencies``). Kernels take turns and the least time of each count
 """
 
 import json
+import logging
 import os
 import platform
 import time
@@ -35,6 +36,8 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.cache_dir import cache_dir
+
+LOG = logging.getLogger(__name__)
 
 BAND = 0.05  # what another kernel must be faster by than the one that is taken unmeasured
 MOST_ELEMENTS = 1 << 25  # of a table that is made to measure on
@@ -126,14 +129,21 @@ class Profile:
         return None if entry is None else dict(entry["ms"])
 
     def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
-        """Add an entry; the file is replaced as a whole."""
+        """Add an entry; the file is replaced as a whole. A warning where it cannot be written."""
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(entries, indent=1))
-        fresh.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(entries, indent=1))
+            fresh.replace(self.path)
+        except OSError as error:
+            LOG.warning(
+                "times of kernels are not kept, so the next start measures them again: %s; set "
+                "XDG_CACHE_HOME to a folder that can be written, such as /tmp/cache",
+                error,
+            )
 
     def _entries(self) -> dict[str, dict[str, Any]]:
         """Empty where there is no file, or one that something else has written."""
