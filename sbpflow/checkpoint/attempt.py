@@ -15,7 +15,7 @@ import torch
 
 from sbpflow.checkpoint.folder import partial_folder, publish, step_folder
 from sbpflow.checkpoint.format import Index, Piece, SavedTensor, piece_from_json, piece_to_json
-from sbpflow.checkpoint.write import failed
+from sbpflow.checkpoint.write import named
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.store import TimedStore
 
@@ -51,16 +51,15 @@ class Attempt:
 
     def file(self) -> Path:
         """Where this rank writes, in a folder that is there when this returns."""
-        partial = partial_folder(self.folder, self.step, self.nonce)
-        try:
-            partial.mkdir(exist_ok=True)
-        except OSError as error:
-            raise failed(partial, error) from error
-        return partial / f"rank-{self.rank}.bin"
+        with named(self._partial):
+            self._partial.mkdir(exist_ok=True)
+        return self._partial / f"rank-{self.rank}.bin"
 
     def report(self, pieces: Sequence[tuple[str, Piece]]) -> None:
         """Tell that this rank has written these, and that they are on disk."""
-        size = self.file().stat().st_size
+        path = self._partial / f"rank-{self.rank}.bin"
+        with named(path):  # who took the folder away meanwhile took the file with it
+            size = path.stat().st_size
         listed = [[name, *piece_to_json(piece)] for name, piece in pieces]
         self._post(self._key(self.rank), {"pieces": listed, "size": size})
 
@@ -78,9 +77,7 @@ class Attempt:
             except CheckpointError as error:
                 reason = str(error)
             if reason:
-                shutil.rmtree(
-                    partial_folder(self.folder, self.step, self.nonce), ignore_errors=True
-                )
+                shutil.rmtree(self._partial, ignore_errors=True)
             self._post(self._done, {"refused": reason})
         elif self._await([self._done], self.deadline_s + 5.0):
             raise CheckpointError(f"{self._named()}: rank 0 did not complete it in time")
@@ -100,6 +97,7 @@ class Attempt:
                 "(parallel.timeout_s); the checkpoints before it are as they were"
             )
         reports = [self._read(key) for key in keys]
+        self.store.forget(keys)  # a long run has thousands, with a CRC per block each
         for rank, report in enumerate(reports):
             if "refused" in report:
                 return f"rank {rank}: {report['refused']}"
@@ -124,8 +122,12 @@ class Attempt:
             files=files,
             documents=self.documents,
         )
-        publish(self.folder, self.file().parent, index)
+        publish(self.folder, self._partial, index)
         return ""
+
+    @property
+    def _partial(self) -> Path:
+        return partial_folder(self.folder, self.step, self.nonce)
 
     def _named(self) -> str:
         return str(step_folder(self.folder, self.step))

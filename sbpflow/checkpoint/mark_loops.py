@@ -7,7 +7,7 @@ from sbpflow.runtime.compiled import Array, compiled
 
 @compiled
 def take_marked(rows: Array, marks: Array, found: Array) -> int:
-    """Those of ``rows`` that are marked into ``found`` [n] int64, and their marks off.
+    """Those of ``rows`` that are marked, each once, into ``found`` int64, and their marks off.
 
     Returns how many. Rows behind the last mark have none.
     """

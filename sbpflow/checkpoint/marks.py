@@ -13,12 +13,13 @@ TakeMarked = Callable[[Rows, NDArray[np.bool], NDArray[np.int64]], int]
 
 
 def take_marked_by_numpy(rows: Rows, marks: NDArray[np.bool], found: NDArray[np.int64]) -> int:
-    """Those of ``rows`` that are marked into ``found`` [n], and their marks off; returns how many.
+    """Those of ``rows`` that are marked, each once, into ``found``, and their marks off; returns
+    how many.
 
     Rows behind the last mark have none.
     """
     rows = rows[rows < marks.size]
-    rows = rows[marks[rows]]
+    rows = np.unique(rows[marks[rows]])
     marks[rows] = False
     found[: rows.size] = rows
     return rows.size

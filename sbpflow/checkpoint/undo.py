@@ -26,7 +26,7 @@ from sbpflow.embedding.storage import huge_pages
 # Most memory, as shares of the storage's rows; docs/decisions/state.md has what they are used for.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
 LEAST_ROWS = 2**14  # in slabs, whatever their share
-SEGMENT_ROWS, LEAST_SEGMENTS = 2**14, 3
+SEGMENT_ROWS, LEAST_SEGMENTS = 2**14, 3  # of a small storage a segment has fewer rows
 PIECE_ROWS = 2**12  # must find room in a segment together
 READY_SEGMENTS = 2  # have pages: the first write to fresh ones costs several times a copy
 
@@ -76,6 +76,8 @@ class RowLog:
         self._full: list[_Segment] = []  # the last one may have room
         self._free: list[_Segment] = []
         self._num_segments = 0
+        # A storage of few rows needs no more, and there may be many such.
+        self._segment_rows = min(SEGMENT_ROWS, max(num_rows // 16, min(PIECE_ROWS, num_rows)))
         self._most_segments = max(LEAST_SEGMENTS, int(SEGMENT_SHARE * num_rows) // SEGMENT_ROWS)
         self._closed = False
         self._take_marked = choose_take_marked()
@@ -84,7 +86,7 @@ class RowLog:
     @property
     def kept_bytes(self) -> int:
         """Most memory for logged rows at a time."""
-        rows = self._num_segments * SEGMENT_ROWS + self._slabs.touched_places
+        rows = self._num_segments * self._segment_rows + self._slabs.touched_places
         return rows * self._row_bytes
 
     @property
@@ -108,7 +110,8 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._shared:
-            while (segment := self._with_room(rows.size)) is None:
+            most = min(rows.size, self._pending.size)  # each marked row comes once
+            while (segment := self._with_room(most)) is None:
                 self._shared.wait()
             if self._closed:
                 return
@@ -122,13 +125,13 @@ class RowLog:
                     _take_rows(tensor, mine, segment.values[key][start:stop])
 
     def _with_room(self, count: int) -> _Segment | None:
-        if self._full and self._full[-1].num_rows + count <= SEGMENT_ROWS:
+        if self._full and self._full[-1].num_rows + count <= self._segment_rows:
             return self._full[-1]
         if not self._free:
             if self._num_segments == self._most_segments:
                 return None
             self._num_segments += 1
-            self._free.append(self._room_for(SEGMENT_ROWS))
+            self._free.append(self._room_for(self._segment_rows))
         self._full.append(self._free.pop())
         return self._full[-1]
 
@@ -167,7 +170,7 @@ class RowLog:
             new = min(max(short, 0), self._most_segments - self._num_segments)
             self._num_segments += new
         for _ in range(new):
-            segment = self._room_for(SEGMENT_ROWS)
+            segment = self._room_for(self._segment_rows)
             for tensor in (segment.rows, *segment.values.values()):
                 tensor.zero_()
             self._free_again(segment)

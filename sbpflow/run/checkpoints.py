@@ -109,10 +109,11 @@ class Checkpoints:
             return
         documents = self._documents(batch, loop)
         if self._config.checkpoint.background and not self._stopping:
-            self._saver.start(step, documents, lambda: self._prune(step))
+            best = self._best  # a later one may be known, and not be saved, when this one is
+            self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
             self._saver.save(step, documents)
-            self._prune(step)
+            self._prune(step, self._best)
         if self._stopping and self._stop is not None:
             self._stop.leave()
 
@@ -137,10 +138,10 @@ class Checkpoints:
             return False
         return self._votes.check(at) and step >= int(self._votes.get("at"))
 
-    def _prune(self, step: int) -> None:
+    def _prune(self, step: int, best: Mapping[str, Any] | None) -> None:
         if self._saver is None or self._world.rank:
             return
-        best = self._best if self._config.checkpoint.keep_best else None
+        best = best if self._config.checkpoint.keep_best else None
         keep_only(
             self._saver.folder,
             newest=self._config.checkpoint.keep,

@@ -94,6 +94,11 @@ class TimedStore:
         """Add to a counter that starts at 0; its value then."""
         return self._talk("add", lambda: self.torch_store.add(key, number))
 
+    def forget(self, keys: Sequence[str]) -> None:
+        """Take keys away with their values."""
+        for key in keys:
+            self._talk("delete", partial(self.torch_store.delete_key, key))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
         return self._talk("check", lambda: self.torch_store.check(list(keys)))

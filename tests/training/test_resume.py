@@ -2,15 +2,19 @@
 
 import json
 import shutil
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import train
+from sbpflow.checkpoint.attempt import Attempt
 from sbpflow.checkpoint.folder import list_checkpoints, read_run
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.errors import ConfigError
+from sbpflow.run import checkpoints
+from sbpflow.run.checkpoints import Checkpoints
 from sbpflow.training.trainer import Trainer
 
 CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
@@ -174,6 +178,32 @@ def test_the_best_checkpoint_stays_through_an_interruption(synth_set, tmp_path, 
     assert names == ["step-20", f"step-{best}"]
     with pytest.raises(ConfigError, match=r"keep_best: .* for example train\.eval_every: 8"):
         run(synth_set, tmp_path, "checkpoint.keep_best=true", "train.eval_every=6")
+
+
+def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeypatch):
+    """A save that is slow ends when a later step was scored, which nobody has saved yet."""
+    scored, kept = threading.Event(), []
+    report, keep_only, remember = Attempt.report, checkpoints.keep_only, Checkpoints.scored
+
+    def slow(self, pieces):
+        assert self.step > 2 or scored.wait(60.0)
+        report(self, pieces)
+
+    def score(self, step, evaluation):
+        remember(self, step, evaluation)
+        scored.set()
+
+    def keep(folder, *, newest, step, and_step):
+        kept.append((step, and_step))
+        keep_only(folder, newest=newest, step=step, and_step=and_step)
+
+    monkeypatch.setattr(Attempt, "report", slow)
+    monkeypatch.setattr(Checkpoints, "scored", score)
+    monkeypatch.setattr(checkpoints, "keep_only", keep)
+    more = ["checkpoint.keep_best=true", "checkpoint.every=2", "train.eval_every=4"]
+    more += ["checkpoint.background=true"]
+    assert run(synth_set, tmp_path, *more, "train.max_steps=5") == 0
+    assert kept[:2] == [(2, None), (4, 4)]
 
 
 def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
