@@ -140,7 +140,14 @@ def compiled(world, name, scheme):
         torch.nn.Module.compile = real
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Each compiles for seconds: the largest and the least stand for all.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("wdl", "dcnv2 low rank")))
+        for name in MODELS
+    ],
+)
 def test_a_compiled_part_trains_like_the_other(ranks, name):
     plain = config_with(name, "1", dtype="float64", norm="none")
     (expected,) = ranks(1, train, plain, SHORT)

@@ -219,11 +219,14 @@ KINDS = ["plain", "batch norm", "compiled", "compiled batch norm"]
 PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
 
 
-# Each rank compiles for itself, seconds long: more than two are a slow test.
+# Each rank compiles for itself, seconds long: more than these are a slow test.
+compiling = {"plain": 4, "batch norm": 4, "compiled": 2, "compiled batch norm": 1}
+
+
 @pytest.mark.parametrize(
     ("kind", "scheme", "size"),
     [
-        pytest.param(kind, *place, marks=[pytest.mark.slow] * ("compiled" in kind and place[1] > 2))
+        pytest.param(kind, *place, marks=[pytest.mark.slow] * (place[1] > compiling[kind]))
         for kind in KINDS
         for place in PLACES
     ],

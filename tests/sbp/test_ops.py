@@ -200,7 +200,7 @@ def _run_combinations(world, name, ranks, combinations):
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("line", [[0, 1], [0, 2, 1]], ids=str)
+@pytest.mark.parametrize("line", [pytest.param([0, 1], marks=pytest.mark.slow), [0, 2, 1]], ids=str)
 def test_every_combination_on_a_line(ranks, line, name):
     choices = [_values(name, number) for number in range(len(OPS[name][2]))]
     combinations = list(itertools.product(*choices))

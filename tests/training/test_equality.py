@@ -116,10 +116,19 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
 
+# On three ranks, which divide nothing evenly, every rule; on four one for all.
 @pytest.mark.parametrize("steps", LENGTHS)
-@pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "sparse"),
+    [
+        *((3, rule) for rule in SPARSE),
+        *(
+            pytest.param(4, rule, marks=[pytest.mark.slow] * (rule != "rowwise_adagrad"))
+            for rule in SPARSE
+        ),
+    ],
+)
 def test_schemes_on_more_ranks_train_like_one_process(ranks, world_size, scheme, sparse, steps):
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
