@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +103,11 @@ def rehearsed_ranks(
             return run(world_size, perform, fn, *args)
 
         yield rehearse
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory where there is one: what is under test is no disk, and each save syncs."""
+    shared = Path("/dev/shm")  # noqa: S108  (made unique below)
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)

@@ -200,13 +200,20 @@ def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme, tig
     )
 
 
-def one_cannot_write(world: World, folder):
-    case = Case(Lying(2, "3"), Lying(2, "3"), "lazy_adam")
+def begun(world: World, folder, deadline_s: float = 30):
+    """A job after its first step, and what saves it."""
+    lying = Lying(world.size, "3")
+    case = Case(lying, lying, "lazy_adam")
     job = make_job(world, case, case.saved)
     job.trainer.step(make_rows(1, world.rank, world.size))
-    saver = Saver(
-        folder, job.boxing, job.state, run="r", deadline_s=30, storages=job.embeddings.storages
+    storages = job.embeddings.storages
+    return job, Saver(
+        folder, job.boxing, job.state, run="r", deadline_s=deadline_s, storages=storages
     )
+
+
+def one_cannot_write(world: World, folder):
+    _, saver = begun(world, folder)
     real = PieceWriter.write
 
     def full(self, data):
@@ -236,12 +243,7 @@ def test_every_rank_is_told_why_one_could_not_write(ranks, memory):
 
 
 def folder_is_taken_away(world: World, folder, late: bool):
-    case = Case(Lying(2, "3"), Lying(2, "3"), "lazy_adam")
-    job = make_job(world, case, case.saved)
-    job.trainer.step(make_rows(1, world.rank, world.size))
-    saver = Saver(
-        folder, job.boxing, job.state, run="r", deadline_s=3, storages=job.embeddings.storages
-    )
+    _, saver = begun(world, folder, deadline_s=3)
     saver.save(1, {})
     report, publish = Attempt.report, attempt.publish
 
@@ -283,12 +285,7 @@ def test_a_folder_that_is_taken_away_is_said_by_every_rank(ranks, memory, late):
 
 
 def disk_full_for_rows_put_aside(world: World, folder):
-    case = Case(Lying(1, "3"), Lying(1, "3"), "lazy_adam")
-    job = make_job(world, case, case.saved)
-    job.trainer.step(make_rows(1, world.rank, world.size))
-    saver = Saver(
-        folder, job.boxing, job.state, run="r", deadline_s=30, storages=job.embeddings.storages
-    )
+    job, saver = begun(world, folder)
     saver.save(1, {})
     real, trained = spill.write_at, threading.Event()
 

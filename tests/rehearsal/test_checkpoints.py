@@ -5,7 +5,6 @@ import threading
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.write import PieceWriter
-from tests.checkpoint.conftest import memory  # noqa: F401 -- a fixture
 from tests.training.wdl_case import make_batches, make_config, make_job, to_device
 
 SAVED_AT, STEPS = 2, 5
@@ -62,10 +61,7 @@ def save_both_ways(world, config, folder):
     return waits, after, saver.last_cost.log_bytes, len(job.embeddings.storages())
 
 
-def test_a_save_beside_training_equals_one_at_once(
-    rehearsed_ranks,
-    memory,  # noqa: F811
-):
+def test_a_save_beside_training_equals_one_at_once(rehearsed_ranks, memory):
     for name in "ab":
         (memory / name).mkdir()
     config = make_config("1", "lazy_adam", dtype="float32", dense="adam")

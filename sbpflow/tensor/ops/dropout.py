@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
 
 
 @lru_cache(maxsize=1)
-def find_kernels() -> Any:  # noqa: ANN401 -- jitted functions take a grid in brackets
+def find_kernels() -> ModuleType | None:
     """The module of Triton's kernel; ``None`` where Triton is not installed."""
     if find_spec("triton") is None:
         return None
