@@ -21,10 +21,11 @@ from tqdm import tqdm
 from planner.cost import CostModel, TaskCost
 from planner.design import Sample, draw_batches, draw_plans, draw_sample
 from planner.fit import fit
+from planner.kernels import measure_kernels
 from planner.measure import Measured, measure_in_turns
 from planner.optimizers import step_factors
 from planner.picks import picks
-from planner.profile import Profile
+from planner.profile import KernelPrices, Profile
 from planner.ranks import gather_texts
 from planner.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
 from planner.task import Plan
@@ -44,7 +45,8 @@ MOST_SAMPLES = 100_000
 class Settings:
     """How long and on what. ``rounds`` is how often the model's own picks are added.
 
-    ``seconds`` covers all of it; ``most_rows`` bounds the tables, ``quick`` is for tests.
+    ``seconds`` covers all of it; ``most_rows`` bounds the tables. ``kernels``: whether they are
+    compared.
     """
 
     seconds: float = 240.0
@@ -58,10 +60,18 @@ class Settings:
     turns: int = 3
     serial: int = 2
     overlapped: int = 6
+    kernels: bool = True
 
 
 QUICK = Settings(
-    seconds=4.0, rounds=1, most_rows=5_000, least_samples=3, turns=2, serial=1, overlapped=2
+    seconds=4.0,
+    rounds=1,
+    most_rows=5_000,
+    least_samples=3,
+    turns=2,
+    serial=1,
+    overlapped=2,
+    kernels=False,
 )
 Pick = Callable[[TaskCost, int], list[Plan]]
 Group = tuple[int, list[tuple[str, Plan]]]  # a sample's number, and plans of it by name
@@ -139,9 +149,12 @@ class _Run:
         self._journal = Journal(path, self._facts) if world.rank == 0 else None
         self._samples: dict[int, Sample] = {}
         self._factors: dict[str, float] = {}
+        self._kernels: dict[str, KernelPrices] = {}
         if world.rank == 0:
             base = cast("SparseName", settings.optimizer)
             self._factors = step_factors(base, world.device, repeats=3 * settings.turns)
+            if settings.kernels:
+                self._kernels = measure_kernels(world.device)
         self._start = time.monotonic()
         self._bar = tqdm(
             total=round(settings.seconds), unit="s", disable=world.rank != 0, desc="calibrating"
@@ -255,5 +268,6 @@ class _Run:
             seed=self._settings.seed,
             about=about,
             step_factors=self._factors,
+            kernels=self._kernels,
             judged=judged,
         )

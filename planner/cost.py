@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from planner.features import Floats
+from planner.kernels import work_factors
 from planner.profile import Profile
 from planner.simulate import PHASES, SCHEDULES, TRANSFERS, max_of_sums, step_ms, sum_of_maxima
 from planner.task import Choice, Plan, Shape, Task
@@ -30,6 +31,13 @@ from planner.work import (
 from sbpflow.embedding.plan.tables import TableConfig
 
 Objective = Literal["step", "sum_of_maxima", "max_of_sums"]
+_BY_KERNEL = [
+    INDEX[name]
+    for name in (
+        *("read_rows", "read_elements", "read_touched"),
+        *("update_ids", "update_elements", "step_rows", "step_elements"),
+    )
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +105,10 @@ class TaskCost:
             for values in (made.shards, made.home):
                 values[..., INDEX["step_rows"]] *= factor
                 values[..., INDEX["step_elements"]] *= factor
+                of_shards = np.atleast_2d(values)  # a view
+                of_shards[:, _BY_KERNEL] *= work_factors(
+                    self.profile, self.task, table, shape, of_shards
+                )
             found = self._shapes[key] = made
         return found
 

@@ -132,6 +132,7 @@ def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
     ]
     if table.dim >= world_size:
         shapes.append(Shape("S(1)", "columns", (1, world_size)))
+        shapes.append(Shape("S(1)", "unique", (1, world_size)))
     half = world_size // 2
     if world_size % 2 == 0 and half > 1 and table.dim >= 2:
         shapes.append(Shape("(S(0), S(1))", "reduce", (half, 2)))
@@ -179,16 +180,19 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
         return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
     whole = balanced_whole(task)
     plans: dict[str, Plan] = {"all whole": whole}
-    for sbp, exchange in (("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique"), ("S(1)", "")):
+    for sbp, exchange in (
+        *(("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")),
+        *(("S(1)", "columns"), ("S(1)", "unique")),
+    ):
         plan: Plan = {}
         for table in task.tables:
             fitting = [
                 shape
                 for shape in shapes_for(table, task.world_size)
-                if shape.sbp == sbp and shape.exchange == (exchange or "columns")
+                if shape.sbp == sbp and shape.exchange == exchange
             ]
             plan[table.name] = Choice(fitting[0], world) if fitting else whole[table.name]
-        plans[f"all {sbp} {exchange}".strip()] = plan
+        plans[f"all {sbp} {exchange}"] = plan
     return plans
 
 

@@ -15,7 +15,8 @@ import torch
 
 from planner.features import Floats
 from planner.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
-from planner.profile import Fusion, Profile
+from planner.least_squares import nonnegative_least_squares
+from planner.profile import Fusion, KernelPrices, Profile
 from planner.records import Record, on_one_clock
 from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
 from planner.work import INDEX, NUM_FEATURES
@@ -74,6 +75,7 @@ def fit(
     seed: int = 0,
     about: Mapping[str, str] | None = None,
     step_factors: Mapping[str, float] | None = None,
+    kernels: Mapping[str, KernelPrices] | None = None,
     judged: bool = True,
 ) -> Profile:
     """A profile from measurements of several tasks on one world; DataError for too few of them.
@@ -96,6 +98,7 @@ def fit(
         members=final.members,
         hidden=final.hidden,
         step_factors=dict(step_factors or {}),
+        kernels=dict(kernels or {}),
         errors=errors,
         sources={"work": "measured", "transfers": "measured", "fusion": "learned from measured"},
         about=dict(about or {}),
@@ -208,21 +211,6 @@ def _weights(
         robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))
     weights[columns] = found / size
     return weights
-
-
-def nonnegative_least_squares(x: Floats, y: Floats, rounds: int = 500) -> Floats:
-    """The w >= 0 of least |x w - y|^2: coordinate by coordinate on the normal equations."""
-    gram, right = x.T @ x, x.T @ y
-    diagonal = np.maximum(np.diag(gram), 1e-12)
-    found = np.zeros(x.shape[1])
-    for _ in range(rounds):
-        before = found.copy()
-        for place in range(len(found)):
-            step = (right[place] - gram[place] @ found) / diagonal[place]
-            found[place] = max(0.0, found[place] + step)
-        if np.abs(found - before).max() <= 1e-9 * max(float(np.abs(found).max()), 1e-9):
-            break
-    return found
 
 
 def _ensemble(records: Sequence[Record], matrix: Floats, seed: int) -> list[dict[str, Fusion]]:

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -105,6 +105,7 @@ def plan_tables(
         config, fields, world_size=world_size, device_type=device_type, planned=whole
     )
     task = task_of(draft, stats, num_rows, device_bytes(device_type))
+    task = replace(task, kernel=config.parallel.kernel)
     cost = CostModel(profile).of(task)
     plan = choose(cost, seed=config.run.seed)
     found = PlannedRun(

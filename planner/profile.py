@@ -22,7 +22,11 @@ from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.cache_dir import cache_dir
 
-FORMAT = 1
+FORMAT = 2
+KernelPrices = Mapping[str, tuple[float, float, float]]
+"""{kernel: ms of a batch, of an id and of an element of a storage's lookup and update}; the kernel
+that calibration ran is the first.
+"""
 COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
 
 
@@ -102,8 +106,9 @@ class Profile:
 
     ``weights`` [F, P] are ms per count, non-negative, for ``world_size`` ranks. ``members`` are the
     ensemble: for each, corrections by phase. ``hidden`` is the share of each transfer that overlap
-    hides. ``step_factors`` compare optimizers with the one calibrated. ``sources`` says of each
-    group of terms whether it is measured or assumed, and ``about`` when, where and on what.
+    hides. ``step_factors`` compare optimizers with the one calibrated, ``kernels`` their kernels.
+    ``sources`` says of each group of terms whether it is measured or assumed, and ``about`` when,
+    where and on what.
     """
 
     weights: tuple[tuple[float, ...], ...]
@@ -112,6 +117,7 @@ class Profile:
     members: tuple[Mapping[str, Fusion], ...] = ()
     hidden: Mapping[str, float] = field(default_factory=dict[str, float])
     step_factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    kernels: Mapping[str, KernelPrices] = field(default_factory=dict[str, KernelPrices])
     buffer_factor: float = 1.0
     link: Link | None = None
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -303,6 +309,10 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         for member in tree["members"]
     )
     link = Link(**tree["link"]) if tree["link"] else None
+    kernels: dict[str, KernelPrices] = {
+        optimizer: {name: (ms[0], ms[1], ms[2]) for name, ms in prices.items()}
+        for optimizer, prices in tree["kernels"].items()
+    }
     known = ("hidden", "step_factors", "errors", "sources", "about")
     return Profile(
         weights=weights,
@@ -310,6 +320,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         backend=str(tree["backend"]),
         members=members,
         buffer_factor=float(tree["buffer_factor"]),
+        kernels=kernels,
         link=link,
         **{name: dict(tree[name]) for name in known},
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from planner.cost import TaskCost
+from planner.kernels import StorageKernel, kernels_of
 from planner.planners import Planned, make_plan
 from planner.search.auto import Effort
 from planner.search.bounds import Bound, bound, certified
@@ -42,6 +43,7 @@ class Report:
     cost: TaskCost
     bounds: tuple[Bound, ...]
     runners_up: Mapping[str, RunnerUp]
+    kernels: Sequence[StorageKernel]
 
     def kinds(self) -> Floats:
         """[ranks, kinds] ms in the order of ``KIND_ORDER``."""
@@ -64,6 +66,7 @@ def report_of(planned: Planned, cost: TaskCost) -> Report:
             certified(problem, assignment, cost.linear, low),
         ),
         runners_up=_runners_up(planned),
+        kernels=kernels_of(cost.profile, cost.task, planned.plan),
     )
 
 
@@ -117,6 +120,10 @@ def as_tree(report: Report) -> dict[str, Any]:
             }
             for name, choice in planned.plan.items()
         ],
+        "storages": [
+            {"group": one.group, "tables": list(one.tables), "kernel_ms": dict(one.ms)}
+            for one in report.kernels
+        ],
         "seeds": {}
         if planned.found is None
         else {
@@ -166,6 +173,11 @@ def as_text(report: Report) -> str:
             where = f"{other['layout']} on {_ranks(other['ranks'])}"
             text += f"; {where}: {other['more_ms']:+.4f} ms"
         lines.append(text)
+    if tree["storages"]:
+        lines += ["", "storage: its fastest kernel by the calibration, and the others, ms a batch"]
+    for one in tree["storages"]:
+        times = ", ".join(f"{name} {ms:.3f}" for name, ms in one["kernel_ms"].items())
+        lines.append(f"{one['group']}, {len(one['tables'])} tables: {times}")
     seeds = {name: ms for name, ms in tree["seeds"].items() if ms is not None}
     if seeds:
         lines += ["", f"best of the {len(seeds)} plans it was searched from, milliseconds:"]

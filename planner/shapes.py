@@ -32,6 +32,8 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
     columns = [cut for cut in cuts if table.dim // cut >= LEAST_COLUMNS]
     rows = [cut for cut in cuts if cut <= table.num_rows]
     found += [Shape("S(1)", "columns", (1, cut)) for cut in columns]
+    if size in columns:
+        found.append(Shape("S(1)", "unique", (1, size)))
     found += [Shape("S(0)", "unique", (cut, 1)) for cut in rows]
     found += [Shape("S(0)", "reduce", (cut, 1)) for cut in rows]
     found += [

@@ -21,7 +21,13 @@ from sbpflow.config.table_rules import ParallelConfig, TableRule, WireDtype, res
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.plan.tables import (
+    FeatureConfig,
+    KernelRequest,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp
@@ -108,7 +114,8 @@ class Task:
 
     ``stats`` is per table; ``ids_per_sample`` per feature where it is below ``hotness`` (ragged).
     ``device_bytes`` is what each rank may fill, ``None`` for no limit; ``batch_size`` is global.
-    ``pinned`` tables keep the choice that is given for them.
+    ``pinned`` tables keep the choice that is given for them. ``kernel`` is asked for by the run;
+    tables may ask for one of their own.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -126,6 +133,7 @@ class Task:
     dense: DenseWork = DenseWork()
     overlap: bool = True
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
+    kernel: KernelRequest = "auto"
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < self.world_size:

@@ -111,6 +111,8 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
         return _alone(task, table)
     if shape.exchange == "local":
         return _copied(task, table)
+    if shape.exchange == "unique" and shape.parts[1] > 1:
+        return _unique_columns(task, table, shape)
     if shape.exchange == "unique":
         return _unique(task, table, shape)
     return _boxed(task, table, shape)
@@ -244,11 +246,13 @@ def _boxed_keys(
 
 
 def _row_keys(
-    task: Task, table: TableConfig, exchange: str
+    task: Task, table: TableConfig, exchange: str, *, columns: bool = False
 ) -> Callable[[tuple[int, ...]], tuple[Key, ...]]:
-    output = task.output_of[table.name].name
-    group = (output, exchange, table.dim, task.ragged(table), task.optimizer_of(table))
+    output, rule = task.output_of[table.name].name, task.optimizer_of(table)
+    group = (output, exchange, columns, table.dim, task.ragged(table), rule)
     keys: tuple[Key, ...] = ((INDEX[f"num_{exchange}"], group), (INDEX["num_stacks"], group))
+    if columns and rule.shares_row_state:
+        keys = (*keys, (INDEX["num_squares"], group))
     return lambda _: keys
 
 
@@ -296,6 +300,54 @@ def _unique(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
         shard.add(step_rows=touched, step_elements=touched * dim)
         shards.append(shard.values)
     return ShapeCost(np.stack(shards), home.values, _row_keys(task, table, "unique"))
+
+
+def _unique_columns(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
+    """Unique rows are asked of all ranks, each of which has columns of every row."""
+    size, dim = task.world_size, table.dim
+    stats = task.stats[table.name]
+    lookups, mine = task.lookups(table), task.lookups(table) / size
+    wanted, touched = stats.touched(mine), stats.touched(lookups)
+    item = task.dtype.itemsize
+    vector_item, gradient_item = _wire(task)
+    asked = size * wanted  # of each rank, by all
+    home = _Row()
+    home.add(
+        home_sort=mine,
+        home_unique=wanted,
+        home_elements=wanted * dim,  # columns of each rank put side by side
+        expand_rows=mine,
+        expand_elements=mine * dim,
+        counted_bytes=4.0 * wanted * (size - 1),
+        gradient_bytes=wanted * dim * gradient_item,
+        vector_in_bytes=wanted * dim * vector_item,
+        buffer_bytes=2 * 24 * mine
+        + wanted * dim * (2 * vector_item + 2 * gradient_item + 2 * item)
+        + 3 * item * dim * task.batch_size / size * _uses(table),
+    )
+    shards: list[Floats] = []
+    for width in balanced_sizes(dim, size):
+        shard = _Row()
+        shard.add(
+            memory_bytes=_memory(task, table, table.num_rows, width),
+            buffer_bytes=asked * (12 + width * (vector_item + gradient_item + 2 * item)),
+            read_rows=asked,
+            read_elements=asked * width,
+            read_touched=touched * width,
+            vector_bytes=(size - 1) * wanted * width * vector_item,
+            gradient_in_bytes=(size - 1) * wanted * width * gradient_item,
+            update_ids=asked,
+            update_elements=asked * width,
+            # What a rank keeps of its own rows does not travel.
+            gradient_bytes=-wanted * width * gradient_item,
+            vector_in_bytes=-wanted * width * vector_item,
+        )
+        shard.add(step_rows=touched, step_elements=touched * width)
+        if _shares_state(task, table, shape):
+            shard.add(square_bytes=8.0 * touched)
+        shards.append(shard.values)
+    keys = _row_keys(task, table, "unique", columns=True)
+    return ShapeCost(np.stack(shards), home.values, keys)
 
 
 def _copied(task: Task, table: TableConfig) -> ShapeCost:

@@ -11,7 +11,9 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 WORLD = (0, 1, 2, 3)
 
 
-def make_task(world_size=4, batch_size=512, rows=(4000, 50, 900, 3000, 700, 6000, 800, 100), dim=8):
+def make_task(
+    world_size=4, batch_size=512, rows=(4000, 50, 900, 3000, 700, 6000, 800, 100, 1200), dim=8
+):
     """A table per entry of ``rows``, the second of three ids a sample, skewed."""
     tables = tuple(
         TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=count, dim=dim)
@@ -47,6 +49,7 @@ def every_shape() -> list[Choice]:
         Choice(Shape("S(1)", "columns", (1, 4)), WORLD),
         Choice(Shape("(S(0), S(1))", "reduce", (2, 2)), WORLD),
         Choice(Shape("S(0)", "unique", (1, 1)), (3,)),
+        Choice(Shape("S(1)", "unique", (1, 4)), WORLD),
     ]
 
 

@@ -10,8 +10,9 @@ import torch
 from planner.calibrate import QUICK, Journal, calibrate
 from planner.cost import CostModel
 from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
-from planner.fit import TERMS, fit, nonnegative_least_squares
+from planner.fit import TERMS, fit
 from planner.judge import judge, predicted_phases, predicted_steps
+from planner.least_squares import nonnegative_least_squares
 from planner.measure import MoveTimer, make_trainer, measure_in_turns
 from planner.optimizers import NAMES
 from planner.profile import load, weights_from
@@ -207,7 +208,7 @@ def made_records(noise, samples=12):
     random = np.random.default_rng(4)
     records = []
     for sample in range(samples):
-        rows = tuple(int(x) for x in np.exp(random.uniform(3, 9, 8)))
+        rows = tuple(int(x) for x in np.exp(random.uniform(3, 9, 9)))
         task = make_task(batch_size=int(random.choice([512, 2048, 4096])), rows=rows)
         plans = [mixed_plan(task), *(random_plan(task, 10 * sample + n) for n in range(5))]
         for number, plan in enumerate(plans):

@@ -54,6 +54,16 @@ def test_bytes_of_vectors_are_those_of_the_engines_steps(choice):
         np.testing.assert_allclose(totals[:, INDEX[name]], sent, rtol=0.01, err_msg=name)
 
 
+@pytest.mark.parametrize("choice", every_shape(), ids=str)
+def test_what_some_ranks_send_others_receive(choice):
+    totals = count_work(TASK, {table.name: choice for table in TASK.tables}).sum(0)
+    for sent, received in (
+        ("vector_bytes", "vector_in_bytes"),
+        ("gradient_bytes", "gradient_in_bytes"),
+    ):
+        np.testing.assert_allclose(totals[INDEX[sent]], totals[INDEX[received]], err_msg=sent)
+
+
 def test_totals_are_the_base_and_what_each_table_adds():
     cost, plan = price(), mixed_plan(TASK)
     totals = np.tile(cost.base(), (4, 1))

@@ -1,0 +1,174 @@
+"""How the kernels of tables compare on this machine, by optimizer: which a plan's storages take.
+
+Calibration measures whole steps with the kernel that is taken unmeasured. A storage's kernel is its
+own matter: no other rank, exchange or storage is told of it. So the best one is found storage by
+storage, and a search over kernels is a price of each table by the fastest that may serve it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import torch
+
+from planner.features import Floats
+from planner.least_squares import nonnegative_least_squares
+from planner.profile import KernelPrices, Profile
+from planner.task import Choice, Shape, Task, embedding_plan
+from planner.work import INDEX
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.embedding.storage.choose import (
+    KERNEL_NAMES,
+    KernelName,
+    StackFacts,
+    choose_kernel,
+    kernel_faults,
+    missing_kernels,
+)
+from sbpflow.embedding.storage.measure import StackShape, measure
+from sbpflow.sbp.sbp import balanced_sizes
+
+NAMES: tuple[SparseName, ...] = get_args(SparseName)
+ROWS = 100_000
+SHAPES = ((2_000, 16), (30_000, 16), (30_000, 64))  # ids of a batch, width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageKernel:
+    """What a storage of a plan is predicted to take: ``ms`` a batch by kernel, fastest first.
+
+    ``tables`` are those it holds, on the rank with most of them.
+    """
+
+    group: str
+    tables: tuple[str, ...]
+    ms: Mapping[str, float]
+
+
+def measure_kernels(
+    device: torch.device,
+    optimizers: Sequence[SparseName] = NAMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: int = ROWS,
+) -> dict[str, KernelPrices]:
+    """{optimizer: {kernel: (ms, ms per id, ms per element)}} of a lookup and an update.
+
+    The kernel that is taken unmeasured is the first of each. ``shapes`` are (ids, width).
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    missing = missing_kernels("auto")
+    found: dict[str, KernelPrices] = {}
+    for optimizer in optimizers:
+        rule = SparseOptimizer(name=optimizer, lr=0.05, beta=1.0 if optimizer == "ftrl" else 0.0)
+        facts = StackFacts(
+            width=4,
+            optimizer=rule,
+            dtype=torch.float32,
+            row_dtype=torch.float32,
+            column_split=False,
+            device_type=device.type,
+        )
+        faults = kernel_faults(facts, missing)
+        taken = choose_kernel("auto", facts, missing).name
+        others: list[KernelName] = [
+            kernel for kernel in KERNEL_NAMES if kernel != taken and faults[kernel] is None
+        ]
+        times = [measure(_shape(one, rule, rows, name), [taken, *others]) for one in shapes]
+        found[optimizer] = {
+            kernel: _line(shapes, [ms[kernel] for ms in times]) for kernel in (taken, *others)
+        }
+    return found
+
+
+def _shape(one: tuple[int, int], rule: SparseOptimizer, rows: int, device: str) -> StackShape:
+    ids, width = one
+    return StackShape(
+        rows=rows,
+        width=width,
+        dim=width,
+        ids=ids,
+        per_bag=1,
+        lists=0,
+        home_ids=0,
+        optimizer=rule,
+        dtype=torch.float32,
+        row_dtype=torch.float32,
+        device=device,
+    )
+
+
+def _line(shapes: Sequence[tuple[int, int]], ms: Sequence[float]) -> tuple[float, float, float]:
+    """Non-negative, by relative errors."""
+    counts = np.array([[1.0, ids, ids * width] for ids, width in shapes])
+    most, times = counts.max(0), np.array(ms)
+    weights = nonnegative_least_squares(counts / most / times[:, None], np.ones(len(ms)), 5000)
+    always, per_id, per_element = (weights / most).tolist()
+    return always, per_id, per_element
+
+
+def work_factors(
+    profile: Profile, task: Task, table: TableConfig, shape: Shape, work: Floats
+) -> Floats:
+    """[S, 1] by what the kernel of a shard is faster or slower than the one calibrated.
+
+    ``work`` [S, F] are the counts of the shards, or [1, F] of a copied table. A kernel that is
+    asked for and cannot serve the table leaves it to torch, as in a run.
+    """
+    rule = task.optimizer_of(table)
+    prices = profile.kernels.get(rule.name)
+    ids = work[:, INDEX["update_ids"]]
+    if not prices or not ids.any():
+        return np.ones((len(work), 1))
+    widths = balanced_sizes(table.dim, shape.parts[1])
+    facts = StackFacts(
+        width=next((width for width in sorted(widths) if width % 4), min(widths)),
+        optimizer=rule,
+        dtype=task.dtype,
+        row_dtype=task.row_dtype,
+        column_split=shape.parts[1] > 1,
+        device_type=task.device_type,
+    )
+    request = table.kernel or task.kernel
+    faults = kernel_faults(facts, {})
+    names = [name for name in KERNEL_NAMES if name in prices and faults[name] is None]
+    if request != "auto":
+        names = [request if request in names else "torch"]
+    elements = work[:, INDEX["update_elements"]]
+    ms = np.stack([kernel_ms(prices[name], ids, elements) for name in names])
+    return (ms.min(0) / kernel_ms(next(iter(prices.values())), ids, elements))[:, None]
+
+
+def kernel_ms(price: tuple[float, float, float], ids: Floats, elements: Floats) -> Floats:
+    """Of a batch: a lookup and an update of ``ids`` with ``elements`` numbers in all."""
+    always, per_id, per_element = price
+    return always + per_id * ids + per_element * elements
+
+
+def kernels_of(profile: Profile, task: Task, plan: Mapping[str, Choice]) -> list[StorageKernel]:
+    """For every storage of a plan, the kernels that may serve it as they are predicted to compare.
+
+    Empty for a profile without such times, which a described machine's is.
+    """
+    found: list[StorageKernel] = []
+    if not profile.kernels:
+        return found
+    engine = embedding_plan(task, plan)
+    for group in engine.groups:
+        for stack in group.stacks:
+            shape = StackShape.of(group, stack, task.batch_size, task.row_dtype)
+            prices = profile.kernels.get(stack.optimizer.name)
+            if shape is None or prices is None:
+                continue
+            faults = kernel_faults(StackFacts.of(engine, group, stack), {})
+            counts = np.array([shape.ids]), np.array([shape.ids * shape.width])
+            ms = {
+                name: float(kernel_ms(prices[name], *counts)[0])
+                for name in KERNEL_NAMES
+                if name in prices and faults[name] is None
+            }
+            tables = tuple(table.name for table in stack.tables)
+            ordered = dict(sorted(ms.items(), key=lambda item: item[1]))
+            found.append(StorageKernel(group=group.name, tables=tables, ms=ordered))
+    return found

@@ -1,0 +1,20 @@
+"""Least squares with weights that are not negative."""
+
+import numpy as np
+
+from planner.features import Floats
+
+
+def nonnegative_least_squares(x: Floats, y: Floats, rounds: int = 500) -> Floats:
+    """The w >= 0 of least |x w - y|^2: coordinate by coordinate on the normal equations."""
+    gram, right = x.T @ x, x.T @ y
+    diagonal = np.maximum(np.diag(gram), 1e-12)
+    found = np.zeros(x.shape[1])
+    for _ in range(rounds):
+        before = found.copy()
+        for place in range(len(found)):
+            step = (right[place] - gram[place] @ found) / diagonal[place]
+            found[place] = max(0.0, found[place] + step)
+        if np.abs(found - before).max() <= 1e-9 * max(float(np.abs(found).max()), 1e-9):
+            break
+    return found
