@@ -356,6 +356,9 @@ def main() -> None:
     parser.add_argument("--results", help="planner_objective or planner_ranks by default")
     parser.add_argument("--recorded", action="store_true", help="into benchmarks/results")
     parser.add_argument("--link", choices=["1gbit"])
+    parser.add_argument(
+        "--elsewhere", help="of steps: a calibration on 2 ranks over loopback, which predicts too"
+    )
     parser.add_argument("--seconds", type=float, default=240.0, help="of steps, in all")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
     parser.add_argument("--tables", type=int, nargs="+", help="of each task of steps, in turn")

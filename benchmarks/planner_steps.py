@@ -27,6 +27,7 @@ from benchmarks.network import start_ranks
 from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
 from benchmarks.planner_worker import difference
 from benchmarks.record import Results
+from planner.clusters import crowded, link_of, with_link
 from planner.cost import CostModel
 from planner.planners import GREEDY
 from planner.profile import Profile, load
@@ -118,12 +119,17 @@ def run_steps(args: argparse.Namespace) -> None:
     cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
     profile = load(Path(args.profile) if args.profile else None)
     found = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
+    elsewhere = load(Path(args.elsewhere)) if args.elsewhere else None
+    if elsewhere is not None and args.link:
+        elsewhere = with_link(elsewhere, *link_of(args.link))
     rows: list[dict[str, Any]] = []
     for case, one in zip(cases, found, strict=True):
         names = [names[0] for names in case.distinct().values()]
         times = dict(zip(names, one["rounds"], strict=True))
         priced = dict(zip(names, _priced(profile, case, size, one["moves"]), strict=True))
         row = compared(case, times, priced)
+        if elsewhere is not None:
+            row |= told_elsewhere(crowded(elsewhere, size), case, size, row["plans"])
         rows.append(row)
         results.add(
             benchmark=kind,
@@ -136,6 +142,25 @@ def run_steps(args: argparse.Namespace) -> None:
             **row,
         )
     results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **summary(rows))
+
+
+def told_elsewhere(
+    profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """How far a calibration of another number of ranks or another link is off, plan by plan."""
+    cost = CostModel(profile).of(case.task(size))
+    names = [names[0] for names in case.distinct().values()]
+    said = {name: cost.predict(case.plans[name][0]).step_ms for name in names}
+    clock = [plans[name]["ms"] for name in names]
+    errors = [said[name] / ms - 1 for name, ms in zip(names, clock, strict=True)]
+    return {
+        "elsewhere": {
+            "ms": {name: round(ms, 3) for name, ms in said.items()},
+            "median_error": round(statistics.median(errors), 4),
+            "median_absolute_error": round(statistics.median(map(abs, errors)), 4),
+            "spearman": spearman([said[name] for name in names], clock),
+        }
+    }
 
 
 def run_ranks(args: argparse.Namespace) -> None:
@@ -262,8 +287,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if np.isfinite(half):
             found[name]["interval"] = [round(low, 4), round(high, 4)]
     means = ("auto_over_fastest", "spearman_predicted", "spearman_rank_by_rank")
+    told = [row["elsewhere"] for row in rows if "elsewhere" in row]
+    keys = ("median_error", "median_absolute_error", "spearman")
     return {
         "planners": found,
+        "elsewhere": {
+            key: round(statistics.mean(one[key] for one in told), 4) for key in keys if told
+        },
         **{
             key: round(statistics.mean(row[key] for row in rows), 3)
             for key in means

@@ -25,13 +25,14 @@ from planner.kernels import measure_kernels
 from planner.measure import Measured, measure_in_turns
 from planner.optimizers import step_factors
 from planner.picks import picks
-from planner.profile import KernelPrices, Profile
+from planner.profile import RANKS_HERE, KernelPrices, Profile
 from planner.ranks import gather_texts
 from planner.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
 from planner.task import Plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage.measure import cpu_name
+from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.runtime.world import device_name
 
@@ -138,6 +139,7 @@ class _Run:
         world = boxing.world
         self._facts = {
             "world": f"{world.size} {world.backend}",
+            RANKS_HERE: str(env_int("LOCAL_WORLD_SIZE", world.size)),
             "device": device_name(world.device).partition(" on ")[0],
             "cpu": cpu_name(),
             "software": ", ".join(f"{key} {value}" for key, value in version_summary().items()),

@@ -5,10 +5,12 @@ calibration brought from there (``planner.profile.load``) prices the work; only 
 nodes are assumed then (``with_link``).
 """
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner.profile import Link, Profile, weights_from
+from planner.profile import RANKS_HERE, Link, Profile, weights_from
 from sbpflow.errors import ConfigError
 
 
@@ -57,6 +59,11 @@ MACHINES: Mapping[str, Machine] = {
         "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters a node; latencies assumed",
     ),
 }
+
+# Of Ethernet between the nodes of a calibration that is brought elsewhere: assumed.
+ETHERNET_SHARE = 0.94  # of a rate that payload reaches, by the headers of TCP and Ethernet
+ETHERNET_CALL_MS = 0.2
+WITHIN_HOST_GB_PER_S = 2.0
 
 _FLOAT = 4.0  # bytes
 _SORT_PASSES = 8.0  # times an id of 8 bytes is read and written: a radix sort and its runs
@@ -118,6 +125,52 @@ def described(name: str) -> Profile:
         link=one.link,
         sources={"work": "assumed", "transfers": "assumed", "fusion": "none", "overlap": "assumed"},
         about={"machine": name, "from": one.source},
+    )
+
+
+def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
+    """The links of a machine by its name, or Ethernet such as ``25gbit``, and what they rest on.
+
+    An adapter's rate is shared by the ranks of its node. ConfigError for another name.
+    """
+    rate = re.fullmatch(r"(\d+)gbit", name)
+    if rate is None and name not in MACHINES:
+        raise ConfigError(
+            f"--link: {name!r}; use {', '.join(MACHINES)}, or the rate of a node's adapter such as "
+            "25gbit"
+        )
+    if rate is None:
+        return machine(name).link, f"links of {name}"
+    link = Link(
+        ranks_per_node=ranks_per_node,
+        within_gb_per_s=WITHIN_HOST_GB_PER_S,
+        between_gb_per_s=int(rate[1]) * ETHERNET_SHARE / 8 / ranks_per_node,
+        within_call_ms=ETHERNET_CALL_MS,
+        between_call_ms=ETHERNET_CALL_MS,
+    )
+    return link, f"{name} a node at {ETHERNET_SHARE:.0%}, {ETHERNET_CALL_MS} ms a call"
+
+
+def crowded(profile: Profile, ranks_here: int) -> Profile:
+    """The profile where ``ranks_here`` share the cores of this machine, on which it was measured.
+
+    Ranks of one thread each that are more than the cores take turns; on CUDA they do not.
+    """
+    cores = os.cpu_count() or 1
+    measured = int(profile.about.get(RANKS_HERE, profile.world_size))
+    factor = max(ranks_here, cores) / max(measured, cores)
+    if profile.backend == "nccl" or factor == 1.0:
+        return profile
+    return replace(
+        profile,
+        weights=tuple(tuple(factor * value for value in row) for row in profile.weights),
+        members=tuple(
+            {
+                name: replace(one, scale=tuple(factor * scale for scale in one.scale))
+                for name, one in member.items()
+            }
+            for member in profile.members
+        ),
     )
 
 

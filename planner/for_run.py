@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from planner.choose import choose
+from planner.clusters import crowded
 from planner.cost import CostModel, Prediction
 from planner.features import IdStats, from_histogram, from_ratios
 from planner.profile import Profile, load
@@ -99,7 +100,8 @@ def plan_tables(
     ConfigError without a calibration of this machine, PlanError where nothing fits its memory.
     """
     start = time.perf_counter()
-    profile = profile or load()
+    ranks_here = min(world_size, env_int("LOCAL_WORLD_SIZE", world_size))
+    profile = crowded(profile or load(), ranks_here)
     whole = {"*": TableRule(sbp="S(0)")}
     _, draft = plan_run(
         config, fields, world_size=world_size, device_type=device_type, planned=whole

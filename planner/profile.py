@@ -27,6 +27,7 @@ KernelPrices = Mapping[str, tuple[float, float, float]]
 """{kernel: ms of a batch, of an id and of an element of a storage's lookup and update}; the kernel
 that calibration ran is the first.
 """
+RANKS_HERE = "ranks on a machine"  # in ``about``
 COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.clusters import MACHINES, described, machine, with_link
+from planner.clusters import MACHINES, described, link_of, with_link
 from planner.cost import CostModel, TaskCost
 from planner.features import Floats
 from planner.planners import PLANNERS, make_plan, planner_of
@@ -64,7 +64,10 @@ def clusters(argv: Sequence[str]) -> str:
     names = ", ".join(MACHINES)
     parser.add_argument("--tables", required=True, help="tables.json")
     parser.add_argument("--profile", help=f"a calibration, or {names}; this machine's by default")
-    parser.add_argument("--link", help=f"the links of {names} in place of the calibration's")
+    parser.add_argument(
+        "--link", help=f"links of {names}, or such as 25gbit, in place of the calibration's"
+    )
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="that share such a link")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--weak", action="store_true", help="as many samples per rank at each size")
     parser.add_argument("--planner", default="auto", help=", ".join(PLANNERS))
@@ -101,7 +104,9 @@ def _profile(args: Namespace) -> Profile:
     profile = described(name) if name in MACHINES else load(Path(name) if name else None)
     if args.link is None:
         return profile
-    return with_link(profile, machine(args.link).link, f"links of {args.link}")
+    if args.ranks_per_node < 1:
+        raise ConfigError(f"--ranks-per-node: {args.ranks_per_node}; use 1 or more, for example 8")
+    return with_link(profile, *link_of(args.link, args.ranks_per_node))
 
 
 def _cost(profile: Profile, tables: TablesFile, ranks: int, args: Namespace) -> TaskCost:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.__main__ import main
-from planner.clusters import MACHINES, described, with_link
+from planner.clusters import MACHINES, crowded, described, link_of, with_link
 from planner.profile import Link, Profile, weights_from
 from planner.scaling import clusters, communication_share
 from planner.simulate import NUM_PHASES, PHASE
@@ -91,7 +91,8 @@ def test_a_calibration_with_another_link_keeps_its_work_and_says_what_is_assumed
     ("words", "message"),
     [
         (["--ranks", "0"], "use 1 or more, for example --ranks 8"),
-        (["--link", "token-ring"], "no machine 'token-ring'; use h100-dgx"),
+        (["--link", "token-ring"], "--link: 'token-ring'; use h100-dgx"),
+        (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node: 0; use 1 or more"),
         (["--planner", "nobody"], "nobody"),
     ],
 )
@@ -104,3 +105,27 @@ def test_a_command_that_is_none_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["planner", "guess"])
     with pytest.raises(ConfigError, match="'guess' is not known; use calibrate or"):
         main()
+
+
+def test_ethernet_is_shared_by_the_ranks_of_a_node():
+    alone, said = link_of("25gbit")
+    assert "25gbit" in said
+    # 1 MB that all leaves the node, at 94 % of 25 Gbit/s.
+    assert alone.per_byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
+    shared, _ = link_of("25gbit", 4)
+    assert shared.between_gb_per_s == pytest.approx(alone.between_gb_per_s / 4)
+    with pytest.raises(ConfigError, match="--link: 'infiniband'; use h100-dgx, a100-dgx, or"):
+        link_of("infiniband")
+
+
+def test_ranks_beyond_the_cores_take_turns(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    weights = weights_from({"update": {"always": 1.0}, "vectors": {"num_unique": 2.0}})
+    profile = Profile(weights=weights, world_size=2, backend="gloo")
+    assert crowded(profile, 2) is profile
+    assert crowded(profile, 1) is profile
+    np.testing.assert_allclose(crowded(profile, 6).matrix, 3 * profile.matrix)
+    many = Profile(weights=weights, world_size=8, backend="gloo", about={"ranks on a machine": "4"})
+    np.testing.assert_allclose(crowded(many, 2).matrix, profile.matrix / 2)
+    cuda = Profile(weights=weights, world_size=2, backend="nccl")
+    assert crowded(cuda, 6) is cuda
