@@ -1,6 +1,6 @@
 """A calibration of the planner over a link of a given rate, between two "hosts" of this machine.
 
-    python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 240]
+    python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 270]
 
 The profile is as any other: ``--profile FILE`` of ``python -m planner`` takes it.
 """
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--link", default="1gbit", help="a rate as tc writes it")
     parser.add_argument("--output", required=True)
-    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=270.0)
     args = parser.parse_args()
     words = ["--output", args.output, "--seconds", str(args.seconds)]
     if args.worker:

@@ -50,7 +50,7 @@ class Settings:
     compared.
     """
 
-    seconds: float = 240.0
+    seconds: float = 270.0
     rounds: int = 2
     optimizer: str = "rowwise_adagrad"
     seed: int = 0
@@ -58,9 +58,9 @@ class Settings:
     least_samples: int = 12
     plans_per_sample: int = 6
     picks_per_round: int = 3
-    turns: int = 3
+    turns: int = 2
     serial: int = 2
-    overlapped: int = 6
+    overlapped: int = 5
     kernels: bool = True
 
 

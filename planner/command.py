@@ -41,7 +41,7 @@ def _settings(args: Namespace) -> Settings:
     settings = replace(settings, optimizer=args.optimizer, seed=args.seed)
     if args.seconds is not None:
         if args.seconds <= 0:
-            raise ConfigError(f"--seconds: {args.seconds}; use a number above 0, such as 240")
+            raise ConfigError(f"--seconds: {args.seconds}; use a number above 0, such as 270")
         settings = replace(settings, seconds=args.seconds)
     if args.rounds is not None:
         settings = replace(settings, rounds=args.rounds)
