@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planner_plans import make_sample, scheme_auto
-from benchmarks.planner_steps import Case, compared, spearman, summary
+from benchmarks.planner_steps import Case, compared, gap_closed, spearman, summary
 from benchmarks.planner_worker import difference
 from planner.task import Choice, Shape
 
@@ -41,6 +41,16 @@ def test_three_passes_leave_two_to_report():
     row = compared(CASE, {"auto": [9.0, 2.0, 2.0], "auto 2": [1.0, 5.0, 5.0], "dim": [3.0] * 3})
     assert row["plans"]["auto"]["ms"] == 2.0
     assert row["plans"]["auto, best of 4"]["ms"] == 5.0
+
+
+def test_the_gap_from_the_best_greedy_is_that_of_all_tasks():
+    def row(auto, size, other):
+        return {"plans": {"auto": {"ms": auto}, "size": {"ms": size}, "all B": {"ms": other}}}
+
+    halfway = row(np.sqrt(2.0), 2.0, 1.0)
+    assert gap_closed([halfway], "auto") == pytest.approx(0.5)
+    assert gap_closed([halfway, row(1.0, 2.0, 3.0)], "auto") == pytest.approx(0.75)
+    assert gap_closed([row(1.0, 1.0, 2.0)], "auto") is None
 
 
 def test_differences_are_paired_and_have_intervals():
