@@ -83,6 +83,9 @@ def test_a_profile_keeps_times_by_shape_and_where_they_are_from(tmp_path):
     assert Profile(path).find(one) is None
     Profile(path).keep(one, {"torch": 3.5})
     assert Profile(path).find(one) == {"torch": 3.5}
+    for entry in ({}, {"ms": {}}, {"ms": 3}, [1]):
+        path.write_text(json.dumps({one.key(): entry}))
+        assert Profile(path).find(one) is None
 
 
 def test_times_that_cannot_be_kept_are_a_warning(tmp_path, caplog):

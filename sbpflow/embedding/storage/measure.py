@@ -126,7 +126,8 @@ class Profile:
     def find(self, shape: StackShape) -> dict[str, float] | None:
         """Milliseconds by kernel, if they were measured."""
         entry = self._entries().get(shape.key())
-        return None if entry is None else dict(entry["ms"])
+        times = entry.get("ms") if isinstance(entry, dict) else None
+        return dict(times) if isinstance(times, dict) and times else None
 
     def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
         """Add an entry; the file is replaced as a whole. A warning where it cannot be written."""
@@ -145,7 +146,7 @@ class Profile:
                 error,
             )
 
-    def _entries(self) -> dict[str, dict[str, Any]]:
+    def _entries(self) -> dict[str, Any]:
         """Empty where there is no file, or one that something else has written."""
         try:
             found = json.loads(self.path.read_text())
