@@ -2,7 +2,7 @@
 
 Reads tasks with their plans from a file, and rank 0 writes what every plan took: ``rounds`` of
 steps as a run takes them, every round in an order of its own, for a plan that follows a slow one
-finds other caches; and ``passes`` over serial steps, move by move.
+finds other caches, until a plan is told apart from the first; and ``passes`` over serial steps, move by move.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from sbpflow.runtime.world import World
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 
-LEAST_ROUNDS, MOST_ROUNDS = 5, 100
+LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # of a turn
 SERIAL_STEPS = 3
 TOLD_APART = 0.03
@@ -70,15 +70,20 @@ def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[fl
 def _rounds(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
 ) -> list[list[float]]:
-    """[plan][round] ms of a step."""
+    """[plan][round] ms of a step; the first plan has all rounds, the others those until they were
+    told apart from it.
+    """
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds
+    racing = list(range(len(trainers)))
     for number in range(MOST_ROUNDS + 1):
-        for place in random.Random(number).sample(range(len(trainers)), len(trainers)):
+        for place in random.Random(number).sample(racing, len(racing)):
             ms = _timed(boxing.world, trainers[place], batches)
             if number:
                 times[place].append(ms)
-        if number >= LEAST_ROUNDS and _enough(boxing, times, stop):
+        if number >= LEAST_ROUNDS:
+            racing = _still_racing(boxing, times, racing, stop)
+        if len(racing) < 2:
             break
     return times
 
@@ -94,16 +99,30 @@ def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
     return 1e3 * (time.perf_counter() - start) / STEPS
 
 
-def _enough(boxing: Boxing, times: list[list[float]], stop: float) -> bool:
-    """Whether all are told apart or the time is over; rank 0 decides."""
-    widest = max((difference(mine, times[0])[1] for mine in times[1:]), default=0.0)
-    over = widest < TOLD_APART or time.monotonic() > stop
-    return gather_texts(boxing, str(over))[0] == "True"
+def _still_racing(
+    boxing: Boxing, times: list[list[float]], racing: list[int], stop: float
+) -> list[int]:
+    """The first plan and those that are not told apart from it; none when the time is over.
+
+    Rank 0 decides.
+    """
+    left = [place for place in racing if place == 0 or not settled(times[place], times[0])]
+    text = json.dumps([] if time.monotonic() > stop else left)
+    return json.loads(gather_texts(boxing, text)[0])
+
+
+def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
+    """Whether the interval of the difference is narrow, or far from 0: its width away from it."""
+    mean, half = difference(theirs, ours)
+    return half < TOLD_APART or abs(mean) > 2 * half
 
 
 def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """Mean of the paired logarithms, and half of its 95 % interval, as shares."""
-    logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=True)]
+    """Mean of the paired logarithms, and half of its 95 % interval, as shares.
+
+    Of a plan that dropped out, the rounds that it has.
+    """
+    logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=False)]
     if len(logs) < 2:
         return math.expm1(logs[0]), math.inf
     return math.expm1(statistics.mean(logs)), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.planner_plans import make_sample, scheme_auto
 from benchmarks.planner_steps import Case, compared, gap_closed, spearman, summary
-from benchmarks.planner_worker import difference
+from benchmarks.planner_worker import difference, settled
 from planner.task import Choice, Shape
 
 PLANS = {
@@ -41,6 +41,20 @@ def test_three_passes_leave_two_to_report():
     row = compared(CASE, {"auto": [9.0, 2.0, 2.0], "auto 2": [1.0, 5.0, 5.0], "dim": [3.0] * 3})
     assert row["plans"]["auto"]["ms"] == 2.0
     assert row["plans"]["auto, best of 4"]["ms"] == 5.0
+
+
+def test_a_plan_takes_part_until_it_is_told_apart():
+    ours = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
+    noisy = [1.2, 2.0, 1.0, 2.4, 1.1, 1.9, 1.2, 2.0]
+    assert settled([ms * 1.5 for ms in ours], ours)  # 50 % slower in every round
+    assert settled([ms * 2.0 for ms in noisy], ours)
+    assert settled([ms * 1.001 for ms in ours], ours)  # as fast, narrowly
+    assert not settled(noisy, ours)
+    # What it was slower by is of the rounds that it has, and told of all of ours.
+    drifted = [1.0] * 4 + [3.0] * 6
+    row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
+    assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)
+    assert row["plans"]["auto 2"]["ms"] == pytest.approx(4.5)
 
 
 def test_the_gap_from_the_best_greedy_is_that_of_all_tasks():
