@@ -2,7 +2,8 @@
 
 Reads tasks with their plans from a file, and rank 0 writes what every plan took: ``rounds`` of
 steps as a run takes them, every round in an order of its own, for a plan that follows a slow one
-finds other caches, until a plan is told apart from the first; and ``passes`` over serial steps, move by move.
+finds other caches, until a plan is told apart from the first; and ``passes`` over serial steps,
+move by move.
 """
 
 import argparse
