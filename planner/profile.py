@@ -17,12 +17,13 @@ import numpy as np
 
 from planner.features import Floats
 from planner.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
+from planner.transfers import Transfer, transfer_of
 from planner.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.cache_dir import cache_dir
 
-FORMAT = 1
+FORMAT = 2
 COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
 
 
@@ -102,8 +103,9 @@ class Profile:
 
     ``weights`` [F, P] are ms per count, non-negative, for ``world_size`` ranks. ``members`` are the
     ensemble: for each, corrections by phase. ``hidden`` is the share of each transfer that overlap
-    hides. ``step_factors`` compare optimizers with the one calibrated. ``sources`` says of each
-    group of terms whether it is measured or assumed, and ``about`` when, where and on what.
+    hides. ``transfers`` were timed alone. ``step_factors`` compare optimizers with the one
+    calibrated. ``sources`` says of each group of terms whether it is measured or assumed, and
+    ``about`` when, where and on what.
     """
 
     weights: tuple[tuple[float, ...], ...]
@@ -114,6 +116,7 @@ class Profile:
     step_factors: Mapping[str, float] = field(default_factory=dict[str, float])
     buffer_factor: float = 1.0
     link: Link | None = None
+    transfers: tuple[Transfer, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     about: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -311,6 +314,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         members=members,
         buffer_factor=float(tree["buffer_factor"]),
         link=link,
+        transfers=tuple(transfer_of(one) for one in tree["transfers"]),
         **{name: dict(tree[name]) for name in known},
     )
 
