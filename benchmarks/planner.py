@@ -41,6 +41,7 @@ from planner.search.exact import enumerated
 from planner.search.problem import Assignment, price_of
 from planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
 from planner.task import Task
+from planner.transfers import transfer_of
 from planner.workloads import EMBARK, embark_task, random_task
 from sbpflow.errors import SbpError
 
@@ -74,6 +75,8 @@ def halves(journal: Path) -> Models:
     entries = [json.loads(line) for line in journal.read_text().splitlines()]
     facts = entries[-1]["facts"]
     entries = [entry for entry in entries if entry["facts"] == facts]
+    alone = [transfer_of(one) for entry in entries for one in entry.get("transfers", ())]
+    entries = [entry for entry in entries if "sample" in entry]
     size, backend = facts["world"].split()
     numbers = sorted({entry["sample"] for entry in entries})
     fitted: list[Profile] = []
@@ -91,7 +94,16 @@ def halves(journal: Path) -> Models:
                 most_rows=int(facts["most_rows"]),
             ).task
             records.append(record_of(entry, task))
-        fitted.append(fit(records, backend=backend, seed=parity, about=facts, judged=False))
+        fitted.append(
+            fit(
+                records,
+                backend=backend,
+                transfers=alone,
+                seed=parity,
+                about=facts,
+                judged=False,
+            )
+        )
     return Models(fitted[0], fitted[1], f"halves of {len(numbers)} samples of a calibration")
 
 

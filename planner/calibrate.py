@@ -9,8 +9,8 @@ measured and added: a model that is searched is wrong where the search goes.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,8 @@ from planner.profile import RANKS_HERE, KernelPrices, Profile
 from planner.ranks import gather_texts
 from planner.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
 from planner.task import Plan
+from planner.time_transfers import time_transfers
+from planner.transfers import Transfer, transfer_of
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage.measure import cpu_name
@@ -38,6 +40,7 @@ from sbpflow.runtime.world import device_name
 
 LOG = logging.getLogger(__name__)
 
+TRANSFERS_SHARE = 0.06  # of the time, for transfers alone
 DRAWN_SHARE = 0.6  # of the time, for plans drawn before any model
 MOST_SAMPLES = 100_000
 
@@ -79,18 +82,23 @@ Group = tuple[int, list[tuple[str, Plan]]]  # a sample's number, and plans of it
 
 
 class Journal:
-    """What was measured, one JSON object a line; rank 0 has the file."""
+    """What was measured, one JSON object a line: a plan, or all transfers. Rank 0 has the file."""
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
         self.path = path
         self._facts = dict(facts)
         self.entries: dict[tuple[int, str], dict[str, Any]] = {}
+        self.transfers: list[Transfer] | None = None
         for line in path.read_text(encoding="ascii").splitlines() if path.is_file() else []:
             try:
                 entry = json.loads(line)
             except ValueError:  # the last line of a run that was killed
                 continue
-            if entry.get("facts") == self._facts:
+            if entry.get("facts") != self._facts:
+                continue
+            if "transfers" in entry:
+                self.transfers = [transfer_of(one) for one in entry["transfers"]]
+            else:
                 self.entries[entry["sample"], entry["name"]] = entry
 
     def best_drawn(self, sample: int) -> tuple[str, dict[str, list[Any]]]:
@@ -113,10 +121,20 @@ class Journal:
             "step_ms": measured.step_ms,
             "rounds_ms": measured.rounds_ms,
             "peak_bytes": measured.peak_bytes,
+        }
+        self.entries[sample, name] = entry
+        self._write(entry)
+
+    def add_transfers(self, transfers: Sequence[Transfer]) -> None:
+        """Keep what each transfer took alone."""
+        self.transfers = list(transfers)
+        self._write({"transfers": [asdict(one) for one in transfers]})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        entry |= {
             "taken": datetime.now(UTC).isoformat(timespec="seconds"),
             "facts": self._facts,
         }
-        self.entries[sample, name] = entry
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="ascii") as file:
             file.write(json.dumps(entry) + "\n")
@@ -146,6 +164,7 @@ class _Run:
             "optimizer": settings.optimizer,
             "seed": str(settings.seed),
             "most_rows": str(settings.most_rows),
+            "waits": "from the last rank's start to the last one's end",
             "turns": f"{settings.turns} of {settings.serial} + {settings.overlapped} steps",
         }
         self._journal = Journal(path, self._facts) if world.rank == 0 else None
@@ -165,12 +184,23 @@ class _Run:
     def all_rounds(self) -> Profile | None:
         """Half of the time for drawn plans, the rest in equal parts for the rounds of picks."""
         settings = self._settings
+        self._measure_transfers()
         for number in range(settings.rounds + 1):
             share = DRAWN_SHARE + (1 - DRAWN_SHARE) * number / max(settings.rounds, 1)
             deadline = settings.seconds * (share if settings.rounds else 1.0)
             self._measure_all(self._drawn() if number == 0 else self._picked(number), deadline)
         self._bar.close()
         return self._fitted()
+
+    def _measure_transfers(self) -> None:
+        """Before any plan, unless the journal has them."""
+        wanted = self._journal is not None and self._journal.transfers is None
+        if not json.loads(gather_texts(self._boxing, json.dumps(wanted))[0]):
+            return
+        seconds = TRANSFERS_SHARE * self._settings.seconds
+        found = time_transfers(self._boxing, seconds=seconds)
+        if self._journal is not None:
+            self._journal.add_transfers(found)
 
     def sample(self, number: int) -> Sample:
         if number not in self._samples:
@@ -267,6 +297,7 @@ class _Run:
         return fit(
             records,
             backend=self._boxing.world.backend,
+            transfers=self._journal.transfers or (),
             seed=self._settings.seed,
             about=about,
             step_factors=self._factors,

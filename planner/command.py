@@ -14,6 +14,7 @@ import torch
 from planner.calibrate import QUICK, Settings
 from planner.calibrate import calibrate as run
 from planner.profile import Profile, default_path
+from planner.transfers import as_lines
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.world import World
@@ -85,4 +86,5 @@ def describe(profile: Profile) -> str:
         lines.append(f"held out: {key:<28} {value:.3f}")
     hidden = ", ".join(f"{kind} {share:.2f}" for kind, share in profile.hidden.items())
     lines.append(f"hidden by overlap: {hidden}")
+    lines += as_lines(profile.transfers)
     return "\n".join(lines)

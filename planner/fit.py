@@ -19,6 +19,7 @@ from planner.least_squares import nonnegative_least_squares
 from planner.profile import Fusion, KernelPrices, Profile
 from planner.records import Record, on_one_clock
 from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
+from planner.transfers import Transfer, examples
 from planner.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
 from sbpflow.training.step_schedule import (
@@ -65,6 +66,7 @@ LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
 MEMBERS, EPOCHS = 5, 150
 FOLDS = 4
 _POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
+ALONE_WEIGHT = 8.0  # of a transfer alone, in squared errors, beside a plan's
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -72,6 +74,7 @@ def fit(
     records: Sequence[Record],
     *,
     backend: str,
+    transfers: Sequence[Transfer] = (),
     seed: int = 0,
     about: Mapping[str, str] | None = None,
     step_factors: Mapping[str, float] | None = None,
@@ -89,14 +92,15 @@ def fit(
         )
     errors: dict[str, float] = {}
     if judged and len(samples) >= 2 * FOLDS:
-        errors = held_out_errors(records, backend, seed)
-    final = _fit(on_one_clock(records), backend, seed)
+        errors = held_out_errors(records, backend, seed, transfers)
+    final = _fit(on_one_clock(records), backend, seed, transfers)
     return Profile(
         weights=final.weights,
         world_size=final.world_size,
         backend=backend,
         members=final.members,
         hidden=final.hidden,
+        transfers=tuple(transfers),
         step_factors=dict(step_factors or {}),
         kernels=dict(kernels or {}),
         errors=errors,
@@ -105,7 +109,9 @@ def fit(
     )
 
 
-def held_out_errors(records: Sequence[Record], backend: str, seed: int) -> dict[str, float]:
+def held_out_errors(
+    records: Sequence[Record], backend: str, seed: int, transfers: Sequence[Transfer]
+) -> dict[str, float]:
     """Every task judged by a fit to the others, a ``FOLDS``-th of the tasks left out at a time."""
     samples = sorted({record.sample for record in records})
     phases: dict[int, Floats] = {}
@@ -114,7 +120,7 @@ def held_out_errors(records: Sequence[Record], backend: str, seed: int) -> dict[
         held = set(samples[fold::FOLDS])
         mine = [n for n, record in enumerate(records) if record.sample in held]
         train = [record for record in records if record.sample not in held]
-        profile = _fit(on_one_clock(train), backend, seed)
+        profile = _fit(on_one_clock(train), backend, seed, transfers)
         tested = [records[n] for n in mine]
         phases |= dict(zip(mine, predicted_phases(profile, tested), strict=True))
         steps |= dict(zip(mine, predicted_steps(profile, tested).tolist(), strict=True))
@@ -122,12 +128,19 @@ def held_out_errors(records: Sequence[Record], backend: str, seed: int) -> dict[
     return judge(records, [phases[n] for n in order], np.array([steps[n] for n in order]))
 
 
-def _fit(records: Sequence[Record], backend: str, seed: int) -> Profile:
+def _fit(
+    records: Sequence[Record], backend: str, seed: int, transfers: Sequence[Transfer]
+) -> Profile:
     world_size = records[0].totals.shape[0]
     matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
     for name in PHASES:
         x, y = _examples(records, name)
-        matrix[:, PHASE[name]] = _weights(x, y, TERMS[name])
+        alone, alone_ms = examples(transfers, name, world_size)
+        both, importance = np.concatenate([y, alone_ms]), np.ones(len(y) + len(alone_ms))
+        importance[len(y) :] = math.sqrt(ALONE_WEIGHT)
+        matrix[:, PHASE[name]] = _weights(
+            np.concatenate([x, alone]), both, TERMS[name], importance / (both + FLOOR_MS)
+        )
     plain = Profile(
         weights=tuple(tuple(row) for row in matrix.tolist()),
         world_size=world_size,

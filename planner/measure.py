@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from planner.process_memory import peak_bytes, reset_peak, resident_bytes
 from planner.ranks import gather_texts
-from planner.simulate import PHASES, TRANSFERS
+from planner.simulate import PHASES
 from planner.task import Choice, Task, embedding_plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
@@ -244,8 +244,8 @@ def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> 
     ]
     return Measured(
         phases=phases,
-        step_ms=_lower_quartile([ms for times in rounds for ms in times]),
-        rounds_ms=[round(_lower_quartile(times), 4) for times in rounds],
+        step_ms=lower_quartile([ms for times in rounds for ms in times]),
+        rounds_ms=[round(lower_quartile(times), 4) for times in rounds],
         peak_bytes=[peak for _, _, peak in ranks],
     )
 
@@ -253,15 +253,25 @@ def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> 
 def phases_of(ranks: Sequence[list[list[float]]]) -> list[list[float]]:
     """[rank][phase] ms from ``time_moves`` of all ranks, lower quartiles over the steps.
 
-    Of a transfer it is what the rank waited that came to it last.
+    A transfer takes from when the last rank has done its part of the move to when the last one has
+    what it waits for: a sender may go on while its bytes are still on their way.
     """
     for step in zip(*ranks, strict=True):
-        for place in (PHASES.index(name) for name in TRANSFERS):
-            least = min(row[place] for row in step)
-            for row in step:
-                row[place] = least
-    return [[_lower_quartile(column) for column in zip(*steps, strict=True)] for steps in ranks]
+        for move, kinds in _FIRST_WAITS.items():
+            if kinds:
+                work, wait = PHASES.index(move), PHASES.index(kinds[0])
+                through = through_ms([(row[work], row[wait]) for row in step])
+                for row in step:
+                    row[wait] = through
+    return [[lower_quartile(column) for column in zip(*steps, strict=True)] for steps in ranks]
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
+def through_ms(ranks: Sequence[tuple[float, float]]) -> float:
+    """Of a transfer, from (ms of work, ms of waiting) of all ranks that began together."""
+    whole = max(work + wait for work, wait in ranks)
+    return round(whole - max(work for work, _ in ranks), 4)
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Of measured times: what else runs on a machine only adds to them."""
     return sorted(values)[(len(values) - 1) // 4]

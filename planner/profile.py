@@ -17,6 +17,7 @@ import numpy as np
 
 from planner.features import Floats
 from planner.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
+from planner.transfers import Transfer, transfer_of
 from planner.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
@@ -107,9 +108,9 @@ class Profile:
 
     ``weights`` [F, P] are ms per count, non-negative, for ``world_size`` ranks. ``members`` are the
     ensemble: for each, corrections by phase. ``hidden`` is the share of each transfer that overlap
-    hides. ``step_factors`` compare optimizers with the one calibrated, ``kernels`` their kernels.
-    ``sources`` says of each group of terms whether it is measured or assumed, and ``about`` when,
-    where and on what.
+    hides. ``transfers`` were timed alone. ``step_factors`` compare optimizers with the one
+    calibrated, ``kernels`` their kernels. ``sources`` says of each group of terms whether it is
+    measured or assumed, and ``about`` when, where and on what.
     """
 
     weights: tuple[tuple[float, ...], ...]
@@ -121,6 +122,7 @@ class Profile:
     kernels: Mapping[str, KernelPrices] = field(default_factory=dict[str, KernelPrices])
     buffer_factor: float = 1.0
     link: Link | None = None
+    transfers: tuple[Transfer, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     about: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -323,6 +325,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         buffer_factor=float(tree["buffer_factor"]),
         kernels=kernels,
         link=link,
+        transfers=tuple(transfer_of(one) for one in tree["transfers"]),
         **{name: dict(tree[name]) for name in known},
     )
 

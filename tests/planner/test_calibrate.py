@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from planner.calibrate import QUICK, Journal, calibrate
+from planner.command import describe
 from planner.cost import CostModel
 from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
 from planner.fit import TERMS, fit
 from planner.judge import judge, predicted_phases, predicted_steps
 from planner.least_squares import nonnegative_least_squares
-from planner.measure import MoveTimer, make_trainer, measure_in_turns
+from planner.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
 from planner.optimizers import NAMES
 from planner.profile import load, weights_from
 from planner.ranks import gather_texts
@@ -29,6 +30,7 @@ from planner.records import (
 )
 from planner.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from planner.task import Choice, Shape
+from planner.transfers import SKEWS, transfer_of
 from planner.work import INDEX, MEMORY
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import DataError
@@ -61,8 +63,11 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     path = tmp_path / "measured.jsonl"
     (counts, first), (_, second) = ranks(2, calibrate_twice, path)
     assert (first, second) == (True, False)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert counts[0] == counts[1] == len(lines) == 3 * 2 + 3 * 2  # nothing is measured twice
+    first_line, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    transfers = [transfer_of(one) for one in first_line["transfers"]]
+    assert {one.name for one in transfers} == set(SKEWS)
+    assert len(lines) == 3 * 2 + 3 * 2
+    assert counts[0] == counts[1] == 1 + len(lines)  # nothing is measured twice
     assert len({(one["sample"], one["name"]) for one in lines}) == len(lines)
     assert any(one["name"].startswith("pick 1.") for one in lines)
     assert any(one["name"].startswith("all ") for one in lines)
@@ -81,6 +86,8 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     assert np.array(one["phases"]).shape == (2, NUM_PHASES)
     assert one["step_ms"] > 0
     profile = load(tmp_path / "measured.json")
+    assert profile.transfers == tuple(transfers)
+    assert "rows to all" in describe(profile)
     assert profile.about["plans"] == str(len(lines))
     assert profile.world_size == 2
     assert profile.step_factors["rowwise_adagrad"] == 1.0
@@ -151,6 +158,17 @@ def test_every_move_of_a_step_is_timed_and_bytes_are_as_counted(ranks):
         assert {"ids", "vectors", "row gradients", "dense gradients"} <= moved
         assert sent == pytest.approx(counted, rel=0.1)
         assert let_go
+
+
+def test_a_transfer_lasts_from_the_last_ranks_start_to_the_last_ones_end():
+    """The sender goes on at once, for the link has room; 8 ms later all of it is there."""
+    sender, receiver = ([[0.0] * NUM_PHASES] for _ in range(2))
+    for row, work, wait in ((sender[0], 5.0, 0.1), (receiver[0], 1.0, 12.0)):
+        row[PHASE["look_up"]], row[PHASE["vectors"]] = work, wait
+    found = phases_of([sender, receiver])
+    assert [row[PHASE["vectors"]] for row in found] == [8.0, 8.0]
+    assert [row[PHASE["look_up"]] for row in found] == [5.0, 1.0]
+    assert sum(map(sum, found)) == 22.0
 
 
 def peak_and_prediction(world):

@@ -1,0 +1,64 @@
+"""What transfers timed alone add to a calibration's fit: errors on held-out tasks with and without.
+
+    python -m benchmarks.planner_transfers JOURNAL [--link 1gbit]
+
+JOURNAL is the ``.measured.jsonl`` beside a profile of ``python -m planner calibrate`` (or of
+``benchmarks.planner_link``, which runs it over a link).
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.record import Results
+from planner.calibrate import Journal
+from planner.design import draw_sample
+from planner.fit import held_out_errors
+from planner.records import Record, record_of
+from planner.transfers import as_lines
+
+SEEDS = (0, 1)  # of the fits; their errors are averaged
+
+
+def records_of(journal: Journal, facts: dict[str, str]) -> list[Record]:
+    """Every plan that the calibration measured."""
+    size, backend = facts["world"].split()
+    found: list[Record] = []
+    for (number, _), entry in sorted(journal.entries.items()):
+        sample = draw_sample(
+            number + 1000 * int(facts["seed"]),
+            int(size),
+            "cuda" if backend == "nccl" else "cpu",
+            facts["optimizer"],
+            most_rows=int(facts["most_rows"]),
+        )
+        found.append(record_of(entry, sample.task))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("journal", type=Path)
+    parser.add_argument("--link", default="loopback", help="what the ranks were joined by")
+    args = parser.parse_args()
+    facts = json.loads(args.journal.read_text().splitlines()[-1])["facts"]
+    journal = Journal(args.journal, facts)
+    transfers = journal.transfers
+    if not transfers:
+        raise SystemExit(f"{args.journal}: no transfers timed alone; run calibrate again")
+    print("\n".join(as_lines(transfers)))
+    records = records_of(journal, facts)
+    backend = facts["world"].split()[1]
+    results = Results("planner_transfers", benchmark=args.link)
+    results.add(transfers=[asdict(one) for one in transfers])
+    for used in ([], transfers):
+        errors = [held_out_errors(records, backend, seed, used) for seed in SEEDS]
+        mean = {name: round(float(np.mean([one[name] for one in errors])), 4) for name in errors[0]}
+        results.add(alone=bool(used), plans=len(records), errors=mean)
+
+
+if __name__ == "__main__":
+    main()

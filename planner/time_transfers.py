@@ -1,0 +1,261 @@
+"""Times each transfer of the engine alone, over sizes, skew and ranks, as a step's are timed.
+
+Layouts are converted by boxing, and single rows travel as in the exchanges ``unique`` and
+``local``. Every rank calls ``time_transfers``, and all get the same.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from planner.measure import MoveTimer, lower_quartile, through_ms
+from planner.ranks import gather_texts
+from planner.transfers import (
+    EVEN,
+    ONE_RECEIVES,
+    ROWS,
+    ROWS_TO_ALL,
+    SKEWS,
+    Transfer,
+)
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
+from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Split, balanced_sizes
+from sbpflow.training.step_schedule import VECTORS
+
+# What the busiest rank sends or receives: 4 KiB to 8 MiB.
+SIZES = tuple(round(4096 * 2 ** (11 * n / 5)) for n in range(6))
+TURNS = 7
+MOST_SHARE = 0.8  # of the columns or rows that one rank has of a skewed transfer
+_COLUMNS, _DIM = 64, 16  # of a converted tensor, of rows that travel
+_SIMPLE: dict[str, NdSbp] = {
+    "S(0)": (Split(0),),
+    "S(1)": (Split(1),),
+    "B": (Broadcast(),),
+    "P": (Partial(),),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A transfer that waits to be timed: ``make`` gives what starts it and waits for it."""
+
+    name: str
+    skew: str
+    ranks: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    make: Callable[[], Callable[[], object]]
+
+
+def time_transfers(
+    boxing: Boxing, *, seconds: float, sizes: Sequence[int] = SIZES, turns: int = TURNS
+) -> list[Transfer]:
+    """The lower quartile of some ``turns`` of each, in an order of its own every turn.
+
+    Within about ``seconds``: a slow link gets fewer turns, and then fewer sizes; the first size is
+    measured once at least. Nothing for a world of one.
+    """
+    if boxing.world.size == 1:
+        return []
+    start = time.monotonic()
+    cases: list[_Case] = []
+    times: list[list[tuple[float, float]]] = []
+    for place, size in enumerate(sizes):
+        before = time.monotonic()
+        fresh = _cases(boxing, size)
+        if not place:  # connects the ranks
+            for case in fresh:
+                _timed(boxing, case)
+        cases += fresh
+        times += [[_timed(boxing, case)] for case in fresh]
+        last = time.monotonic() - before
+        # The next size takes as many times longer as it is larger.
+        growth = sizes[place + 1] / size if place + 1 < len(sizes) else 1.0
+        if not _agreed(boxing, time.monotonic() - start + growth * last < 0.5 * seconds):
+            break
+    turn_s = time.monotonic() - start
+    for turn in range(1, turns):
+        before = time.monotonic()
+        if not _agreed(boxing, before - start + turn_s < seconds):
+            break
+        for place in random.Random(turn).sample(range(len(cases)), len(cases)):
+            times[place].append(_timed(boxing, cases[place]))
+        turn_s = time.monotonic() - before
+    ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(times))]
+    return [
+        _joined(case, [of_rank[place] for of_rank in ranks]) for place, case in enumerate(cases)
+    ]
+
+
+def _agreed(boxing: Boxing, go_on: bool) -> bool:
+    """As rank 0 sees it."""
+    return json.loads(gather_texts(boxing, json.dumps(go_on))[0])
+
+
+def _timed(boxing: Boxing, case: _Case) -> tuple[float, float]:
+    """ms that this rank packs and that it then waits, all having begun together."""
+    run = case.make()
+    with MoveTimer(boxing) as timer:
+        with timer.move("look_up"):  # a move whose waits are those of vectors
+            run()
+    return round(timer.times["look_up"], 4), round(timer.times[VECTORS], 4)
+
+
+def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Transfer:
+    """Of each turn, the time from the last rank's start to the last rank's end; those outside the
+    transfer do not count.
+    """
+    turns = zip(*(ranks[rank] for rank in case.ranks), strict=True)
+    return Transfer(
+        name=case.name,
+        skew=case.skew,
+        ranks=case.ranks,
+        sent_bytes=case.sent_bytes,
+        received_bytes=case.received_bytes,
+        ms=lower_quartile([through_ms(turn) for turn in turns]),
+    )
+
+
+def _cases(boxing: Boxing, size: int) -> list[_Case]:
+    """Every transfer with every skew, on all ranks and, of 4 or more, on half of them.
+
+    Single rows travel between all ranks always, as in the engine.
+    """
+    everyone = tuple(range(boxing.world.size))
+    groups = [everyone, everyone[: len(everyone) // 2]] if len(everyone) >= 4 else [everyone]
+    found: list[_Case] = []
+    for name, skews in SKEWS.items():
+        for skew in skews:
+            if name in (ROWS, ROWS_TO_ALL):
+                found.append(_rows(boxing, name, skew, size))
+            else:
+                found += [_conversion(boxing, name, skew, ranks, size) for ranks in groups]
+    return found
+
+
+# Conversions
+
+
+def _conversion(boxing: Boxing, name: str, skew: str, ranks: tuple[int, ...], size: int) -> _Case:
+    world = boxing.world
+    placement = Placement(world.device.type, ranks, (len(ranks),))
+    src, dst = (_SIMPLE[text] for text in name.split(" -> "))
+    columns = (Split(1, _shares(skew, _COLUMNS, len(ranks))),)
+    src, dst = (Layout(placement, columns if sbp == _SIMPLE["S(1)"] else sbp) for sbp in (src, dst))
+
+    def planned(rows: int) -> BoxingStep:
+        (step,) = plan_boxing(
+            src,
+            dst,
+            (rows, _COLUMNS),
+            torch.float32,
+            id=f"planner/{name}",
+            backend=world.backend,
+        )
+        return step
+
+    # As many rows as make the busiest rank's bytes this size; bytes are proportional to rows.
+    probe = planned(64 * len(ranks))
+    per_row = max(*_sent(probe), *_received(probe)) / 64
+    step = planned(len(ranks) * max(1, round(size / per_row)))
+    boxing.prepare([step], CHANNEL)  # groups are made by all ranks
+    shape = src.part_shape(step.shape, world.rank)
+
+    def make() -> Callable[[], object]:
+        if shape is None:
+            return lambda: None
+        part = torch.ones(shape, device=world.device)
+        return lambda: boxing.start([step], part, CHANNEL).wait()
+
+    return _Case(
+        name=name,
+        skew=skew,
+        ranks=ranks,
+        sent_bytes=_sent(step),
+        received_bytes=_received(step),
+        make=make,
+    )
+
+
+def _shares(skew: str, count: int, parts: int) -> tuple[int, ...]:
+    """``count`` in parts, the first of which has most of it where there is skew."""
+    if skew == EVEN:
+        return balanced_sizes(count, parts)
+    most = round(MOST_SHARE * count)
+    return (most, *balanced_sizes(count - most, parts - 1))
+
+
+def _sent(step: BoxingStep) -> tuple[int, ...]:
+    return tuple(step.bytes_sent(rank) for rank in step.src.placement.ranks)
+
+
+def _received(step: BoxingStep) -> tuple[int, ...]:
+    """By each rank; what a ring passes on, every rank sends and receives alike."""
+    if step.collective != "all_to_all":
+        return _sent(step)
+    ranks = step.dst.placement.ranks
+    found = dict.fromkeys(ranks, 0)
+    for move in step.moves:
+        if move.src != move.dst:
+            found[move.dst] += move.numel * step.dtype.itemsize
+    return tuple(found[rank] for rank in ranks)
+
+
+# Rows
+
+
+def _rows(boxing: Boxing, name: str, skew: str, size: int) -> _Case:
+    world, ranks = boxing.world, tuple(range(boxing.world.size))
+    per_row = _DIM * torch.float32.itemsize
+    counts = _counts(skew, len(ranks), size // per_row)
+    others = [
+        [count if src != dst else 0 for dst, count in enumerate(row)]
+        for src, row in enumerate(counts)
+    ]
+    sent = tuple(per_row * sum(row) for row in others)
+    step = ExchangeStep(
+        id=f"planner/{name}",
+        collective="all_to_all" if name == ROWS else "all_gather",
+        group=ranks,
+        dtype=torch.float32,
+        bound_bytes=max(sent),
+        total_bound_bytes=sum(sent),
+        what="rows",
+    )
+    exchange, out = Exchange(world, CHANNEL), counts[world.rank]
+    into = [row[world.rank] for row in counts]
+
+    def make() -> Callable[[], object]:
+        if name == ROWS:
+            rows = torch.ones(sum(out), _DIM, device=world.device)
+            return lambda: exchange.start(step, rows, out, into).wait()
+        rows = torch.ones(out[0], _DIM, device=world.device)
+        return lambda: exchange.start_for_all(step, rows, into).wait()
+
+    return _Case(
+        name=name,
+        skew=skew,
+        ranks=ranks,
+        sent_bytes=sent,
+        received_bytes=tuple(per_row * sum(column) for column in zip(*others, strict=True)),
+        make=make,
+    )
+
+
+def _counts(skew: str, num_ranks: int, busiest: int) -> list[list[int]]:
+    """[src][dst] rows; the busiest rank sends or receives about ``busiest`` to or from others."""
+    most = max(1, round(busiest / (num_ranks - 1)))
+    less = most * (1 - MOST_SHARE) / MOST_SHARE / (num_ranks - 1)
+    least = most if skew == EVEN else max(1, round(less))
+    rows = [[most if src == 0 else least] * num_ranks for src in range(num_ranks)]
+    return [list(column) for column in zip(*rows, strict=True)] if skew == ONE_RECEIVES else rows
