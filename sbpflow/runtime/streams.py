@@ -45,7 +45,7 @@ def fill_uniform(
     ``num_columns`` is the logical width; ``first_row`` and ``first_column`` say where ``out`` lies.
     """
     rows, columns = out.shape
-    if rows == 0 or columns == 0:
+    if rows == 0 or columns == 0 or out.is_meta:  # a dry run holds no values
         return
     key = stream_key(seed, name)
     column = torch.arange(first_column, first_column + columns, device=out.device).mul_(GAMMA)

@@ -14,7 +14,7 @@ from benchmarks.reshard import (
 )
 from sbpflow.checkpoint.read import open_checkpoint
 
-SAMPLE = cases(seed=5, count=40, before=3, after=4)
+SAMPLE = cases(seed=5, count=28, before=3, after=4)
 
 
 def test_a_run_goes_on_under_another_layout(ranks, memory):

@@ -303,15 +303,17 @@ def _half(*arguments):
     raise Stopped
 
 
+STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.npy"]
+
+
 @pytest.mark.parametrize(
-    "damage", ["", "*.list", "*.arrow", "fitted.json", "*.ids.npy", "*.starts.npy"]
-)
-@pytest.mark.parametrize(
-    "place",
-    [("build_vocabularies", _stop), ("fit_columns", _stop), ("encode_all", _stop),
-     ("encode_all", _half), ("_publish", _stop)],
+    ("place", "kinds"),
+    [(("build_vocabularies", _stop), STAGED), (("fit_columns", _stop), [*STAGED, "*.ids.npy"]),
+     (("encode_all", _stop), [*STAGED, "fitted.json", "*.ids.npy"]),
+     (("encode_all", _half), READY), (("_publish", _stop), READY)],
 )  # fmt: skip
-def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch, place, damage):
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
+    """Also where one of its files was damaged, of each kind that there is by then."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),
@@ -321,13 +323,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(prepare, *place)
         with pytest.raises(Stopped):
-            run_prepare(tmp_path / "set", source, **settings)
-    if found := sorted((tmp_path / "set.work").rglob(damage)) if damage else []:
-        raw = bytearray(found[0].read_bytes())
-        raw[-3] ^= 4
-        found[0].write_bytes(raw)
-    run_prepare(tmp_path / "set", source, **settings)
-    assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
+            run_prepare(tmp_path / "stopped", source, **settings)
+    work = tmp_path / "stopped.work"
+    found = [sorted(work.rglob(kind))[0] for kind in kinds]
+    for number, file in enumerate([None, *found]):
+        output = tmp_path / f"set{number}"
+        shutil.copytree(work, again := output.with_name(f"{output.name}.work"))
+        if file is not None:
+            raw = bytearray(file.read_bytes())
+            raw[-3] ^= 4
+            (again / file.relative_to(work)).write_bytes(raw)
+        run_prepare(output, source, **settings)
+        assert folder_bytes(output) == folder_bytes(clean.path), file
 
 
 @pytest.mark.parametrize(

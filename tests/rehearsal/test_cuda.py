@@ -56,7 +56,7 @@ def test_one_rank_trains_like_the_reference(rehearsed_ranks, sparse):
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes_train_like_the_reference(rehearsed_ranks, scheme, sparse):
-    training.check_scheme(rehearsed_ranks, scheme, sparse, 10)
+    training.check_scheme(rehearsed_ranks, scheme, sparse, 8)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,5 +1,6 @@
 """The embedding engine on rehearsed devices: the cases that prove it on CPU, each exchange's."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,26 @@ import tests.embedding.test_equality as schemes
 import tests.embedding.test_mixes as mixes
 
 RULES = {rule.name: rule for rule in mixes.RULES}
+OF_SCHEMES = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"])
-@pytest.mark.parametrize("scheme", schemes.SCHEMES)
-@pytest.mark.parametrize("world_size", [1, 3])
+def turns(each, others, count):
+    """Pairs: each with ``count`` of the others, which take turns."""
+    others = list(others)
+    return [
+        (one, others[(place + 2 * n) % len(others)])
+        for place, one in enumerate(each)
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scheme", "optimizer"),
+    [
+        *((1, *pair) for pair in turns(schemes.SCHEMES, OF_SCHEMES, 1)),
+        *((3, *pair) for pair in itertools.product(schemes.SCHEMES, OF_SCHEMES)),
+    ],
+)
 def test_a_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
     case = schemes.make_case(*schemes.SCHEMES[scheme], optimizer)
     schemes.check(rehearsed_ranks, world_size, case)
@@ -26,10 +42,13 @@ def test_uneven_shards_on_some_ranks_equal_the_reference(rehearsed_ranks):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rule"),
-    [(1, "lazy_adam"), (2, "rowwise_adagrad"), *((3, rule) for rule in RULES)],
+    ("world_size", "exchange", "rule"),
+    [
+        *((1, exchange, "lazy_adam") for exchange in mixes.EXCHANGES),
+        *((2, exchange, "rowwise_adagrad") for exchange in mixes.EXCHANGES),
+        *((3, *pair) for pair in turns(mixes.EXCHANGES, RULES, 2)),
+    ],
 )
-@pytest.mark.parametrize("exchange", mixes.EXCHANGES)
 def test_lists_and_weights_equal_the_reference(rehearsed_ranks, world_size, exchange, rule):
     mix = mixes.mix_of(exchange, 6, RULES[rule], batch_sizes=(13, 8, 0, 5))
     mixes.check(rehearsed_ranks, replace(mix, world_size=world_size), 1e-10)

@@ -55,7 +55,7 @@ def test_all_pairs_on_a_grid(ranks, src):
         assert len(ran) <= 1, f"{src} -> {dst} is one collective at this size, ran {ran}"
 
 
-@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("src", two_axes([2, 4]), ids=lambda s: f"({s[0]},{s[1]})")
 def test_later_dims_on_a_grid(ranks, src, share):
     ends = list(two_axes([2, 4]))
@@ -72,11 +72,11 @@ def _both(grid, values):
     return [(grid, nd) for nd in values if len(nd) == ndim]
 
 
-# What divides evenly has no case that the other shape lacks; of that, a third is drawn.
+# What divides evenly has no case that the other shape lacks; of that, a sixth is drawn.
 @pytest.mark.parametrize(
     ("shape", "share"),
     [
-        ((17, 13, 19), 3),
+        ((17, 13, 19), 6),
         pytest.param((17, 13, 19), 1, marks=pytest.mark.slow),
         pytest.param((12, 24), 1, marks=pytest.mark.slow),
     ],

@@ -26,7 +26,6 @@ from tests import oracle
 from tests.deadlines import run
 from tests.oracle import line_layout
 from tests.ranks import RanksFailed
-from tests.torchrun import run_script
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 ROOT = Path(__file__).parents[2]
@@ -303,27 +302,6 @@ def test_half_an_environment_is_refused():
     assert done.returncode == 1
     assert "ConfigError: RANK is set but MASTER_ADDR, MASTER_PORT is not" in done.stderr
     assert "torchrun" in done.stderr
-
-
-def test_torchrun_starts_a_world(tmp_path):
-    source = """
-        import torch
-        from sbpflow.boxing.executor import Boxing
-        from sbpflow.boxing.plan import plan_boxing
-        from sbpflow.runtime.world import World
-        from tests.oracle import line_layout
-        from sbpflow.sbp.sbp import Broadcast, Partial
-
-        with World.start("cpu", timeout_s=60, checked=True) as world:
-            src, dst = (line_layout("cpu", world.size, s) for s in (Partial(), Broadcast()))
-            steps = plan_boxing(src, dst, (2,), torch.float32, id="x", backend="gloo")
-            out = Boxing(world).run(steps, torch.full((2,), world.rank + 1.0))
-            if world.rank == 0:
-                print("sum", out.tolist(), "of", world.size)
-    """
-    done = run_script(tmp_path, source, seconds=60)
-    assert done.returncode == 0, done.stderr
-    assert "sum [3.0, 3.0] of 2" in done.stdout
 
 
 def test_unknown_devices_and_backends():

@@ -1,21 +1,19 @@
 """A small generated set, made once per session."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import data.__main__
 
 
 @pytest.fixture(scope="session")
 def synth_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """6,000 generated rows, small vocabularies, the default crosses."""
     folder = tmp_path_factory.mktemp("synth") / "set"
-    command = [sys.executable, "-m", "data", "synth", "--rows", "6000", "--vocab-scale", "0.0005"]
-    subprocess.run([*command, "--output", str(folder)], check=True, cwd=ROOT, capture_output=True)
+    words = ["synth", "--rows", "6000", "--vocab-scale", "0.0005", "--output", str(folder)]
+    assert data.__main__.main(words) == 0
     return folder
 
 

@@ -167,6 +167,9 @@ def test_a_mistake_is_said_once_by_two_ranks(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
     assert "error: model.wide.crosses: C1xC9 is not in the data" in output
+    assert "[rank" not in output, "all ranks see it"
+    codes = [line.split()[2] for line in output.splitlines() if "exitcode  :" in line]
+    assert "2" in codes
 
 
 def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):

@@ -1,10 +1,7 @@
 """``parallel.plan``: chosen by the planner or read from a file, kept, and judged at the end."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from models.registry import MODELS
 from planner.for_run import plan_tables
 from planner.profile import Profile, default_path, weights_from
 from planner.task import embedding_plan, rules
+from sbpflow.__main__ import explain
 from sbpflow.config.load import load_config
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.errors import ConfigError
@@ -117,18 +115,11 @@ def test_tables_that_the_user_decides_are_kept(synth_set):
     assert entry["sbp"] == "S(1)"
 
 
-def test_explain_plans_as_a_run_does(synth_set, calibrated):
-    words = ["explain", "--config", CONFIG, "--world-size", "2", "--json"]
+def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
+    words = ["--config", CONFIG, "--world-size", "2", "--json"]
     auto = ["parallel.plan=auto", "parallel.device=cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sbpflow", *words, *SMALL, f"data.path={synth_set}", *auto],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    tables = json.loads(done.stdout)["tables"]
+    explain([*words, *SMALL, f"data.path={synth_set}", *auto])
+    tables = json.loads(capsys.readouterr().out)["tables"]
     _, _, found = planned(synth_set)
     exchanges = {one["name"]: one["exchange"] for one in tables}
     assert exchanges == {name: one.shape.exchange for name, one in found.plan.items()}
