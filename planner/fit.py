@@ -19,7 +19,7 @@ from planner.least_squares import nonnegative_least_squares
 from planner.profile import Fusion, KernelPrices, Profile
 from planner.records import Record, on_one_clock
 from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
-from planner.transfers import Transfer, examples
+from planner.transfers import Transfer, examples, ms_per_byte
 from planner.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
 from sbpflow.training.step_schedule import (
@@ -61,7 +61,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     DENSE_GRADIENTS: ("always", "dense_parameters"),
     REST: (),  # what is left of whole steps: ``_rest``
 }
-REST_TERMS = ("always", *_GROUPS, "num_stacks", "vector_bytes", "gradient_bytes", "counted_bytes")
+REST_TERMS = ("always", "num_stacks", "vector_bytes", "gradient_bytes")
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
 MEMBERS, EPOCHS = 5, 150
 FOLDS = 4
@@ -151,7 +151,7 @@ def _fit(
         weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
     )
     learned = learned if members[0] else plain
-    hidden, rest = _overlap(learned, records)
+    hidden, rest = _overlap(learned, records, transfers)
     matrix[:, PHASE[REST]] = rest
     return replace(learned, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
 
@@ -165,19 +165,27 @@ class _Overlap:
     error: float
 
 
-def _overlap(profile: Profile, records: Sequence[Record]) -> tuple[dict[str, float], Floats]:
+def _overlap(
+    profile: Profile, records: Sequence[Record], transfers: Sequence[Transfer]
+) -> tuple[dict[str, float], Floats]:
     """By which the measured steps are met best: what overlap hides of each transfer, and the rest.
 
     Both at once: a step is longer than its phases, and a share fitted alone would make up for that.
-    One share for all transfers first, then one for each in turn.
+    One share for all transfers first, then one for each in turn. What is left may go by bytes, for
+    steps one after another fill a link as single ones do not; but a byte costs no more than in a
+    transfer alone, or what is left of small plans would be most of large ones.
     """
+    most = np.full(NUM_FEATURES, np.inf)
+    for name in REST_TERMS:
+        if name.endswith("_bytes"):
+            most[INDEX[name]] = ms_per_byte(transfers)
     phases = np.stack(predicted_phases(profile, records))
     actual = np.array([record.step_ms for record in records])
     x = np.stack([record.totals.max(0) for record in records])
 
     def tried(shares: dict[str, float]) -> _Overlap:
         said = step_ms(phases, shares)
-        rest = _weights(x, actual - said, REST_TERMS, importance=1.0 / actual)
+        rest = _weights(x, actual - said, REST_TERMS, importance=1.0 / actual, most=most)
         residual = np.log(np.maximum(said + x @ rest, 1e-3) / actual)
         return _Overlap(shares, rest, float(np.mean(np.minimum(residual**2, 0.25))))
 
@@ -201,11 +209,16 @@ def _examples(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
 
 
 def _weights(
-    x: Floats, y: Floats, terms: Sequence[str], importance: Floats | None = None
+    x: Floats,
+    y: Floats,
+    terms: Sequence[str],
+    importance: Floats | None = None,
+    most: Floats | None = None,
 ) -> Floats:
     """[F] non-negative, twice reweighted so that single slow readings do not decide.
 
-    ``importance`` [n] multiplies the errors; by default they are relative ones.
+    ``importance`` [n] multiplies the errors; by default they are relative ones. ``most`` [F] bounds
+    the weights.
     """
     weights = np.zeros(NUM_FEATURES)
     columns = [INDEX[name] for name in terms]
@@ -213,12 +226,13 @@ def _weights(
         return weights
     size = np.maximum(x[:, columns].max(0), 1e-12)
     scaled = x[:, columns] / size
+    limit = None if most is None else most[columns] * size
     importance = 1.0 / (y + FLOOR_MS) if importance is None else importance
     robust = np.ones_like(y)
     found = np.zeros(len(columns))
     for _ in range(3):
         factor = importance * robust
-        found = nonnegative_least_squares(scaled * factor[:, None], y * factor)
+        found = nonnegative_least_squares(scaled * factor[:, None], y * factor, most=limit)
         residual = np.abs(scaled @ found - y) * importance
         usual = max(float(np.median(residual)), 1e-3)
         robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))

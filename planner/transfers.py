@@ -5,6 +5,7 @@ model. A transfer made alone tells what a call costs and what a byte costs, far 
 Pure values; ``time_transfers`` measures them.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,22 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
         rows.append(row)
         times.append(one.ms)
     return np.array(rows).reshape(len(rows), NUM_FEATURES), np.array(times)
+
+
+def ms_per_byte(transfers: Sequence[Transfer]) -> float:
+    """The median over the transfers of all ranks, each by its largest size; 0 where none was timed.
+
+    By the bytes of the busiest rank.
+    """
+    most = max((len(one.ranks) for one in transfers), default=0)
+    largest: dict[tuple[str, str], Transfer] = {}
+    for one in transfers:
+        if len(one.ranks) == most and one.most_bytes:
+            known = largest.setdefault((one.name, one.skew), one)
+            if one.most_bytes > known.most_bytes:
+                largest[one.name, one.skew] = one
+    each = [one.ms / one.most_bytes for one in largest.values()]
+    return statistics.median(each) if each else 0.0
 
 
 def as_lines(transfers: Sequence[Transfer]) -> list[str]:

@@ -210,6 +210,10 @@ def test_non_negative_least_squares_finds_the_weights_and_no_negative_ones():
     found = nonnegative_least_squares(x, x @ np.array([1.0, -2.0, 0.5, 0.0, 1.0]))
     assert found[1] == 0.0
     assert (found >= 0).all()
+    most = np.array([0.5, np.inf, 0.25, np.inf, np.inf])
+    bounded = nonnegative_least_squares(x, x @ true, most=most)
+    assert (bounded <= most).all()
+    assert bounded[0] == 0.5
 
 
 def made_records(noise, samples=12):

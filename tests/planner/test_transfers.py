@@ -18,6 +18,7 @@ from planner.transfers import (
     Transfer,
     as_lines,
     examples,
+    ms_per_byte,
     transfer_of,
 )
 from planner.work import INDEX
@@ -159,3 +160,26 @@ def test_a_profile_keeps_its_transfers(tmp_path):
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json").transfers == profile.transfers
     assert asdict(profile)["transfers"][0]["skew"] == ONE_SENDS
+
+
+def test_a_byte_costs_what_it_does_in_the_usual_large_transfer_of_all_ranks():
+    def one(name, ranks, count, ms):
+        return Transfer(
+            name=name,
+            skew="even",
+            ranks=ranks,
+            sent_bytes=(count,) * len(ranks),
+            received_bytes=(count,) * len(ranks),
+            ms=ms,
+        )
+
+    both = (0, 1)
+    timed = [
+        one("S(0) -> B", both, 100, 9.0),  # its largest counts
+        one("S(0) -> B", both, 1000, 3.0),
+        one("P -> B", both, 1000, 2.0),
+        one("rows", both, 1000, 50.0),
+        one("rows to all", (0,), 1000, 70.0),
+    ]
+    assert ms_per_byte(timed) == pytest.approx(3e-3)
+    assert ms_per_byte([]) == 0.0
