@@ -20,7 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError
+from sbpflow.errors import (
+    MESSAGE_ERRORS,
+    AbsentError,
+    ConfigError,
+    PeerLostError,
+    PeerStoppedError,
+)
 from sbpflow.runtime.exit_messages import Meeting, Reason
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.store import first_line
@@ -139,6 +145,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
         return Reason("mistake", f"out of memory: {said}; {_NEED_LESS}"), EXIT_MISTAKE
     if isinstance(error, AbsentError):
         return Reason("absent", str(error)), EXIT_LOST_PEER
+    if isinstance(error, PeerStoppedError):
+        return Reason("peer_stopped", str(error)), EXIT_LOST_PEER
     if isinstance(error, (PeerLostError, *_torch_peer_errors())):
         return Reason("lost_peer", first_line(error)), EXIT_LOST_PEER
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
