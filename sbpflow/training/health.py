@@ -101,8 +101,8 @@ def _check_labels(step: int, batches: Sequence[Batch], rank: int) -> None:
             row = int(wrong[0])
             raise TrainingError(
                 f"step {step}: the label in row {row} of rank {rank}'s part of the batch is "
-                f"{float(batch.labels[row]):g}; labels are 0 or 1, so a file of the set has changed "
-                "since: `python -m data verify` names it"
+                f"{float(batch.labels[row]):g}; labels are 0 or 1, so a file of the set has "
+                "changed since: `python -m data verify` names it"
             )
 
 
