@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from data.prepare.remote import input_path, size_of
 from data.prepare.schema_file import parse_crosses, read_schema
 from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.launch import until_nobody_reads
 
 _ROOM = {".gz": 4.5, ".parquet": 4.5}
 """Bytes on disk at the peak per byte of input; 1.4 for text."""
@@ -253,10 +255,16 @@ def _room(args: argparse.Namespace, number: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; a user's mistake is one message and exit status 2."""
+    return until_nobody_reads(partial(_main, argv))
+
+
+def _main(argv: list[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = _parser().parse_args(argv)
     try:
         manifest = args.run(args)
+    except BrokenPipeError:  # an OSError, but not of a file
+        raise
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -44,6 +44,10 @@ class PeerLostError(RuntimeError):
     """A collective or the store failed because its other end is gone or does not answer."""
 
 
+class PeerStoppedError(RuntimeError):
+    """Another rank was told to stop, and this one ends with it."""
+
+
 # One message says it all; where they were raised does not matter to who reads it. An SbpError is a
 # mistake in a program, whose line does matter.
 MESSAGE_ERRORS = (

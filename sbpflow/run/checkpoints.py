@@ -13,11 +13,11 @@ from sbpflow.config.checks import writable_folder
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.errors import ConfigError
+from sbpflow.run.agreed_stop import AgreedStop
 from sbpflow.run.job import Job
 from sbpflow.run.plan_file import plan_to_json
 from sbpflow.run.resume import FINISHED, TRAINING, Resumed, relevant_facts
 from sbpflow.runtime.gentle_stop import GentleStop
-from sbpflow.runtime.store import TimedStore
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.batch import Batch
 from sbpflow.training.health import gather_facts, on_all_or_none
@@ -62,9 +62,9 @@ class Checkpoints:
         self._world = job.boxing.world
         self._best: dict[str, Any] | None = dict(start.best) if start.best else None
         self._saver: Saver | None = None
-        self._stop: GentleStop | None = None
+        self._signals: GentleStop | None = None
+        self._stop: AgreedStop | None = None
         self._stopping = False
-        self._votes: TimedStore | None = None
         self._lock: RunLock | None = None
         if start.cursor is not None:
             read.load_state_dict(start.cursor)
@@ -89,7 +89,10 @@ class Checkpoints:
             storages=job.embeddings.storages,
         )
         if config.checkpoint.on_signal == "save":
-            self._stop = GentleStop.where_watched()
+            self._signals = GentleStop.where_watched()
+        if self._signals is not None:
+            timeout_s = config.parallel.timeout_s
+            self._stop = AgreedStop(self._signals, self._world, timeout_s=timeout_s)
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
         """Remember the best."""
@@ -101,7 +104,7 @@ class Checkpoints:
         if self._saver is None:
             return False
         self._saver.check()
-        self._stopping = self._stops_after(step)
+        self._stopping = self._stop is not None and self._stop.after(step)
         return last or self._stopping or step % self._config.checkpoint.every == 0
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
@@ -117,27 +120,6 @@ class Checkpoints:
         if self._stopping and self._stop is not None:
             self._stop.leave()
 
-    def _stops_after(self, step: int) -> bool:
-        """Whether all ranks were asked to stop, and agree that it is after this step.
-
-        Rank 0 names the step after the one under way, once every rank has said that it was asked:
-        each looks between its steps from then on, and none can finish that step without rank 0.
-        """
-        if self._stop is None or not self._stop.asked:
-            return False
-        size, rank = self._world.size, self._world.rank
-        if size == 1:
-            return True
-        if self._votes is None:
-            self._votes = self._world.store("stop")
-            self._votes.set(f"asked/{rank}", "yes")
-        at = ["at"]
-        if rank == 0 and not self._votes.check(at):
-            if self._votes.check([f"asked/{one}" for one in range(size)]):
-                self._votes.set("at", str(step + 1))
-            return False
-        return self._votes.check(at) and step >= int(self._votes.get("at"))
-
     def _prune(self, step: int, best: Mapping[str, Any] | None) -> None:
         if self._saver is None or self._world.rank:
             return
@@ -151,8 +133,8 @@ class Checkpoints:
 
     def finished(self) -> None:
         """The run is over: nothing goes on from here by itself."""
-        if self._stop is not None:
-            self._stop.end()
+        if self._signals is not None:
+            self._signals.end()
         if self._saver is not None:
             self._saver.wait()
         if self._saver is not None and self._world.rank == 0:

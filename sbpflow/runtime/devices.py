@@ -16,7 +16,10 @@ def choose_device(device: str, local_rank: int) -> torch.device:
         raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use cpu")
+        raise ConfigError(
+            f"parallel.device: cuda, but {why_no_cuda() or 'this torch is a CPU build'}; use "
+            "parallel.device=cpu, or a machine and a build of torch that have CUDA"
+        )
     if device == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()

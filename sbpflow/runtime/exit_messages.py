@@ -24,7 +24,7 @@ from sbpflow.runtime.environment import machine_name, rank_and_world_size
 from sbpflow.runtime.start_name import name_of_start
 from sbpflow.runtime.store import TimedStore, open_store
 
-Kind = Literal["mistake", "crash", "absent", "lost_peer", "interrupt", "terminated"]
+Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
 _GRACE_S = 3.0  # for the other ranks to post: all of it is spent only if one hangs or is dead
 _LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
@@ -236,14 +236,12 @@ def compose(
     absent = [reason.text for reason in posts.values() if reason.kind == "absent"]
     if causes or absent or crashed:
         return "\n".join(causes or [f"error: {text}" for text in absent[:1]])
-    if any(reason.kind == "interrupt" for reason in posts.values()):
-        return "stopped by Ctrl-C"
     silent = sorted(set(range(world_size)) - set(posts) - set(alive or []))
     where = machines or dict.fromkeys(range(world_size), "")
+    if interrupted := sorted(n for n, reason in posts.items() if reason.kind == "interrupt"):
+        return _stopped("Ctrl-C", interrupted, where)
     if terminated := _terminated(posts, silent, where):
-        if len(terminated) == world_size or "" in where.values():
-            return "stopped by SIGTERM"
-        return f"stopped by SIGTERM, sent to {_located(terminated, where)}"
+        return _stopped("SIGTERM", terminated, where)
     lost = [reason.text for reason in posts.values() if reason.kind == "lost_peer"]
     detail = "; ".join([*lost[:1], *([store_lost] if store_lost else [])]) or "SIGTERM"
     return f"error: {_lost(silent, where)} ({detail})"
@@ -284,18 +282,24 @@ def _terminated(
     """The ranks of machines that were told to stop, as before a preemption.
 
     torchrun sends SIGTERM as well, to the ranks of a machine on which one has ended. So the first
-    to leave there must have been terminated, and none may be silent.
+    to leave there must have been terminated, but for those that end with it, and none be silent.
     """
     found: list[int] = []
     for machine in dict.fromkeys(machines.values()):
         ranks = [rank for rank, where in machines.items() if where == machine]
-        posted = [rank for rank in ranks if rank in posts]
+        posted = [rank for rank in ranks if rank in posts and posts[rank].kind != "peer_stopped"]
         first = min(posted, key=lambda rank: posts[rank].order, default=None)
         if first is None or posts[first].kind != "terminated":
             continue
         if not set(ranks) & set(silent):
             found += ranks
     return sorted(found)
+
+
+def _stopped(by: str, ranks: list[int], machines: Mapping[int, str]) -> str:
+    if len(ranks) == len(machines) or len(set(machines.values())) < 2:
+        return f"stopped by {by}"
+    return f"stopped by {by}, sent to {_located(ranks, machines)}"
 
 
 def _lost(silent: list[int], machines: Mapping[int, str]) -> str:

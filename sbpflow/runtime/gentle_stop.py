@@ -10,7 +10,9 @@ import signal
 import threading
 from types import FrameType
 
-GRACE_S = 25.0  # to finish a step and save; torchrun kills 30 s after it has passed a SIGTERM on
+# To finish a step and save; leaving with a message takes up to 5 s more. torchrun kills 30 s after
+# it has passed a SIGTERM on.
+GRACE_S = 20.0
 
 
 class GentleStop:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -19,7 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError
+from sbpflow.errors import (
+    MESSAGE_ERRORS,
+    AbsentError,
+    ConfigError,
+    PeerLostError,
+    PeerStoppedError,
+)
 from sbpflow.runtime.exit_messages import Meeting, Reason
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.store import first_line
@@ -30,6 +37,7 @@ EXIT_CRASH = 1
 EXIT_MISTAKE = 2
 EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
+EXIT_PIPE = 141  # as of a program that ends by SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAKE_ROOM = (
@@ -66,7 +74,28 @@ def dispatch(
         return 0
     if name not in commands:
         raise ConfigError(f"command {name!r} is not known; use {' or '.join(commands)}")
-    return commands[name](argv[1:])
+    return until_nobody_reads(lambda: commands[name](argv[1:]))
+
+
+def until_nobody_reads(command: Callable[[], int]) -> int:
+    """Run a command that prints; where the reader leaves early, as ``head`` does, end quietly."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        # What is still in the buffer must not fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    return code
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of standard output, a pipe, is closed."""
+    end = select.poll()
+    end.register(sys.stdout.fileno(), 0)
+    return bool(end.poll(0))
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
@@ -116,6 +145,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
         return Reason("mistake", f"out of memory: {said}; {_NEED_LESS}"), EXIT_MISTAKE
     if isinstance(error, AbsentError):
         return Reason("absent", str(error)), EXIT_LOST_PEER
+    if isinstance(error, PeerStoppedError):
+        return Reason("peer_stopped", str(error)), EXIT_LOST_PEER
     if isinstance(error, (PeerLostError, *_torch_peer_errors())):
         return Reason("lost_peer", first_line(error)), EXIT_LOST_PEER
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
@@ -199,10 +230,12 @@ class _Exits:
                 self.meeting.leave(reason)
             elif reason.text:
                 mark = "" if reason.kind == "crash" else "error: "
-                sys.stderr.write(f"\n{mark}{reason.text}\n")
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"\n{mark}{reason.text}\n")
             logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):  # whoever read it may be gone
+                    stream.flush()
             # Not sys.exit: threads of gloo and NCCL would abort or hang the interpreter's exit.
             os._exit(code)
 

@@ -46,6 +46,7 @@ class LossWatch:
         """
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
+            _check_labels(step, batches, self._boxing.world.rank)
             self._check(step, [float(value) for value in values], batches)
             return
         self.flush()
@@ -87,6 +88,22 @@ class LossWatch:
             else "all dense fields of the batch are finite: try a smaller learning rate"
         )
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
+
+
+def _check_labels(step: int, batches: Sequence[Batch], rank: int) -> None:
+    """TrainingError where a label is not 0 or 1, as every set is made: its file has changed since.
+
+    On CPU alone; the loss of such a row looks like any other.
+    """
+    for batch in batches:
+        wrong = ((batch.labels != 0) & (batch.labels != 1)).nonzero()
+        if wrong.numel():
+            row = int(wrong[0])
+            raise TrainingError(
+                f"step {step}: the label in row {row} of rank {rank}'s part of the batch is "
+                f"{float(batch.labels[row]):g}; labels are 0 or 1, so a file of the set has "
+                "changed since: `python -m data verify` names it"
+            )
 
 
 def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:

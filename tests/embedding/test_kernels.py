@@ -1,6 +1,9 @@
 """The kernels do the same: values, weights and state after several updates."""
 
+import logging
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ import torch
 
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
+from sbpflow.embedding.storage import choose
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
-from sbpflow.embedding.storage.choose import KernelChoice, make_storage
+from sbpflow.embedding.storage.choose import KernelChoice, make_storage, warm_up_kernels
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.streams import fill_uniform, stream_key
 
@@ -201,3 +205,23 @@ def test_compiled_starting_values_are_torchs():
         found = np.empty((100, 7), want.numpy().dtype)
         compiled.fill_uniform(found, stream_key(3, "t"), 0.05, 11, 1 << 33, 2)
         np.testing.assert_array_equal(found, want.numpy())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3], ids=["from the cache", "compiled"])
+def test_a_wait_for_the_compiler_is_said_while_it_lasts(monkeypatch, caplog, seconds):
+    pytest.importorskip("numba")
+    from sbpflow.embedding.storage import numba_storage
+
+    def warm_up(rule, **dtypes):
+        time.sleep(seconds)
+        return seconds
+
+    monkeypatch.setattr(numba_storage, "warm_up", warm_up)
+    monkeypatch.setattr(choose, "_SILENT_S", 0.1)
+    stack = SimpleNamespace(optimizer=SGD, tables=[SimpleNamespace(name="t")])
+    plan = SimpleNamespace(groups=[SimpleNamespace(stacks=[stack])], dtype=None, row_dtype=None)
+    with caplog.at_level(logging.INFO):
+        warm_up_kernels(plan, {"t": KernelChoice("numba", "for the test")})
+    said = [record.message for record in caplog.records]
+    assert (said[0] == "numba compiles kernels, once per machine ...") == bool(seconds)
+    assert said[-1].startswith("numba kernels ready in")

@@ -361,6 +361,8 @@ def test_one_message_for_what_the_ranks_posted(posts, message):
         ([TERMINATED, TERMINATED, LOST, None], "stopped by SIGTERM, sent to ranks 0, 1 on a"),
         ([TERMINATED, TERMINATED, None, None], "stopped by SIGTERM, sent to ranks 0, 1 on a"),
         ([TERMINATED] * 4, "stopped by SIGTERM"),
+        ([LOST, LOST, INTERRUPT, INTERRUPT], "stopped by Ctrl-C, sent to ranks 2, 3 on b"),
+        ([INTERRUPT] * 4, "stopped by Ctrl-C"),
         ([TERMINATED, None, LOST, LOST], "error: rank 1 on a died or does not answer; "),
         ([LOST, TERMINATED_LATER, None, LOST], "error: rank 2 on b died or does not answer; "),
         ([None, None, LOST, None], "error: ranks 0, 1 on a and rank 3 on b died or do"),

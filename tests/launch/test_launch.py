@@ -138,3 +138,24 @@ def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
     assert run.process.returncode == 0
     assert output.count("group open: False") == 2
     assert "error" not in output
+
+
+@pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
+def test_a_reader_that_leaves_early_ends_a_command_quietly(lines: int) -> None:
+    """As ``explain | head``: no traceback, and the exit code of SIGPIPE."""
+    code = f"""
+from sbpflow.runtime.launch import dispatch, run_main
+
+def show(words):
+    print("a line\\n" * {lines})
+    return 0
+
+run_main(lambda: dispatch("prog", {{"show": show}}, ["show"]))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -311,7 +311,7 @@ def test_unknown_devices_and_backends():
         plan_boxing(line_layout("cpu", 2, S0), line_layout("cpu", 2, B), (2,), torch.float32,
                     id="x", backend="mpi")  # fmt: skip
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="torch sees no CUDA device; use cpu"):
+        with pytest.raises(ConfigError, match=r"parallel\.device: cuda, but .*; use parallel"):
             World.start("cuda")
 
 

@@ -64,6 +64,21 @@ def test_an_infinite_loss_of_finite_fields_says_so(ranks):
     assert message.startswith("step 9: the loss is inf; all dense fields of the batch are finite")
 
 
+def push_a_label_of_2(world: World) -> str:
+    watch = LossWatch(Boxing(world), FIELDS.dense)
+    batch = make_batches(1, 4)[0]
+    watch.push(8, torch.tensor(0.5), [batch])
+    batch.labels[1] = 2.0
+    return message_of(TrainingError, watch.push, 9, torch.tensor(0.5), [batch])
+
+
+def test_a_label_that_is_neither_0_nor_1_ends_the_run(ranks):
+    """As of a shard that was changed since the set was made; its loss looks like any other."""
+    (message,) = ranks(1, push_a_label_of_2)
+    assert message.startswith("step 9: the label in row 1 of rank 0's part of the batch is 2;")
+    assert "python -m data verify" in message
+
+
 def bend_one_copy(world: World, what: str) -> str:
     job = make_job(world, make_config("dp", "sgd"))
     check_replicas(job.model.parameters, job.embeddings, job.boxing)

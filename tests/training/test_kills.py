@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import faults
 from benchmarks.faults import EVERY, Campaign, start, steps_done, wait
+from tests.deadlines import Deadline
 
 
 @pytest.mark.slow
@@ -26,3 +27,20 @@ def test_a_run_that_is_interrupted_and_killed_is_the_run_that_is_not(
     run.finish()
     assert faults.events(run.folder) == expected
     assert run.left_over() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_rank_saves_for_all_and_ends_them_in_seconds(synth_set, tmp_path, who):
+    """As a preemption, which tells one machine."""
+    run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3))
+    ranks = start(synth_set, run.folder, run.log, 2, "train.max_steps=5000", "train.epochs=1000")
+    assert wait(ranks, lambda: steps_done(run.folder) > EVERY, 120.0)
+    ranks.processes[who].send_signal(signal.SIGTERM)
+    deadline = Deadline(15)
+    codes = ranks.codes(60.0)
+    assert not deadline.over(), "it trained on"
+    assert codes == ([130, 3] if who == 0 else [3, 130])
+    saved = max(int(path.name[5:]) for path in run.folder.glob("checkpoints/step-*"))
+    assert saved == steps_done(run.folder), "it was saved after the step under way"
+    assert run.log.read_text().count("stopped by SIGTERM") == 1

@@ -4,6 +4,8 @@ FBGEMM facts behind the rules were measured with fbgemm-gpu-cpu 1.8.0: it refuse
 not a multiple of 4, has no bf16 or float64 rows on CPU, and its rowwise state spans one storage.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +26,9 @@ from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.versions import import_fbgemm
+
+LOG = logging.getLogger(__name__)
+_SILENT_S = 2.0  # a user who waits longer is told what for
 
 _NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
@@ -184,7 +189,12 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
         return
     from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up
 
-    seconds = [warm_up(rule, dtype=plan.dtype, row_dtype=plan.row_dtype) for rule in rules]
+    notice = threading.Timer(_SILENT_S, LOG.info, ["numba compiles kernels, once per machine ..."])
+    notice.start()
+    try:
+        seconds = [warm_up(rule, dtype=plan.dtype, row_dtype=plan.row_dtype) for rule in rules]
+    finally:
+        notice.cancel()
     log_warm_up(sum(seconds))
 
 
