@@ -169,7 +169,7 @@ def _fit(
             loaders,
             config.train,
             boxing=boxing,
-            watch=health.LossWatch(boxing, manifest.dense),
+            watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
             reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
             checkpoints=checkpoints,
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),

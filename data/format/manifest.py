@@ -83,6 +83,12 @@ class Manifest:
         """Names of the dense columns, in the order of ``Batch.dense``."""
         return tuple(entry["name"] for entry in self.content["dense"])
 
+    @property
+    def dense_ranges(self) -> dict[str, tuple[float, float]]:
+        """The least and the greatest value of each dense column, where there is any."""
+        entries = (entry for entry in self.content["dense"] if "range" in entry)
+        return {entry["name"]: (entry["range"][0], entry["range"][1]) for entry in entries}
+
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """Every embedding table: sparse fields, bucketed dense columns, then crosses."""

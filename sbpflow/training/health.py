@@ -31,9 +31,17 @@ class LossWatch:
     checked one step later, so that the check never waits for the device.
     """
 
-    def __init__(self, boxing: Boxing, dense_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        boxing: Boxing,
+        dense_names: Sequence[str],
+        dense_ranges: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
+        """``dense_ranges`` are the least and the greatest value of columns, as the set has them."""
         self._boxing = boxing
         self._names = tuple(dense_names)
+        every = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
+        self._least, self._greatest = torch.tensor(every).reshape(-1, 2).unbind(1)
         self._waiting: tuple[int, LateRead, Sequence[Batch]] | None = None
         self.last = float("nan")
         self._norm: float | None = None
@@ -46,12 +54,40 @@ class LossWatch:
         """
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
-            _check_labels(step, batches, self._boxing.world.rank)
+            self._check_values(step, batches)
             self._check(step, [float(value) for value in values], batches)
             return
         self.flush()
         both = loss.reshape(1) if norm is None else torch.stack([loss.to(torch.float64), norm])
         self._waiting = (step, LateRead(both), batches)
+
+    def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
+        """TrainingError where a label or a dense value is none of its set's: a file has changed
+        since. On CPU alone; the loss of such a row may look like any other.
+        """
+        for batch in batches:
+            dense = batch.dense
+            checks = [("the label", (batch.labels != 0) & (batch.labels != 1), batch.labels)]
+            outside = (dense < self._least) | (dense > self._greatest)
+            if outside.any():
+                column = int(outside.any(0).nonzero()[0])
+                checks.append((self._names[column], outside[:, column], dense[:, column]))
+            for what, wrong, values in checks:
+                if not wrong.any():
+                    continue
+                row = int(wrong.nonzero()[0])
+                raise TrainingError(
+                    f"step {step}: {what} in row {row} of rank {self._boxing.world.rank}'s part of "
+                    f"the batch is {float(values[row]):g}; {self._rule(what)}, so a file of the "
+                    "set has changed since: `python -m data verify` names it"
+                )
+
+    def _rule(self, what: str) -> str:
+        if what not in self._names:
+            return "labels are 0 or 1"
+        column = self._names.index(what)
+        least, greatest = float(self._least[column]), float(self._greatest[column])
+        return f"the set has {least:g} to {greatest:g}"
 
     def figures(self) -> dict[str, float]:
         """What is known beside the loss: the norm of the gradients before it was clipped."""
@@ -88,22 +124,6 @@ class LossWatch:
             else "all dense fields of the batch are finite: try a smaller learning rate"
         )
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
-
-
-def _check_labels(step: int, batches: Sequence[Batch], rank: int) -> None:
-    """TrainingError where a label is not 0 or 1, as every set is made: its file has changed since.
-
-    On CPU alone; the loss of such a row looks like any other.
-    """
-    for batch in batches:
-        wrong = ((batch.labels != 0) & (batch.labels != 1)).nonzero()
-        if wrong.numel():
-            row = int(wrong[0])
-            raise TrainingError(
-                f"step {step}: the label in row {row} of rank {rank}'s part of the batch is "
-                f"{float(batch.labels[row]):g}; labels are 0 or 1, so a file of the set has "
-                "changed since: `python -m data verify` names it"
-            )
 
 
 def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
