@@ -85,16 +85,16 @@ def push_a_dense_value_of_1e30(world: World) -> str:
     batch = make_batches(1, 4)[0]
     batch.dense.clamp_(-2.0, 9.5)
     batch.dense[0, 0] = 1e30  # of a column whose range is not known
-    batch.dense[2, 1] = 9.5
+    batch.dense[1, 1] = 9.5
     watch.push(8, torch.tensor(0.5), [batch])
-    batch.dense[2, 1] = 1e30
+    batch.dense[1, 1] = 1e30
     return message_of(TrainingError, watch.push, 9, torch.tensor(0.5), [batch])
 
 
 def test_a_dense_value_that_the_set_does_not_have_ends_the_run(ranks):
     (message,) = ranks(1, push_a_dense_value_of_1e30)
     name = FIELDS.dense[1]
-    assert f"step 9: {name} in row 2 of rank 0's part of the batch is 1e+30;" in message
+    assert f"step 9: {name} in row 1 of rank 0's part of the batch is 1e+30;" in message
     assert "the set has -2 to 9.5" in message
 
 
