@@ -1,5 +1,6 @@
 """A run on one rank, built from its plan: tables, dense part, optimizers, trainer."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ from sbpflow.training.dense_part import DensePart
 from sbpflow.training.dense_state import begin_state, dense_state
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         planned=(plan.batch_size, plan.dense_conversions),
         cuda_graph=captured,
     )
+    if trainer.graphs is not None and boxing.world.rank == 0:
+        logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
     return Job(trainer, model, embeddings, plan, boxing)
 
 
