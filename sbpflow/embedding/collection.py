@@ -17,6 +17,7 @@ from sbpflow.embedding.exchange.base import AnyGroup
 from sbpflow.embedding.exchange.boxed import Received, make_group
 from sbpflow.embedding.exchange.counts import CountReader
 from sbpflow.embedding.exchange.id_transfer import IdTransfer
+from sbpflow.embedding.exchange.overflow import PaddedGroups
 from sbpflow.embedding.ids.ahead import IdStream
 from sbpflow.embedding.ids.batch_ids import Ids
 from sbpflow.embedding.ids.list_loops import warm_up_loops
@@ -64,8 +65,12 @@ class EmbeddingCollection:
         *,
         seed: int,
         kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
+        row_capacity: float | None = None,
     ) -> None:
-        """``kernel`` is a request, or the choice per table that another plan has made."""
+        """``kernel`` is a request, or the choice per table that another plan has made. With
+        ``row_capacity``, on CUDA, rows of training batches travel in buffers of a fixed size: this
+        share of what the largest can be.
+        """
         world = boxing.world
         self.plan = plan
         self._world = world
@@ -78,8 +83,10 @@ class EmbeddingCollection:
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
         self._groups: list[AnyGroup] = [
-            make_group(group, boxing, self._make_storage, received) for group in plan.groups
+            make_group(group, boxing, self._make_storage, received, row_capacity)
+            for group in plan.groups
         ]
+        self._padded = PaddedGroups(self._groups)
         self._counts = CountReader(self._groups, world.device)
         self._stream = IdStream(world.device)
         self._reader = IdReader(plan, world.rank, world.device)
@@ -140,6 +147,7 @@ class EmbeddingCollection:
             group.receive(part)
             if part.training:
                 group.sort_ahead(part)
+        batch.most_named = self._padded.ask(batch.groups)
 
     def look_up(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the ids, read the rows, and start the vectors on their way."""
@@ -149,6 +157,11 @@ class EmbeddingCollection:
     def arrive(self, batch: EmbeddingsInFlight) -> None:
         """The first half of ``look_up``: wait for the ids."""
         self.advance(batch)
+        if late := batch.most_named:
+            batch.most_named = None
+            if over := self._padded.overflowing(batch.groups, late):
+                with self._stream.section():
+                    self._padded.send_again(batch.groups, over)
         self._stream.join()
         if self._stream.exists:
             return
@@ -210,6 +223,10 @@ class EmbeddingCollection:
         """``update`` without its checks: only ops for the device."""
         for group in self._groups:
             group.update(step)
+
+    def describe_buffers(self) -> list[str]:
+        """What is in buffers of a fixed size, a line for each group."""
+        return self._padded.describe()
 
     def why_not_captured(self) -> str:
         """What keeps the moves from ``read`` to ``apply`` out of a CUDA graph; "" if nothing."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from sbpflow.embedding.exchange.base import GroupInFlight
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
+from sbpflow.runtime.late_read import LateRead
 
 
 class EmbeddingsInFlight:
@@ -19,6 +20,7 @@ class EmbeddingsInFlight:
         self.groups = groups
         self.counts = counts
         self.advanced = False
+        self.most_named: LateRead | None = None  # of groups whose buffers may be too small
         self.outputs: dict[str, Tensor] = {}
 
     def access_tensors(self) -> list[Tensor | None]:

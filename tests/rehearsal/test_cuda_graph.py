@@ -122,12 +122,12 @@ def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
 
 
 def both_ways_watched(world, config):
-    """Rows are to be told of in the fourth step, as while a checkpoint is saved beside training."""
+    """Rows are to be told of in the third step, as while a checkpoint is saved beside training."""
     told = []
 
     def before_step(job, number):
         for storage, _ in job.embeddings.storages():
-            storage.before_update = told.append if number == 3 else None
+            storage.before_update = told.append if number == 2 else None
 
     losses, plain, *_, equal, on_main = both_ways(world, config, before_step=before_step)
     return losses == plain, equal, len(told), on_main
@@ -139,7 +139,7 @@ def test_rows_that_someone_must_be_told_of_are_updated_op_by_op(rehearsed_ranks)
     assert losses
     assert weights
     assert told == 2  # the deep and the wide storage
-    assert on_main[2] < 20 < 100 < on_main[3]
+    assert on_main[3] < 20 < 100 < on_main[2]
 
 
 def wrong_id(world, config):
