@@ -127,10 +127,13 @@ class ParallelConfig:
     Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
     behind the point; rows are stored as ``table_dtype`` and vectors travel as
     ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
-    where it starts, and sends no ids ahead. ``cuda_graph: true`` replays the dense part of a step
-    as one graph, on CUDA, in place of launching it op by op. ``checked: true`` compares, before
-    each transfer, what every rank is about to do: for finding ranks that take different steps, at
-    the cost of a round trip each.
+    where it starts, and sends no ids ahead. ``cuda_graph: true`` replays a step as one graph, on
+    CUDA, in place of launching it op by op; on several ranks its dense part. With
+    ``row_capacity``, on CUDA, rows of the exchanges unique and local travel in buffers of a fixed
+    size, this share of the most rows that one rank can name to another, so that the host need not
+    know how many there are; a batch that names more is sent again, to the same numbers.
+    ``checked: true`` compares, before each transfer, what every rank is about to do: for finding
+    ranks that take different steps, at the cost of a round trip each.
 
     ``plan``, in place of a scheme, is a file of rules that a planner or a person wrote, or
     ``auto``: a planner chooses when the run starts, by what was measured on its machine.
@@ -159,6 +162,7 @@ class ParallelConfig:
     exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
     overlap: bool = True
     cuda_graph: bool = False
+    row_capacity: Annotated[float | None, Range(above=0, high=1), Example(0.25)] = None
     timeout_s: Annotated[float, Range(above=0)] = 300.0
     checked: bool = False
 

@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
+from sbpflow.embedding.assembly import Assembly
+from sbpflow.embedding.exchange.base import AnyGroup
 from sbpflow.embedding.exchange.boxed import Received, make_group
-from sbpflow.embedding.exchange.counts import CountReader, CountsUnderWay
-from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
+from sbpflow.embedding.exchange.counts import CountReader
+from sbpflow.embedding.exchange.id_transfer import IdTransfer
+from sbpflow.embedding.exchange.overflow import PaddedGroups
 from sbpflow.embedding.ids.ahead import IdStream
 from sbpflow.embedding.ids.batch_ids import Ids
 from sbpflow.embedding.ids.list_loops import warm_up_loops
 from sbpflow.embedding.ids.reader import IdReader
+from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.plan.tables import KernelRequest, OutputConfig, Shard
+from sbpflow.embedding.plan.tables import KernelRequest, Shard
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
@@ -35,6 +38,7 @@ from sbpflow.embedding.storage.choose import (
 from sbpflow.embedding.storage.initial import fill_shard
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
+from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
@@ -51,19 +55,6 @@ class Copies:
     tensors: list[Tensor]
 
 
-class EmbeddingsInFlight:
-    """One batch on its way through a collection; made by ``EmbeddingCollection.begin``."""
-
-    def __init__(
-        self, ids: IdsUnderWay, groups: list[GroupInFlight], counts: CountsUnderWay
-    ) -> None:
-        self.ids = ids
-        self.groups = groups
-        self.counts = counts
-        self.advanced = False
-        self.outputs: dict[str, Tensor] = {}
-
-
 class EmbeddingCollection:
     """The embedding tables of a model, from this rank's point of view."""
 
@@ -74,8 +65,12 @@ class EmbeddingCollection:
         *,
         seed: int,
         kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
+        row_capacity: float | None = None,
     ) -> None:
-        """``kernel`` is a request, or the choice per table that another plan has made."""
+        """``kernel`` is a request, or the choice per table that another plan has made. With
+        ``row_capacity``, on CUDA, rows of training batches travel in buffers of a fixed size: this
+        share of what the largest can be.
+        """
         world = boxing.world
         self.plan = plan
         self._world = world
@@ -88,14 +83,16 @@ class EmbeddingCollection:
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
         self._groups: list[AnyGroup] = [
-            make_group(group, boxing, self._make_storage, received) for group in plan.groups
+            make_group(group, boxing, self._make_storage, received, row_capacity)
+            for group in plan.groups
         ]
+        self._padded = PaddedGroups(self._groups)
         self._counts = CountReader(self._groups, world.device)
         self._stream = IdStream(world.device)
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
-        self._assembly = {out.name: _Assembly(plan, out, world.device) for out in plan.outputs}
+        self._assembly = {out.name: Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
             fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
@@ -150,18 +147,33 @@ class EmbeddingCollection:
             group.receive(part)
             if part.training:
                 group.sort_ahead(part)
+        batch.most_named = self._padded.ask(batch.groups)
 
     def look_up(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the ids, read the rows, and start the vectors on their way."""
+        self.arrive(batch)
+        self.read(batch)
+
+    def arrive(self, batch: EmbeddingsInFlight) -> None:
+        """The first half of ``look_up``: wait for the ids."""
         self.advance(batch)
+        if late := batch.most_named:
+            batch.most_named = None
+            if over := self._padded.overflowing(batch.groups, late):
+                with self._stream.section():
+                    self._padded.send_again(batch.groups, over)
         self._stream.join()
-        here = not self._stream.exists
-        everywhere = batch.ids.finish() if here else None
+        if self._stream.exists:
+            return
+        everywhere = batch.ids.finish()
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            part.everywhere = everywhere
+            group.receive(part)
+
+    def read(self, batch: EmbeddingsInFlight) -> None:
+        """The second half: read the rows, and send them."""
         for group, part in zip(self._groups, batch.groups, strict=True):
             part.lr_factor = self._lr_factor
-            if here:
-                part.everywhere = everywhere
-                group.receive(part)
             group.look_up(part)
 
     def outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
@@ -200,9 +212,48 @@ class EmbeddingCollection:
         """
         if step < 1:
             raise SbpError(f"update: step {step}; steps count from 1, over the whole job")
+        self.check_late()
+        self.apply(step)
+
+    def check_late(self) -> None:
+        """DataError for ids out of range that were read since the last call, on CUDA."""
         self._reader.check_late()
+
+    def apply(self, step: int) -> None:
+        """``update`` without its checks: only ops for the device."""
         for group in self._groups:
             group.update(step)
+
+    def describe_buffers(self) -> list[str]:
+        """What is in buffers of a fixed size, a line for each group."""
+        return self._padded.describe()
+
+    def why_not_captured(self) -> str:
+        """What keeps the moves from ``read`` to ``apply`` out of a CUDA graph; "" if nothing."""
+        if self._world.size > 1:
+            return "vectors and gradients travel between ranks"
+        for stack, storage in self._storages():
+            table = stack.tables[0].name
+            if stack.ragged:
+                return f"table {table} has lists of ids, of another number in each batch"
+            if not isinstance(storage, TorchStorage):
+                return f"table {table}: kernel {storage.kernel} has its learning rate on the host"
+        return ""
+
+    def keep_numbers(self) -> None:
+        """From now on updates take their learning rate and step from memory of the device."""
+        for storage in self._kept():
+            storage.keep_numbers()
+
+    def write_numbers(self, step: int) -> None:
+        """Before a replay of a graph that holds ``apply``: those of this step."""
+        for (stack, _), storage in zip(self._storages(), self._kept(), strict=True):
+            storage.write_numbers(stack.optimizer.lr * self._lr_factor, step)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether someone wants to be told of rows before they change: a graph tells nobody."""
+        return any(storage.before_update is not None for _, storage in self._storages())
 
     def gradient_squares(self) -> Tensor:
         """0-d float64: squares of all that was collected, each row's gradients summed first.
@@ -299,6 +350,10 @@ class EmbeddingCollection:
             for tensor in (storage.weights, *storage.state.values())
         )
 
+    def _kept(self) -> list[TorchStorage]:
+        """The storages, where all are such that can keep numbers."""
+        return [one for _, one in self._storages() if isinstance(one, TorchStorage)]
+
     def _storages(self) -> Iterator[tuple[Stack, Storage]]:
         for group in self._groups:
             yield from group.storages()
@@ -322,50 +377,3 @@ class EmbeddingCollection:
             sum_over_columns=sum_over_columns,
             noise=noise,
         )
-
-
-class _Assembly:
-    """Puts the groups' parts of one output together, and takes its gradient apart.
-
-    A group's part has its tables in the group's order; ``places`` are their columns in the output.
-    """
-
-    def __init__(self, plan: EmbeddingPlan, output: OutputConfig, device: torch.device) -> None:
-        self._sum = output.combine == "sum"
-        self._groups = {i: g for i, g in enumerate(plan.groups) if g.output.name == output.name}
-        starts, names = output.starts(), [feature.name for feature in plan.features]
-        places = {
-            index: [
-                column
-                for use in group.uses
-                for start in (starts[use.table.name, names[use.feature]],)
-                for column in range(start, start + use.table.dim)
-            ]
-            for index, group in self._groups.items()
-        }
-        joined = [place for index in self._groups for place in places[index]]
-        self._in_order = joined == list(range(len(joined)))
-        self._to_output = torch.argsort(torch.tensor(joined, device=device))
-        self._places = {index: torch.tensor(p, device=device) for index, p in places.items()}
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """[local batch, output width] from every group's part."""
-        mine = [self._summed(group, parts[index]) for index, group in self._groups.items()]
-        if self._sum:
-            return torch.stack(mine).sum(0) if len(mine) > 1 else mine[0]
-        joined = torch.cat(mine, 1) if len(mine) > 1 else mine[0]
-        return joined if self._in_order else joined.index_select(1, self._to_output)
-
-    def gradient_of(self, index: int, grad: Tensor) -> Tensor:
-        """The part of the output's gradient that belongs to group ``index``."""
-        group = self._groups[index]
-        if self._sum:
-            return grad if group.pooled else grad.repeat(1, len(group.uses))
-        if len(self._groups) == 1 and self._in_order:
-            return grad
-        return grad.index_select(1, self._places[index])
-
-    def _summed(self, group: GroupPlan, part: Tensor) -> Tensor:
-        if not self._sum or group.pooled:
-            return part
-        return part.view(part.shape[0], len(group.uses), group.output.width).sum(1)

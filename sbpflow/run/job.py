@@ -1,5 +1,6 @@
 """A run on one rank, built from its plan: tables, dense part, optimizers, trainer."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ from sbpflow.training.dense_part import DensePart
 from sbpflow.training.dense_state import begin_state, dense_state
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,13 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
     dtype, seed = DTYPES[config.parallel.dtype], config.run.seed
     if boxing.world.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32
-    embeddings = EmbeddingCollection(plan.embeddings, boxing, seed=seed, kernel=plan.kernels)
+    embeddings = EmbeddingCollection(
+        plan.embeddings,
+        boxing,
+        seed=seed,
+        kernel=plan.kernels,
+        row_capacity=config.parallel.row_capacity,
+    )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
     if not hasattr(model, "buffers"):
@@ -104,7 +113,20 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         planned=(plan.batch_size, plan.dense_conversions),
         cuda_graph=captured,
     )
+    if boxing.world.rank == 0:
+        _say_what_is_fixed(config, trainer, embeddings)
     return Job(trainer, model, embeddings, plan, boxing)
+
+
+def _say_what_is_fixed(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:
+    """In a line each: what is replayed, and what travels in buffers of a fixed size."""
+    if trainer.graphs is not None:
+        logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
+    if config.parallel.row_capacity is not None:
+        found = embeddings.describe_buffers()
+        nothing = "nothing to do: of no table do single rows travel to a kernel torch or triton"
+        for line in found or [nothing]:
+            logger.info("parallel.row_capacity: %s", line)
 
 
 def _check_captured(plan: RunPlan) -> None:

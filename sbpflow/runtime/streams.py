@@ -24,8 +24,10 @@ def stream_key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def step_keys(keys: Tensor, step: int) -> Tensor:
-    """Keys of the streams ``keys`` (int64) at one step of the job."""
+def step_keys(keys: Tensor, step: int | Tensor) -> Tensor:
+    """Keys of the streams ``keys`` (int64) at one step of the job, which may be 0-d int64."""
+    if isinstance(step, Tensor):
+        return mix(keys + step * GAMMA)
     half = 1 << 63
     return mix(keys + ((step * GAMMA + half) % (2 * half) - half))
 

@@ -1,14 +1,16 @@
-"""The dense part of a training step as one CUDA graph per shape of a batch, replayed.
+"""Stretches of a training step as one CUDA graph per shape of a batch, replayed.
 
 The first steps of a shape run as ever, on the stream that captures later: what is made once (an
 optimizer's state, workspaces of libraries, compiled code) is made there. The next one is captured,
 which computes nothing, and replayed, as all after it are. A graph reads and writes the same memory
 each time: a batch is copied into it, gradients and the loss are read from it.
+``graphed_step`` says which stretches there are.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,25 @@ from sbpflow.runtime.draws import KeptDraws
 from sbpflow.runtime.world import World
 
 WARM_UP_STEPS = 3  # a torch module's buffers are looked at in as many
+
+
+class Inputs(Protocol):
+    """What a stretch takes of a batch."""
+
+    def tensors(self) -> list[Tensor | None]:
+        """All that is in memory of the device, in one order."""
+        ...
+
+    def new_like(self) -> Self:
+        """Memory for another batch of these sizes."""
+        ...
+
+    def take_gradients(self, of: Self) -> None:
+        """Have the gradients that the stretch left with ``of``."""
+        ...
+
+
+InputsT = TypeVar("InputsT", bound=Inputs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,13 +54,10 @@ class DenseInputs:
     weights: Tensor | None
     vectors: Mapping[str, Tensor]
 
-    def tensors(self) -> list[Tensor]:
-        """All of them, in one order."""
-        rest = [] if self.weights is None else [self.weights]
-        return [self.labels, self.dense, *rest, *self.vectors.values()]
+    def tensors(self) -> list[Tensor | None]:
+        return [self.labels, self.dense, self.weights, *self.vectors.values()]
 
     def new_like(self) -> "DenseInputs":
-        """Memory for such a batch."""
         return DenseInputs(
             num_rows=self.num_rows,
             labels=torch.empty_like(self.labels),
@@ -51,79 +69,71 @@ class DenseInputs:
             },
         )
 
-    def shapes(self) -> tuple[object, ...]:
-        """What a graph is captured for."""
-        return tuple((one.shape, one.dtype) for one in self.tensors()), self.weights is None
-
-
-# (inputs, seed of what is random) -> [1], this rank's term of the loss; gradients are on the leaves
-Pass = Callable[[DenseInputs, int], Tensor]
+    def take_gradients(self, of: "DenseInputs") -> None:
+        for name, vectors in self.vectors.items():
+            vectors.grad = of.vectors[name].grad
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class _Captured(Generic[InputsT]):
     graph: torch.cuda.CUDAGraph
-    inputs: DenseInputs
+    inputs: InputsT
     gradients: list[Tensor | None]  # of the leaves
-    term: Tensor
+    found: tuple[Tensor, ...]
 
 
-class DenseGraphs:
-    """Runs ``work``, forward and backward of the dense part, and then ``update`` if given.
+class Graphs(Generic[InputsT]):
+    """Runs ``work``, (inputs, seed of what is random) -> what it finds.
 
-    ``leaves`` are what has a gradient afterwards, beside the vectors.
+    ``leaves`` are what has a gradient afterwards, beside the inputs. ``prepare`` puts where the
+    device finds them the numbers of the host that ``work`` takes, before each replay.
     """
 
     def __init__(
         self,
-        work: Pass,
+        work: Callable[[InputsT, int], tuple[Tensor, ...]],
         leaves: Sequence[Tensor],
         world: World,
         *,
-        update: Callable[[], object] | None = None,
+        prepare: Callable[[InputsT], object] | None = None,
     ) -> None:
-        self._work, self._update, self._leaves = work, update, leaves
-        self.updates = update is not None
+        self._work, self._prepare, self._leaves = work, prepare, leaves
         self.warm_up_steps = WARM_UP_STEPS
         self._world = world
         self._stream = torch.cuda.Stream(world.device)
         self._draws = KeptDraws()
-        self._captured: dict[object, _Captured] = {}
+        self._captured: dict[object, _Captured[InputsT]] = {}
         self._runs: dict[object, int] = {}
 
-    def run(self, inputs: DenseInputs, seed: int) -> Tensor:
-        """The loss term [1]; gradients of leaves and vectors are there, as after ``work``.
+    def run(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
+        """What ``work`` finds; gradients of leaves and inputs are there, as after ``work``.
 
         Gradients are good until the next run. ConfigError if the region cannot be captured.
         """
-        shapes = inputs.shapes()
+        shapes = _shapes(inputs)
         runs = self._runs[shapes] = self._runs.get(shapes, 0) + 1
         if runs <= self.warm_up_steps:
             return self._beside(inputs, seed)
         if shapes not in self._captured:
-            self._captured[shapes] = self._capture(inputs.new_like(), seed)
+            static = inputs.new_like()
+            _copy(static, inputs)  # so that no address is out of range
+            self._captured[shapes] = self._capture(static, seed)
         return self._replay(self._captured[shapes], inputs, seed)
 
     def forget(self) -> None:
         """Where parameters or the optimizer's state are no longer the tensors that they were."""
         self._captured, self._runs = {}, {}
 
-    def _all(self, inputs: DenseInputs, seed: int) -> Tensor:
-        term = self._work(inputs, seed)
-        if self._update is not None:
-            self._update()
-        return term
-
-    def _beside(self, inputs: DenseInputs, seed: int) -> Tensor:
+    def _beside(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
         """Op by op, on the capturing stream; the current one waits for it."""
         current = torch.cuda.current_stream(self._world.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._drawing():
-            term = self._all(inputs, seed)
+            found = self._work(inputs, seed)
         current.wait_stream(self._stream)
-        return term
+        return found
 
-    def _capture(self, inputs: DenseInputs, seed: int) -> _Captured:
+    def _capture(self, inputs: InputsT, seed: int) -> _Captured[InputsT]:
         graph = torch.cuda.CUDAGraph()
         for leaf in self._leaves:
             leaf.grad = None
@@ -133,7 +143,7 @@ class DenseGraphs:
                 # thread_local: NCCL's own threads ask for their events meanwhile.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                term = self._all(inputs, seed)
+                found = self._work(inputs, seed)
         except RuntimeError as error:
             raise ConfigError(
                 "parallel.cuda_graph: true, but the dense part cannot be captured: "
@@ -141,20 +151,20 @@ class DenseGraphs:
                 "(item(), a mask as an index, print) nor brings tensors from the host; change "
                 "that, or use parallel.cuda_graph=false"
             ) from error
-        return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], term)
+        return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], found)
 
-    def _replay(self, captured: _Captured, inputs: DenseInputs, seed: int) -> Tensor:
-        static = captured.inputs
-        with torch.no_grad():
-            for target, source in zip(static.tensors(), inputs.tensors(), strict=True):
-                target.copy_(source)
+    def _replay(
+        self, captured: _Captured[InputsT], inputs: InputsT, seed: int
+    ) -> tuple[Tensor, ...]:
+        _copy(captured.inputs, inputs)
+        if self._prepare is not None:
+            self._prepare(inputs)
         with self._draws.replaying(self._world.device, seed):
             captured.graph.replay()
         for leaf, gradient in zip(self._leaves, captured.gradients, strict=True):
             leaf.grad = gradient
-        for name, vectors in inputs.vectors.items():
-            vectors.grad = static.vectors[name].grad
-        return captured.term.clone()  # the next replay has another
+        inputs.take_gradients(captured.inputs)
+        return tuple(one.clone() for one in captured.found)  # the next replay has others
 
     @contextmanager
     def _drawing(self, *, capturing: bool = False) -> Generator[None]:
@@ -165,6 +175,19 @@ class DenseGraphs:
             yield
         finally:
             world.draws, self._draws.capturing = before, False
+
+
+def _copy(target: Inputs, source: Inputs) -> None:
+    """All in one call: torch has it under this name alone."""
+    into = [one for one in target.tensors() if one is not None]
+    given = [one for one in source.tensors() if one is not None]
+    with torch.no_grad():
+        torch._foreach_copy_(into, given)  # pyright: ignore[reportPrivateUsage]
+
+
+def _shapes(inputs: Inputs) -> tuple[object, ...]:
+    """What a graph is captured for."""
+    return tuple(one if one is None else (one.shape, one.dtype) for one in inputs.tensors())
 
 
 def _first_line(error: BaseException) -> str:

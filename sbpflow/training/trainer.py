@@ -32,8 +32,9 @@ from sbpflow.tensor.gradient_sync import (
 )
 from sbpflow.training.batch import Batch
 from sbpflow.training.clipping import Clipper
-from sbpflow.training.cuda_graph import DenseGraphs, DenseInputs
+from sbpflow.training.cuda_graph import DenseInputs
 from sbpflow.training.dense_part import DensePart
+from sbpflow.training.graphed_step import OF_BATCH, OF_STEP, GraphedStep, StepInputs
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.losses import PLAIN, row_losses
 from sbpflow.training.move_times import MoveTimes, MoveWatch
@@ -86,8 +87,7 @@ class Trainer:
     makes the move of a schedule that clips, ``loss`` changes the loss of rows. ``gradients`` is how
     dense gradients and the loss travel (``plan_gradients`` with a ``total``), as the plan of a run
     has it. ``planned`` are the rows of a batch and the conversions that its forward then makes,
-    these and no others. With ``cuda_graph`` batches of so many rows are run as ``DenseGraphs``, and
-    the optimizer's step with them where nothing comes between: on one rank, without a clipper.
+    these and no others. With ``cuda_graph`` batches of so many rows are run by a ``GraphedStep``.
     """
 
     def __init__(
@@ -135,10 +135,18 @@ class Trainer:
         self._planned_rows, self._conversions = planned or (None, ())
         groups = optimizer.param_groups if optimizer else []
         self._base_lrs = [float(group["lr"]) for group in groups]
-        self.graphs: DenseGraphs | None = None
+        self.graphs: GraphedStep | None = None
         if cuda_graph:
-            self.graphs = self._make_graphs()
+            self.graphs = GraphedStep(
+                lambda inputs, seed: _terms_after_backward(self._loss_of(inputs, seed)),
+                [parameter.part for parameter in leaves],
+                boxing.world,
+                embeddings=embeddings,
+                optimizer=optimizer,
+                clipper=clipper,
+            )
         self._updated = False  # the dense part, beside its backward
+        self._made: frozenset[str] = frozenset()  # moves of the step, likewise
         self._coming: _BatchInFlight | None = None
         self._failure = ""
         self.num_steps = 0
@@ -170,7 +178,7 @@ class Trainer:
         try:
             self._coming = _BatchInFlight(ahead) if ahead is not None and ahead.num_rows else None
             self.num_steps += 1
-            self._updated = False
+            self._updated, self._made = False, frozenset()
             self._set_learning_rates()
             self._run(in_flight)
         except BaseException as error:
@@ -184,7 +192,7 @@ class Trainer:
     def _run(self, batches: list[_BatchInFlight]) -> None:
         self.schedule.run(
             {move.name: self._of_batch(move) for move in OF_A_BATCH},
-            {move.name: getattr(self, f"_{move.name}") for move in (*OF_A_STEP, CLIP)},
+            {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
             batches,
             self._coming,
             self._boxing.world,
@@ -198,6 +206,16 @@ class Trainer:
             return own
         theirs: Callable[[EmbeddingsInFlight], None] = getattr(self._embeddings, move.name)
         return lambda one: theirs(one.begun)
+
+    def _of_step(self, move: Move) -> Callable[[], None]:
+        """What makes a move of the step, unless a graph has."""
+        make: Callable[[], None] = getattr(self, f"_{move.name}")
+
+        def unless_made() -> None:
+            if move.name not in self._made:
+                make()
+
+        return unless_made
 
     def _batches_of(self, batches: list[Batch]) -> list[_BatchInFlight]:
         """The first may have begun during the step before."""
@@ -227,11 +245,20 @@ class Trainer:
                 raise DataError(f"the first batch of step {self.num_steps + 1}: {error}") from error
             raise
 
+    def _look_up(self, one: _BatchInFlight) -> None:
+        as_planned = one.batch.num_rows == self._planned_rows and one.share == 1.0
+        if as_planned and self.graphs is not None and self.graphs.takes_rows:
+            self._embeddings.arrive(one.begun)
+            one.made |= OF_BATCH
+            self._made = OF_STEP
+        else:
+            self._embeddings.look_up(one.begun)
+
     def _outputs(self, one: _BatchInFlight) -> None:
         one.vectors = self._embeddings.outputs(one.begun)
 
     def _forward(self, one: _BatchInFlight) -> None:
-        batch, seed = one.batch, self._mask_seed(one.number)
+        batch, seed, graphs = one.batch, self._mask_seed(one.number), self.graphs
         inputs = DenseInputs(
             num_rows=batch.num_rows,
             labels=batch.labels,
@@ -239,13 +266,17 @@ class Trainer:
             weights=getattr(batch, "weights", None),
             vectors=one.vectors,
         )
-        as_planned = batch.num_rows == self._planned_rows
-        if self.graphs is not None and as_planned and one.share == 1.0:
-            one.term = self.graphs.run(inputs, seed)
-            self._updated = self.graphs.updates
-            return
-        loss = self._loss_of(inputs, seed)
-        one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
+        as_planned = batch.num_rows == self._planned_rows and one.share == 1.0
+        if graphs is not None and self._made:
+            whole = StepInputs(dense=inputs, rows=one.begun, step=self.num_steps)
+            one.term, self.gradient_norm = graphs.run_all(whole, seed)
+            self._updated = graphs.updates_dense
+        elif graphs is not None and as_planned and graphs.takes_vectors:
+            one.term = graphs.run_dense(inputs, seed)
+            self._updated = graphs.updates_dense
+        else:
+            loss = self._loss_of(inputs, seed)
+            one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
 
     def _loss_of(self, inputs: DenseInputs, seed: int) -> GlobalTensor:
         num_rows = inputs.num_rows
@@ -259,19 +290,6 @@ class Trainer:
         if inputs.weights is not None:
             losses = ops.mul(losses, self._home(inputs.weights.unsqueeze(1), num_rows))
         return ops.reduce_mean(losses, id="loss")
-
-    def _make_graphs(self) -> DenseGraphs:
-        world, update = self._boxing.world, None
-        if world.size == 1 and self._clipper is None and self.optimizer is not None:
-            groups = self.optimizer.param_groups
-            if all(group.get("capturable") for group in groups):
-                update = self.optimizer.step
-
-        def work(inputs: DenseInputs, seed: int) -> Tensor:
-            return _terms_after_backward(self._loss_of(inputs, seed))
-
-        leaves = [parameter.part for parameter in self._model.parameters.values()]
-        return DenseGraphs(work, leaves, world, update=update)
 
     def _backward(self, one: _BatchInFlight) -> None:
         terms, one.term = one.term, None

@@ -85,6 +85,21 @@ def test_a_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
 
 
+# What lays rows out in buffers: on the stream of ids, and around the transfers.
+LAID_OUT = {"3": 80, "dp": 110}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+@pytest.mark.parametrize("scheme", LAID_OUT)
+def test_buffers_of_a_fixed_size_need_no_counts(rehearsed_ranks, scheme, share):
+    """With room for all there is nothing to read; else how many rows there were, a step later."""
+    config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
+    config = replace(config, parallel=replace(config.parallel, row_capacity=share))
+    ops = BUDGETS[2, scheme].ops + LAID_OUT[scheme]
+    budget = Budget(waits=0, late_reads=int(share < 1.0), ops=ops)
+    check(rehearsed_ranks(2, second_step, config, 1), budget)
+
+
 @pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
 def test_unique_rows_of_columns_read_their_counts_late(rehearsed_ranks, sparse):
     rules = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}

@@ -1,4 +1,6 @@
-"""The dense part as one CUDA graph: equal to the same steps op by op, and what it cannot hold."""
+"""A step, or its dense part, as one CUDA graph: equal to the same steps op by op, and what no graph
+can hold.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -6,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbpflow.config.schema import OptimizerConfig, RmsProp, TrainConfig
+from sbpflow.config.schema import Ftrl, OptimizerConfig, RmsProp, TrainConfig
 from sbpflow.config.train_options import ClipConfig, ScheduleConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import embedding_output
 from sbpflow.run.torch_model import TorchModel
+from tests.embedding.mixes import make_collection
+from tests.embedding.test_mixes import RULES, mix_of
 from tests.models.test_options import config_with
 from tests.models.twins import MODELS
 from tests.ranks import RanksFailed
@@ -26,46 +30,54 @@ def with_graph(config, **parallel):
     )
 
 
-def train(world, config, warm_up_steps, steps=STEPS):
-    """Losses, weights, and each step's ops and waits of the host."""
+def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
+    """Losses; weights, rows and what optimizers keep of them; each step's journal."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
-    losses, ops, waits, kept = [], [], [], []
+    losses, journals, kept = [], [], []
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
         if number == warm_up_steps:  # whose shape is captured; later batches must not be there
-            kept = [(rows.labels, mine.labels), (rows.dense, mine.dense)]
+            kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
+        if before_step is not None:
+            before_step(job, number)
         with journal() as made:
             losses.append(job.trainer.step(rows))
-        ops.append(made.num_ops)
-        waits.append([entry.where for entry in made.syncs])
+        journals.append(made)
     assert all(torch.equal(there.cpu(), here) for there, here in kept)
     weights = {name: one.part.detach().cpu() for name, one in job.model.parameters.items()}
     for stored in job.embeddings.stored():
         shard = stored.shard
-        weights[shard.table.name, shard.row_start, shard.col_start] = stored.weights.cpu()
-    return [float(loss) for loss in losses], weights, ops, waits
+        place = shard.table.name, shard.row_start, shard.col_start
+        weights[place] = stored.weights.cpu()
+        weights |= {(*place, name): state.cpu() for name, state in stored.state.items()}
+    return [float(loss) for loss in losses], weights, journals
 
 
-def both_ways(world, config, captured_at=1, steps=STEPS):
+def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
     """With a graph from then on, and op by op; False where their weights differ."""
-    losses, weights, ops, waits = train(world, config, captured_at, steps)
-    plain, same, plain_ops, _ = train(world, config, steps, steps)
+    losses, weights, journals = train(world, config, captured_at, steps, before_step)
+    plain, same, plain_journals = train(world, config, steps, steps)
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]
-    return losses, plain, ops, plain_ops, waits, len(equal) > 4 and all(equal)
+    ops, plain_ops = ([one.num_ops for one in all_of] for all_of in (journals, plain_journals))
+    waits = [[entry.where for entry in made.syncs] for made in journals]
+    on_main = [(made.ops - made.beside).total() for made in journals]
+    return losses, plain, ops, plain_ops, waits, len(equal) > 4 and all(equal), on_main
 
 
-def check(found, captured_at=1):
-    for losses, plain, ops, plain_ops, waits, equal in found:
+def check(found, captured_at=1, most=None):
+    """``most``: the ops that a replayed step hands to the main stream."""
+    for losses, plain, ops, plain_ops, waits, equal, on_main in found:
         assert losses == plain
         assert equal
         for step in range(len(ops)):
             replayed = step > captured_at and step not in SHORT
             assert (ops[step] < plain_ops[step] - 50) == replayed, (ops, plain_ops)
+            assert not replayed or most is None or on_main[step] <= most, on_main
         assert [n for n, lines in enumerate(waits) if lines] == [captured_at], waits
 
 
@@ -85,7 +97,97 @@ def test_replays_equal_steps_op_by_op(rehearsed_ranks, optimizer):
     config = with_graph(make_config("1", "adagrad", dtype="float32"))
     config = replace(config, optimizer=OPTIMIZERS[optimizer])
     config = replace(config, model=replace(config.model, dropout=0.5))
-    check(rehearsed_ranks(1, both_ways, config))
+    check(rehearsed_ranks(1, both_ways, config), most=12 if optimizer in CAPTURED else 60)
+
+
+CAPTURED = ("adam", "rmsprop")
+TABLES = {  # rule of the deep tables, and how rows are stored
+    "sgd": None,
+    "adagrad": "float16",
+    "rowwise_adagrad": "bfloat16",
+    "lazy_adam": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("sparse", TABLES)
+def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
+    """At a rate that rises from step to step; beside FTRL, which takes one rate alone, at that."""
+    wide = Ftrl() if sparse == "adagrad" else None
+    config = make_config("1", sparse, dtype="float32", dense="adam", wide=wide)
+    config = with_graph(config, table_dtype=TABLES[sparse])
+    if wide is None:
+        optimizer = replace(config.optimizer, schedule=SCHEDULE)
+        config = replace(config, optimizer=optimizer)
+    check(rehearsed_ranks(1, both_ways, config), most=12)
+
+
+def both_ways_watched(world, config):
+    """Rows are to be told of in the third step, as while a checkpoint is saved beside training."""
+    told = []
+
+    def before_step(job, number):
+        for storage, _ in job.embeddings.storages():
+            storage.before_update = told.append if number == 2 else None
+
+    losses, plain, *_, equal, on_main = both_ways(world, config, before_step=before_step)
+    return losses == plain, equal, len(told), on_main
+
+
+def test_rows_that_someone_must_be_told_of_are_updated_op_by_op(rehearsed_ranks):
+    config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
+    ((losses, weights, told, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
+    assert losses
+    assert weights
+    assert told == 2  # the deep and the wide storage
+    assert on_main[3] < 20 < 100 < on_main[2]
+
+
+def wrong_id(world, config):
+    """What a step with an id out of range says, and whether it changed anything."""
+    job = make_job(world, config)
+    job.trainer.graphs.warm_up_steps = 1
+    batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
+    for batch in batches[:2]:
+        job.trainer.step(batch)
+    batches[2].ids[3, 1] = 11
+    before = [stored.weights.clone() for stored in job.embeddings.stored()]
+    with pytest.raises(DataError) as refused:
+        job.trainer.step(batches[2])
+    after = [stored.weights for stored in job.embeddings.stored()]
+    return str(refused.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_wrong_id_is_told_before_a_replay(rehearsed_ranks):
+    config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
+    ((words, unchanged),) = rehearsed_ranks(1, wrong_id, config)
+    assert "field C2: id 11 in row 3" in words
+    assert unchanged
+
+
+def told_at_start(world, config):
+    return make_job(world, config).trainer.graphs.describe()
+
+
+def test_what_is_not_replayed_is_said(rehearsed_ranks):
+    config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
+    (all_of_it,) = rehearsed_ranks(1, told_at_start, config)
+    assert all_of_it == "all of a step behind the sorted ids is replayed"
+    plain = replace(config, optimizer=OptimizerConfig(dense=DENSE["sgd"]))
+    (but_sgd,) = rehearsed_ranks(1, told_at_start, plain)
+    assert but_sgd.endswith("is replayed, without the dense optimizer")
+    for of_two in rehearsed_ranks(2, told_at_start, config):
+        assert of_two.startswith("the dense part is replayed, without the dense optimizer; tables")
+        assert of_two.endswith("op by op: vectors and gradients travel between ranks")
+
+
+def why_not(world, mix):
+    return make_collection(world, mix).why_not_captured()
+
+
+def test_lists_of_ids_stay_out_of_a_graph(rehearsed_ranks):
+    mix = replace(mix_of("columns", 8, RULES[2], dtype=torch.float32), world_size=1)
+    (words,) = rehearsed_ranks(1, why_not, mix)
+    assert "has lists of ids, of another number in each batch" in words
 
 
 def both_ways_with_triton(world, config):
@@ -111,6 +213,27 @@ def test_tritons_dropout_in_a_graph_equals_torchs(rehearsed_ranks):
     check([by_triton])
     assert by_triton[0] == by_torch[0]
     assert by_triton[3][1] < by_torch[3][1], "one op each way in place of many"
+
+
+def both_ways_with_tritons_tables(world, config):
+    from importlib.util import find_spec
+
+    from sbpflow.embedding.storage import choose
+
+    absent, choose.find_spec = choose.find_spec, find_spec
+    try:
+        return both_ways(world, config, steps=4)
+    finally:
+        choose.find_spec = absent
+
+
+@pytest.mark.parametrize("sparse", ["rowwise_adagrad", "lazy_adam"])
+def test_tritons_kernels_of_tables_are_replayed(rehearsed_ranks, sparse):
+    pytest.importorskip("triton")
+    config = make_config("1", sparse, dtype="float32", dense="adam", kernel="triton", batch_size=12)
+    config = with_graph(config, table_dtype="bfloat16")
+    optimizer = replace(config.optimizer, schedule=SCHEDULE)
+    check(rehearsed_ranks(1, both_ways_with_tritons_tables, replace(config, optimizer=optimizer)))
 
 
 def test_of_several_ranks_gradients_leave_the_graph(rehearsed_ranks):

@@ -288,14 +288,18 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
 
 
 def make_group(
-    plan: GroupPlan, boxing: Boxing, make: StorageFactory, received: Received
+    plan: GroupPlan,
+    boxing: Boxing,
+    make: StorageFactory,
+    received: Received,
+    row_capacity: float | None = None,
 ) -> AnyGroup:
-    """The class for a plan's exchange."""
+    """The class for a plan's exchange; ``row_capacity`` is for those whose single rows travel."""
     if plan.exchange == "unique":
         kind = UniqueColumnsGroup if plan.unique_columns else UniqueGroup
-        return kind(plan, boxing, make)
+        return kind(plan, boxing, make, row_capacity)
     if plan.exchange == "local" and boxing.world.size > 1 and not plan.whole_gradients:
-        return LocalRowsGroup(plan, boxing, make)
+        return LocalRowsGroup(plan, boxing, make, row_capacity)
     if plan.exchange == "local":
         return LocalGroup(plan, boxing, make, None)
     return BoxedGroup(plan, boxing, make, received)

@@ -1,15 +1,17 @@
 """Groups whose single rows travel, deduplicated: unique (S(0), S(1)) and local (B)."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import Exchange, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, StorageFactory
 from sbpflow.embedding.exchange.id_transfer import IDS
+from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -28,11 +30,14 @@ from sbpflow.embedding.storage.choose import deduplicator
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
     """``asked`` counts the rows this rank names to each rank, ``into`` those they name to it; both
-    are in ``named`` and ``counts`` first.
+    are in ``named`` and ``counts`` first, or in buffers of a fixed size the room for them.
     """
 
     wanted: Access  # of the local samples
-    named: Tensor  # [ranks] int64
+    named: Tensor | None = None  # [ranks] int64
+    slots: Slots | None = None  # in buffers of a fixed size
+    own: Tensor | None = None  # what was sent in one
+    most: Tensor | None = None  # [1] int64, the rows that some rank names to another, at most
     asked: list[int] = field(default_factory=list[int])
     into: list[int] = field(default_factory=list[int])
     rows: Tensor | None = None  # [unique rows wanted here, dim], after they came
@@ -45,9 +50,18 @@ class RowsInFlight(GroupInFlight):
 
 
 class RowGroup(Group[RowsInFlight]):
-    """One stack, whose rows have job-wide addresses; who wants which is told once per batch."""
+    """One stack, whose rows have job-wide addresses; who wants which is told once per batch.
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
+    ``row_capacity`` is the share of a ``Capacity``, for the buffers of training batches.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        boxing: Boxing,
+        make: StorageFactory,
+        row_capacity: float | None = None,
+    ) -> None:
         super().__init__(plan, boxing)
         (self._stack,) = plan.stacks
         self._state = SharedState(plan, boxing)
@@ -56,6 +70,52 @@ class RowGroup(Group[RowsInFlight]):
         self._ids = Exchange(self.world, IDS)
         self._vectors = Exchange(self.world, VECTORS)
         self._gradients = Exchange(self.world, GRADIENTS)
+        self.capacity: Capacity | None = None
+        on_cuda = self.world.device.type == "cuda"  # where what did not fit is asked for
+        if row_capacity is not None and on_cuda and self._storage.absent is not None:
+            self.capacity = Capacity(row_capacity, plan)
+
+    @abstractmethod
+    def deduplicate(self, local: BatchIds) -> Access:
+        """The addresses that the samples want."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Of the rows that this rank names, in buffers."""
+
+    @abstractmethod
+    def begin_counted(self, batch: RowsInFlight) -> None:
+        """Send how many rows are named to each."""
+
+    @abstractmethod
+    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
+        """Start the ids of ``Layout.lay_out``."""
+
+    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
+        batch = RowsInFlight(
+            local=local, num_rows=num_rows, training=training, wanted=self.deduplicate(local)
+        )
+        if training and self.capacity is not None:
+            room, size = self.capacity.rows(num_rows), self.world.size
+            batch.slots, buffers = self.layout.lay_out(batch.wanted, room)
+            batch.own = buffers[:, 1:].reshape(-1)
+            batch.asked, batch.into = [room] * size, [room] * size
+            batch.pending = self.send_padded(batch, buffers)
+        else:
+            self.begin_counted(batch)
+        return batch
+
+    def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
+        """After ``receive``, of a batch that does not fit: with transfers of the sizes it needs."""
+        again = RowsInFlight(
+            local=batch.local,
+            num_rows=batch.num_rows,
+            training=batch.training,
+            wanted=batch.wanted,
+        )
+        self.begin_counted(again)
+        return again
 
     def _planned_steps(self, num_rows: int) -> RowSteps:
         steps = self.plan.row_steps(num_rows)
@@ -67,8 +127,10 @@ class RowGroup(Group[RowsInFlight]):
         return [(self._stack, self._storage)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """[ranks] named to each, then [ranks] named by each if that is told."""
-        if batch.pending is None:
+        """[ranks] named to each, then [ranks] named by each if that is told; ``None`` where there
+        is room for all that may be.
+        """
+        if batch.pending is None or batch.named is None:
             return batch.named
         step = self._steps(batch.num_rows).counts
         return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
@@ -83,21 +145,35 @@ class RowGroup(Group[RowsInFlight]):
     def vectors(self, batch: RowsInFlight) -> Tensor:
         """Expand ``batch.rows`` to the samples' vectors."""
         samples = batch.local.num_samples
-        vectors = sum_bags(batch.take_rows(), batch.wanted, batch.wanted.inverse())
+        at = batch.wanted.inverse() if batch.slots is None else batch.slots.of_ids
+        vectors = sum_bags(batch.take_rows(), batch.wanted, at)
         if self.plan.pooled:
             return vectors.view(samples, len(self._stack.uses), self._stack.dim).sum(1)
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """[unique rows wanted here, dim], summed over this rank's samples, as they travel."""
+        """[unique rows wanted here, dim], summed over this rank's samples, as they travel; in
+        buffers each in its slot.
+        """
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
-        _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
+        grad = grad.reshape(-1, self._stack.dim)
+        if batch.slots is None:
+            _, sums = batch.wanted.row_gradients(grad)
+        else:
+            sums = batch.slots.spread(batch.wanted, grad)
         return sums.to(self.plan.gradient_wire)
 
     def receive(self, batch: RowsInFlight) -> None:
-        step = self._steps(batch.num_rows).ids
-        batch.accesses = [Access(received(step, batch.take_pending(), sum(batch.into)))]
+        step, count = self._steps(batch.num_rows).ids, sum(batch.into)
+        if batch.slots is None:
+            batch.accesses = [Access(received(step, batch.take_pending(), count))]
+            return
+        ranks = len(batch.into)
+        buffers = received(step, batch.take_pending(), ranks + count).view(ranks, -1)
+        batch.accesses = [Access(buffers[:, 1:].reshape(-1))]
+        if self.capacity is not None and not self.capacity.is_enough(batch.num_rows):
+            batch.most = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
 
     def collect(self, batch: RowsInFlight) -> None:
         step, count = self._steps(batch.num_rows).gradients, batch.accesses[0].num_bags
@@ -112,8 +188,14 @@ class RowGroup(Group[RowsInFlight]):
 class UniqueGroup(RowGroup):
     """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, boxing, make)
+    def __init__(
+        self,
+        plan: GroupPlan,
+        boxing: Boxing,
+        make: StorageFactory,
+        row_capacity: float | None = None,
+    ) -> None:
+        super().__init__(plan, boxing, make, row_capacity)
         self._addresses = OwnerAddresses(
             self._stack,
             self.world.size,
@@ -127,17 +209,27 @@ class UniqueGroup(RowGroup):
         )
         self._bases, self._ends = bases[:-1], bases[1:].clone()
         self._zero = torch.zeros(1, dtype=torch.int64, device=self.world.device)
+        self._layout = Layout(bases)
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        wanted = self._deduplicated(self._addresses.access(local))
-        named = wanted.unique_below(self._ends).diff(prepend=self._zero)
-        batch = RowsInFlight(
-            local=local, num_rows=num_rows, training=training, wanted=wanted, named=named
-        )
-        batch.pending = self._ids.start_counts(self._steps(num_rows).counts, named)
-        return batch
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def deduplicate(self, local: BatchIds) -> Access:
+        return self._deduplicated(self._addresses.access(local))
+
+    def begin_counted(self, batch: RowsInFlight) -> None:
+        batch.named = batch.wanted.unique_below(self._ends).diff(prepend=self._zero)
+        step = self._steps(batch.num_rows).counts
+        batch.pending = self._ids.start_counts(step, batch.named)
+
+    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
+        sizes = [buffers.shape[1]] * self.world.size
+        return self._ids.start(self._steps(batch.num_rows).ids, buffers.view(-1), sizes, sizes)
 
     def advance(self, batch: RowsInFlight) -> None:
+        if batch.slots is not None:
+            return
         steps, size = self._steps(batch.num_rows), self.world.size
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = sum(batch.asked)
@@ -169,33 +261,49 @@ class ToldToAllGroup(RowGroup):
     want: addresses are local ones everywhere.
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, boxing, make)
+    def __init__(
+        self,
+        plan: GroupPlan,
+        boxing: Boxing,
+        make: StorageFactory,
+        row_capacity: float | None = None,
+    ) -> None:
+        super().__init__(plan, boxing, make, row_capacity)
         self._addresses = OwnerAddresses(
             self._stack, 1, self.world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
         )
-        self._ends = torch.tensor(
-            self._addresses.bases[1:], dtype=plan.address_dtype(), device=self.world.device
+        bases = torch.tensor(
+            self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
         )
+        self._ends, self._layout = bases[1:].clone(), Layout(bases)
         self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def deduplicate(self, local: BatchIds) -> Access:
+        return self._deduplicated(self._addresses.access(local))
 
     def is_told(self, batch: RowsInFlight) -> bool:
         """Whether others need to know which rows this rank wants."""
         del batch
         return True
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        wanted = self._deduplicated(self._addresses.access(local))
+    def begin_counted(self, batch: RowsInFlight) -> None:
         # Each rank is told all of them.
-        named = wanted.unique_below(self._ends).repeat(self.world.size)
-        batch = RowsInFlight(
-            local=local, num_rows=num_rows, training=training, wanted=wanted, named=named
-        )
+        batch.named = batch.wanted.unique_below(self._ends).repeat(self.world.size)
         if self.is_told(batch):
-            batch.pending = self._ids.start_counts(self._steps(num_rows).counts, named)
-        return batch
+            step = self._steps(batch.num_rows).counts
+            batch.pending = self._ids.start_counts(step, batch.named)
+
+    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
+        sizes = [buffers.shape[1]] * self.world.size
+        return self._ids.start_for_all(self._steps(batch.num_rows).ids, buffers.view(-1), sizes)
 
     def advance(self, batch: RowsInFlight) -> None:
+        if batch.slots is not None:
+            return
         size = self.world.size
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = batch.asked[0]
@@ -215,8 +323,14 @@ class UniqueColumnsGroup(ToldToAllGroup):
     dimension, since ranks may hold unequal widths.
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, make: StorageFactory) -> None:
-        super().__init__(plan, boxing, make)
+    def __init__(
+        self,
+        plan: GroupPlan,
+        boxing: Boxing,
+        make: StorageFactory,
+        row_capacity: float | None = None,
+    ) -> None:
+        super().__init__(plan, boxing, make, row_capacity)
         self._columns = self._stack.columns_by_rank()  # ascending from rank to rank or not
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
@@ -271,7 +385,7 @@ class LocalRowsGroup(ToldToAllGroup):
         if batch.training:
             self._storage.prefetch(batch.accesses[0].addresses)
         # Its own rows now; those of all ranks, which contain them, stay until the update.
-        rows = batch.wanted.rows()
+        rows = batch.wanted.rows() if batch.own is None else batch.own
         self._storage.prefetch(rows)
         batch.rows = self._storage.lookup(Access(rows))
         self._storage.release(rows)

@@ -28,6 +28,7 @@ class SharedState:
 
         def add_up(squares: Tensor) -> Tensor:
             size = self._plan.squares_sent(index, squares.shape[0], self.num_rows)
+            size = max(size, squares.shape[0])  # buffers may hold more rows than a batch can name
             padded = F.pad(squares, (0, size - squares.shape[0]))
             total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
             if total is None:

@@ -54,6 +54,22 @@ class Access:
             start += access.addresses.numel()
         return Access(addresses, torch.cat([*parts, parts[0].new_full((1,), start)]), weights)
 
+    def tensors(self) -> list[Tensor | None]:
+        """What it was made of, and what is sorted of it so far."""
+        runs = self._runs
+        ordered = [] if runs is None else [runs.keys, runs.order, runs.start, runs.stop]
+        return [self.addresses, self.offsets, self.weights, *ordered]
+
+    def new_like(self) -> "Access":
+        """Memory for another one of its sizes."""
+        tensors = [None if one is None else torch.empty_like(one) for one in self.tensors()]
+        addresses, offsets, weights, *ordered = tensors
+        if addresses is None:
+            raise RuntimeError("an access without addresses")
+        made = Access(addresses, offsets, weights)
+        made._runs = Runs(*(one for one in ordered if one is not None)) if ordered else None
+        return made
+
     @property
     def num_bags(self) -> int:
         if self.offsets is None:

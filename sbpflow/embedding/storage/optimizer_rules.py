@@ -5,7 +5,6 @@ the table's full width, whatever part of the columns is stored here. ``eps`` sta
 root, as in FBGEMM and torch.optim.Adagrad.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.storage.step_numbers import StepNumbers
 
 SumOverColumns = Callable[[Tensor], Tensor]
 
@@ -28,15 +28,14 @@ class RowBlock:
     state: dict[str, Tensor]  # whole, of the storage
     rows: Tensor  # [touched] int64, unique
     grads: Tensor  # [touched, width], summed over the batch
-    lr: float
-    step: int  # of the job, counted from 1
+    numbers: StepNumbers
     squares: Tensor | None = None  # [touched] of rowwise rules, over the table's full width
 
 
 def apply_step(optimizer: SparseOptimizer, block: RowBlock) -> None:
     """Change ``block.weights`` and the state of its rows by one step."""
     if optimizer.weight_decay:
-        block.weights.mul_(1.0 - block.lr * optimizer.weight_decay)
+        block.weights.mul_(block.numbers.decay)
     _RULES[optimizer.name](optimizer, block)
 
 
@@ -49,14 +48,33 @@ def row_squares(grads: Tensor) -> Tensor:
     return (grads * grads).sum(1)
 
 
+def _subtract(weights: Tensor, values: Tensor, rate: float | Tensor) -> None:
+    """weights -= rate * values."""
+    if isinstance(rate, Tensor):
+        weights.addcmul_(values, rate, value=-1.0)
+    else:
+        weights.add_(values, alpha=-rate)
+
+
+def _subtract_quotient(
+    weights: Tensor, values: Tensor, divisors: Tensor, rate: float | Tensor
+) -> None:
+    """weights -= rate * (values / divisors)."""
+    if isinstance(rate, Tensor):
+        weights.addcmul_(values / divisors, rate, value=-1.0)
+    else:
+        weights.addcdiv_(values, divisors, value=-rate)
+
+
 def _sgd(optimizer: SparseOptimizer, block: RowBlock) -> None:
-    block.weights.add_(block.grads, alpha=-block.lr)
+    _subtract(block.weights, block.grads, block.numbers.rate)
 
 
 def _adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
     total = block.state["sum"].index_select(0, block.rows).addcmul_(block.grads, block.grads)
     block.state["sum"].index_copy_(0, block.rows, total)
-    block.weights.addcdiv_(block.grads, total.sqrt_().add_(optimizer.eps), value=-block.lr)
+    root = total.sqrt_().add_(optimizer.eps)
+    _subtract_quotient(block.weights, block.grads, root, block.numbers.rate)
 
 
 def _rowwise_adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
@@ -64,21 +82,19 @@ def _rowwise_adagrad(optimizer: SparseOptimizer, block: RowBlock) -> None:
         raise RuntimeError("a rowwise rule needs the rows' squares")
     total = block.state["sum"].index_select(0, block.rows).add_(block.squares)
     block.state["sum"].index_copy_(0, block.rows, total)
-    scale = total.sqrt_().add_(optimizer.eps).reciprocal_().mul_(-block.lr)
+    scale = total.sqrt_().add_(optimizer.eps).reciprocal_().mul_(-block.numbers.rate)
     block.weights.addcmul_(block.grads, scale.unsqueeze(1))
 
 
 def _lazy_adam(optimizer: SparseOptimizer, block: RowBlock) -> None:
-    # Bias correction by the job's step count, as TensorFlow's LazyAdam and torch's SparseAdam.
     beta1, beta2 = optimizer.betas
     mean = block.state["exp_avg"].index_select(0, block.rows).lerp_(block.grads, 1.0 - beta1)
     block.state["exp_avg"].index_copy_(0, block.rows, mean)
     square = block.state["exp_avg_sq"].index_select(0, block.rows).mul_(beta2)
     square.addcmul_(block.grads, block.grads, value=1.0 - beta2)
     block.state["exp_avg_sq"].index_copy_(0, block.rows, square)
-    correction = math.sqrt(1.0 - beta2**block.step)
-    denominator = square.sqrt_().div_(correction).add_(optimizer.eps)
-    block.weights.addcdiv_(mean, denominator, value=-block.lr / (1.0 - beta1**block.step))
+    denominator = square.sqrt_().div_(block.numbers.root).add_(optimizer.eps)
+    _subtract_quotient(block.weights, mean, denominator, block.numbers.rate)
 
 
 def _ftrl(optimizer: SparseOptimizer, block: RowBlock) -> None:

@@ -35,7 +35,7 @@ class RowNoise:
         dim, self.first_column = (shards[0].table.dim, shards[0].col_start) if shards else (1, 0)
         self.words_per_row = -(-dim // COLUMNS_PER_WORD)
 
-    def draw(self, rows: Tensor, width: int, step: int) -> Tensor:
+    def draw(self, rows: Tensor, width: int, step: int | Tensor) -> Tensor:
         """[rows, width] int32 in 0 .. 65535, for storage rows [rows] int64 at a step of the job."""
         keys = step_keys(self.keys, step)
         of = torch.searchsorted(self.bases, rows, right=True).sub_(1)

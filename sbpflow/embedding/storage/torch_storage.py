@@ -14,6 +14,7 @@ from sbpflow.embedding.storage.optimizer_rules import (
     row_squares,
 )
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
+from sbpflow.embedding.storage.step_numbers import KeptNumbers, StepNumbers
 
 # Rows of one pass of an update: gradients, states and weights of a pass stay in cache (4096 rows of
 # 16 columns are 256 KiB each), which makes Adam 2.4 times faster on 200,000 rows.
@@ -64,6 +65,7 @@ class TorchStorage:
         self.dtype = dtype
         self.optimizer = optimizer
         self.before_update: BeforeUpdate | None = None
+        self.kept: KeptNumbers | None = None
         self._dim = dim
         self._sum_over_columns = sum_over_columns
         self._noise = noise
@@ -114,6 +116,7 @@ class TorchStorage:
         rows = rows.to(torch.int64)
         if tell := self.before_update:  # which another thread may take away
             tell(rows)
+        numbers = self.numbers(lr, step)
         count = CHUNK_ROWS if self.absent is None else max(rows.numel(), 1)
         for start in range(0, rows.numel(), count):
             part = slice(start, start + count)
@@ -123,14 +126,33 @@ class TorchStorage:
                 state=self._state,
                 rows=rows[part],
                 grads=grads[part],
-                lr=lr,
-                step=step,
+                numbers=numbers,
                 squares=None if squares is None else squares[part],
             )
             apply_step(self.optimizer, block)
-            self._weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], step))
+            self._weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], numbers))
         if self.absent is not None:
             self._weights[-1:].zero_()
+
+    def keep_numbers(self) -> None:
+        """From now on what an ``update`` takes of its step is in memory of the device, for CUDA
+        graphs: one that holds an update has the numbers of the last ``write_numbers``.
+        """
+        self.kept = self.kept or KeptNumbers(self.weights.device, self.dtype)
+
+    def write_numbers(self, lr: float, step: int) -> None:
+        """Before a replay: the numbers of ``update`` at this learning rate and step of the job."""
+        if self.kept is None:
+            raise RuntimeError("numbers for the device, which keeps none")
+        self.kept.write(StepNumbers.of(self.optimizer, lr, step))
+
+    def numbers(self, lr: float, step: int) -> StepNumbers:
+        """What an update takes of its step; written here, unless a graph is captured."""
+        if self.kept is None:
+            return StepNumbers.of(self.optimizer, lr, step)
+        if not (self.weights.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.write_numbers(lr, step)
+        return self.kept.read()
 
     def noise_of_rows(self) -> RowNoise:
         """What rounds rows of half precision."""
@@ -138,10 +160,10 @@ class TorchStorage:
             raise RuntimeError("rows of half precision need the noise that rounds them")
         return self._noise
 
-    def _as_stored(self, weights: Tensor, rows: Tensor, step: int) -> Tensor:
+    def _as_stored(self, weights: Tensor, rows: Tensor, numbers: StepNumbers) -> Tensor:
         if self.weights.dtype == self.dtype:
             return weights
-        noise = self.noise_of_rows().draw(rows, weights.shape[1], step)
+        noise = self.noise_of_rows().draw(rows, weights.shape[1], numbers.step)
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:

@@ -301,17 +301,24 @@ def _ftrl(sums, linears, place, shown, grad, weight, lr, beta, l1, l2):
 @triton.jit
 def update(
     keys, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
-    noise_keys, noise_bases, noise_shift, n, num_rows, width, lr, decay, eps, a, b, c, d,
+    noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, lr, decay, eps, a, b, c, d,
     squares_factor, words_per_row, first_column,
     RULE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SUMS: tl.constexpr,
+    KEPT: tl.constexpr,
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One optimizer step on every row that ``keys`` (sorted) names, where its run begins.
 
     ``HAS_SUMS``: ``grads`` [n, width] are the runs' sums already and ``squares`` [n] given. Keys of
-    ``num_rows`` and above name no row. ``a`` .. ``d`` are the rule's own numbers.
+    ``num_rows`` and above name no row. ``a`` .. ``d`` are the rule's own numbers. ``KEPT``: what
+    changes from step to step is in ``numbers`` [3] float64: ``lr``, ``decay``, lazy Adam's ``d``.
     """
+    if KEPT:
+        lr = tl.load(numbers).to(tl.float32)
+        decay = tl.load(numbers + 1).to(tl.float32)
+        if RULE == 3:
+            d = tl.load(numbers + 2).to(tl.float32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     column = tl.arange(0, COLUMNS)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.step_numbers import StepNumbers
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.streams import step_keys
 
@@ -77,6 +78,7 @@ class TritonStorage(TorchStorage):
             return
         if tell := self.before_update:  # which another thread may take away
             tell(access.addresses.unique())
+        numbers = self.numbers(lr, step)
         runs, width = access.runs(), self.weights.shape[1]
         grads = grads.contiguous()
         count = runs.keys.numel()
@@ -110,29 +112,28 @@ class TritonStorage(TorchStorage):
             num_rows=self.weights.shape[0],
             width=width,
             HAS_SUMS=self._sum_over_columns is not None,
-            **self._rule(lr, step),
-            **self._rounding(step),
+            **self._rule(numbers),
+            **self._rounding(numbers),
             **flags,
         )
 
     def _grid(self, positions: int) -> tuple[int]:
         return (-(-positions // self._block),)
 
-    def _rule(self, lr: float, step: int) -> dict[str, Any]:
+    def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
         """The arguments that say which rule, and with which numbers."""
-        optimizer, states = self.optimizer, list(self.state.values())
-        a, b, c, d = self._numbers(step)
-        if optimizer.name == "lazy_adam":
-            rate = lr / (1.0 - optimizer.betas[0] ** step)
-        else:
-            rate = lr
+        optimizer, states, kept = self.optimizer, list(self.state.values()), self.kept
+        a, b, c, d = self._constants()
+        if kept is None and optimizer.name == "lazy_adam":
+            d = numbers.root
         own = self._dim if optimizer.shares_row_state else self.weights.shape[1]
         return {
             "table": self.weights,
             "state_a": states[0] if states else self.weights,
             "state_b": states[1] if len(states) > 1 else self.weights,
-            "lr": rate,
-            "decay": 1.0 - lr * optimizer.weight_decay,
+            "numbers": self.weights if kept is None else kept.floats,
+            "lr": numbers.rate if kept is None else 0.0,
+            "decay": numbers.decay if kept is None else 0.0,
             "eps": optimizer.eps,
             "a": a,
             "b": b,
@@ -140,18 +141,19 @@ class TritonStorage(TorchStorage):
             "d": d,
             "squares_factor": 1.0 / max(own, 1),
             "RULE": _RULES[optimizer.name],
+            "KEPT": kept is not None,
         }
 
-    def _numbers(self, step: int) -> tuple[float, float, float, float]:
+    def _constants(self) -> tuple[float, float, float, float | Tensor]:
         optimizer = self.optimizer
         if optimizer.name == "lazy_adam":
             beta1, beta2 = optimizer.betas
-            return 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(1.0 - beta2**step)
+            return 1.0 - beta1, beta2, 1.0 - beta2, 0.0
         if optimizer.name == "ftrl":
             return optimizer.lr, optimizer.beta, optimizer.l1, optimizer.l2
         return 0.0, 0.0, 0.0, 0.0
 
-    def _rounding(self, step: int) -> dict[str, Any]:
+    def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
         """The arguments that say how rows are rounded."""
         rows_as = _ROWS_AS[self.weights.dtype]
         if rows_as == kernels.FLOAT32:
@@ -167,7 +169,7 @@ class TritonStorage(TorchStorage):
         noise_of = self.noise_of_rows()
         shards = noise_of.bases.numel()
         return {
-            "noise_keys": step_keys(noise_of.keys, step),
+            "noise_keys": step_keys(noise_of.keys, numbers.step),
             "noise_bases": noise_of.bases,
             "noise_shift": noise_of.shift,
             "words_per_row": noise_of.words_per_row,

@@ -1,0 +1,93 @@
+"""Rows that travel in buffers of a fixed size, so that the host need not know how many there are.
+
+Between two ranks there is room for a number of rows that follows from the batch's size. What is
+left of it names an address of zeros behind the stored rows. A batch that names more is told apart
+on the device: each rank sends with its ids how many it would have named, and all learn the most.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.storage.access import Access
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where the unique rows of a batch stand in buffers of rows.
+
+    ``of_ids`` [n] int64 for each address; ``of_rows`` [n] int64 for the unique rows in turn, then
+    the last one's again and again. ``size`` counts all buffers' rows.
+    """
+
+    of_ids: Tensor
+    of_rows: Tensor
+    size: int
+
+    def spread(self, access: Access, grads: Tensor) -> Tensor:
+        """[size, width]: the bags' ``grads`` summed per row, in its slot; zeros in others."""
+        _, sums = access.spread_gradients(grads)
+        out = sums.new_zeros(self.size, sums.shape[1])
+        return out.index_copy_(0, self.of_rows, sums)
+
+
+class Capacity:
+    """``share`` of the rows that a rank can name to another at most, in (0, 1]."""
+
+    def __init__(self, share: float, plan: GroupPlan) -> None:
+        (stack,) = plan.stacks
+        self.share = share
+        self._size, self._lookups = plan.world.size, stack.lookups()
+        self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
+
+    def most(self, num_rows: int) -> int:
+        """Rows that one rank may name to another, in a batch of ``num_rows`` samples."""
+        return max(1, min(-(-num_rows // self._size) * self._lookups, self._stored))
+
+    def rows(self, num_rows: int) -> int:
+        """For how many there is room."""
+        return ceil(self.share * self.most(num_rows))
+
+    def is_enough(self, num_rows: int) -> bool:
+        """Whether no batch can name more."""
+        return self.rows(num_rows) >= self.most(num_rows)
+
+    def share_of(self, rows: int, num_rows: int) -> float:
+        """A share with room for ``rows``, of three digits."""
+        return min(1.0, ceil(1000 * rows / self.most(num_rows)) / 1000)
+
+
+class Layout:
+    """Lays the unique rows of a batch out in buffers, one for each part of the addresses.
+
+    Part p has addresses from ``bases[p]`` up to ``bases[p + 1]``, [parts + 1].
+    """
+
+    def __init__(self, bases: Tensor) -> None:
+        self._starts, self._ends = bases[:-1].clone(), bases[1:].clone()
+        self._absent = self._ends - self._starts  # the address behind a part's rows
+
+    def lay_out(self, wanted: Access, room: int) -> tuple[Slots, Tensor]:
+        """Slots in buffers of ``room`` rows, and what to send: [parts, 1 + room], the most rows of
+        a part and then the part's rows, counted from its base. Rows beyond the room are left out.
+        """
+        parts, count = self._absent.numel(), wanted.addresses.numel()
+        send = self._absent.unsqueeze(1).repeat(1, room + 1)
+        send[:, 0] = 0
+        if not count:  # a rank without samples
+            none = torch.empty(0, dtype=torch.int64, device=send.device)
+            return Slots(none, none, parts * room), send
+        runs = wanted.runs()
+        before = wanted.unique_below(self._starts)
+        part = torch.searchsorted(self._ends, runs.keys, right=True)
+        place = (runs.number - before.index_select(0, part)).clamp(max=room - 1)
+        slot = part * room + place
+        rows = runs.keys - self._starts.index_select(0, part)
+        send.view(-1).scatter_(0, slot + part + 1, rows)
+        send[:, 0] = (wanted.unique_below(self._ends) - before).max()
+        of_ids = torch.empty_like(slot).scatter_(0, runs.order, slot)
+        of_rows = slot.index_select(0, runs.starts.index_select(0, runs.slots))
+        return Slots(of_ids, of_rows, parts * room), send

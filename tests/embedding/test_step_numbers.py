@@ -1,0 +1,93 @@
+"""Updates whose learning rate and step are in memory of the device equal those of host numbers."""
+
+import pytest
+import torch
+
+from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.rounding import RowNoise
+from sbpflow.embedding.storage.torch_storage import TorchStorage
+
+ROWS, WIDTH = 23, 5
+CPU = torch.device("cpu")
+RULES = {
+    "sgd": SparseOptimizer(name="sgd", lr=0.1, weight_decay=0.3),
+    "adagrad": SparseOptimizer(name="adagrad", lr=0.1),
+    "rowwise_adagrad": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
+    "lazy_adam": SparseOptimizer(name="lazy_adam", lr=0.1),
+    "ftrl": SparseOptimizer(name="ftrl", lr=0.1, beta=1.0, l1=0.01, l2=0.1),
+}
+
+
+def noise() -> RowNoise:
+    table = TableConfig(name="t", features=("t",), num_rows=ROWS, dim=WIDTH)
+    shard = Shard(
+        table=table, rank=0, row_start=0, row_stop=ROWS, col_start=0, col_stop=WIDTH, base=0
+    )
+    return RowNoise([shard], 7, CPU)
+
+
+def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
+    """Two alike; the second keeps its numbers."""
+    start = torch.rand(ROWS, WIDTH, dtype=dtype) - 0.5
+    made = []
+    for _ in range(2):
+        storage = kind(
+            ROWS,
+            WIDTH,
+            dim=WIDTH,
+            optimizer=optimizer,
+            dtype=dtype,
+            device=CPU,
+            row_dtype=row_dtype,
+            noise=noise() if row_dtype else None,
+            fixed_size=True,
+        )
+        storage.weights.copy_(start)
+        made.append(storage)
+    made[1].keep_numbers()
+    return made
+
+
+def update_both(made, steps=(1, 2, 7)):
+    for step in steps:
+        access = Access(torch.randint(0, ROWS, (40,)))
+        grads = torch.randn(40, WIDTH, dtype=made[0].dtype)
+        for storage in made:
+            storage.update(access, grads, 0.1 / step, step)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_of_the_device_make_the_same_steps(rule):
+    made = storages(RULES[rule], torch.float64)
+    update_both(made)
+    host, device = made
+    # A product and a sum in one rounding or in two.
+    torch.testing.assert_close(device.weights, host.weights, rtol=1e-13, atol=1e-13)
+    for name, state in host.state.items():
+        assert torch.equal(device.state[name], state)
+
+
+def test_rows_of_half_precision_are_rounded_by_the_same_bits():
+    rows = torch.arange(ROWS)
+    by_number = noise().draw(rows, WIDTH, 123_456_789)
+    assert torch.equal(noise().draw(rows, WIDTH, torch.tensor(123_456_789)), by_number)
+    made = storages(RULES["ftrl"], torch.float32, torch.bfloat16)  # its rate is a constant
+    update_both(made)
+    assert torch.equal(made[0].weights, made[1].weights)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tritons_kernel_takes_the_same_numbers(rule):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tensors of the CPU, for Triton's interpreter")
+    from sbpflow.embedding.storage.triton_storage import TritonStorage
+
+    made = storages(RULES[rule], torch.float32, torch.bfloat16, TritonStorage)
+    update_both(made)
+    host, device = made
+    assert torch.equal(device.weights, host.weights)
+    for name, state in host.state.items():
+        assert torch.equal(device.state[name], state)
