@@ -116,13 +116,16 @@ def rank_candidates(
     limit = _memory_bytes()
     found: list[Candidate] = []
     least = None
+    equal: dict[tuple[tuple[str, TableRule], ...], list[str]] = {}  # planned and priced once
     for name, chosen in rules.items():
-        planned = plan(chosen)
+        equal.setdefault(tuple(chosen.items()), []).append(name)
+    for names in equal.values():
+        planned = plan(rules[names[0]])
         held = table_bytes(planned)
         least = held if least is None else min(least, held)
         if limit is None or held <= limit:
             price = price_plan(planned, num_rows, link_gb_per_s, frequencies)
-            found.append(Candidate(name, chosen, price, planned))
+            found += [Candidate(name, rules[name], price, planned) for name in names]
     if not found:
         raise PlanError(
             f"parallel.scheme: auto: the tables take {(least or 0) / 1e9:.1f} GB with their state, "
@@ -130,7 +133,8 @@ def rank_candidates(
             "model.embedding_dim, parallel.table_dtype: bfloat16, or name a scheme and run it "
             "on more machines"
         )
-    return sorted(found, key=lambda candidate: candidate.price.ms)
+    order = list(rules)
+    return sorted(found, key=lambda one: (one.price.ms, order.index(one.name)))
 
 
 def table_bytes(plan: EmbeddingPlan) -> int:

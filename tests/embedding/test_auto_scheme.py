@@ -12,7 +12,7 @@ from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of, touch
 from sbpflow.embedding.plan.price import price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
-from sbpflow.run.auto_scheme import candidates, table_bytes
+from sbpflow.run.auto_scheme import candidates, rank_candidates, table_bytes
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe, format_plan
 from tests.embedding.cases import Spec
@@ -87,6 +87,40 @@ def test_a_price_follows_bytes_link_and_balance():
     assert slow.transfer_ms - fast.transfer_ms == pytest.approx(fast.sent_bytes * 9.5e-6)
     alone = make_case(**{name: Spec("B", "local") for name in "abcd"}).plan(1)
     assert price_plan(alone, 4096).sent_bytes == 0
+
+
+@pytest.mark.parametrize("exchange", ["unique", "reduce"])
+def test_a_price_is_that_of_the_rank_that_holds_most(exchange):
+    """Ranks with equal parts are priced once; wherever the largest part is, it decides."""
+    cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
+    rest = {name: Spec("B", "local") for name in "bcd"}
+    even, *others = (
+        price_plan(make_case(a=Spec("S(0)", exchange, sizes=sizes), **rest).plan(3), 4096).work_ms
+        for sizes in cuts
+    )
+    assert others[0] == pytest.approx(others[1])
+    assert others[0] - even > 1e-3  # of milliseconds; most are of groups and calls
+
+
+def test_equal_rules_are_planned_once_and_keep_their_names():
+    """A table with fewer columns than ranks has no S(1), which leaves it whole."""
+    case = make_case(**{name: Spec("B", "local") for name in "abcd"})
+    rule = TableRule(sbp="B", exchange="local")
+    asked = []
+
+    def plan(rules):
+        asked.append(rules)
+        return case.plan(2)
+
+    found = rank_candidates(
+        {"b": {"a": rule}, "other": {"a": TableRule(sbp="B")}, "a": {"a": rule}},
+        plan,
+        num_rows=64,
+        link_gb_per_s=2.0,
+    )
+    assert [one.name for one in found] == ["b", "other", "a"]
+    assert len(asked) == 2
+    assert found[0].plan is found[2].plan
 
 
 def test_candidates_say_where_every_table_lives():

@@ -1,10 +1,13 @@
 """Plans, addresses, starting values and kernel choice: pure arithmetic, no ranks."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -171,6 +174,32 @@ def test_cover_refuses_holes_overlaps_and_partial():
         check_cover(table, partial, ())
     copies = Layout(Placement.line("cpu", 2), (Broadcast(),))
     check_cover(table, copies, shards_of(table, copies))
+
+
+_EDGES = st.lists(st.integers(0, 6), min_size=2, max_size=2, unique=True).map(sorted)
+
+
+@given(st.lists(st.tuples(_EDGES, _EDGES), min_size=1, max_size=6))
+def test_shards_overlap_exactly_if_two_of_them_share_an_element(extents):
+    """A table of as many elements as they have together has no hole, so only this is wrong."""
+    elements = [
+        {(row, col) for row in range(*rows) for col in range(*cols)} for rows, cols in extents
+    ]
+    shared = any(
+        one & other and one != other
+        for one, other in combinations(elements, 2)  # equal: replicas
+    )
+    table = TableConfig(name="t", features=("t",), num_rows=sum(map(len, elements)), dim=1)
+    layout = Layout(Placement.line("cpu", 1), (Split(0),))
+    shards = tuple(
+        Shard(table=table, rank=0, row_start=r0, row_stop=r1, col_start=c0, col_stop=c1)
+        for (r0, r1), (c0, c1) in extents
+    )
+    if shared:
+        with pytest.raises(ConfigError, match="overlap"):
+            check_cover(table, layout, shards)
+    else:
+        check_cover(table, layout, shards)
 
 
 FACTS = {

@@ -15,6 +15,12 @@ FIELDS = Fields.of(
     {"C1": 4037, "C2": 11, "C3": 5003, "C4": 3},
     {"C1xC2": 7001, "C3xC4": 2903},
 )
+# As many tables as the Criteo sets have with two crosses: 26 and 2.
+CRITEO = Fields.of(
+    tuple(f"I{number}" for number in range(1, 14)),
+    {f"C{n}": 3 + 10 ** (1 + n % 5) for n in range(1, 27)},
+    {"C1xC2": 50_000, "C3xC4": 100_000},
+)
 
 GRID = {
     "deep.C3": TableRule(
@@ -24,13 +30,22 @@ GRID = {
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size", "limit_s", "tables"),
-    [("1", 256, 5, None), ("2", 256, 5, GRID), ("3", 256, 5, None), ("2", 1024, 30, None)],
+    ("scheme", "size", "limit_s", "fields", "tables"),
+    [
+        ("1", 256, 5, FIELDS, None),
+        ("2", 256, 5, FIELDS, GRID),
+        ("3", 256, 5, CRITEO, None),
+        ("auto", 256, 5, CRITEO, None),
+        ("2", 1024, 30, FIELDS, None),
+    ],
 )
-def test_a_plan_of_many_ranks_takes_seconds_of_cpu_and_few_lines(scheme, size, limit_s, tables):
+def test_a_plan_of_many_ranks_takes_seconds_of_cpu_and_few_lines(
+    scheme, size, limit_s, fields, tables
+):
+    """Auto plans and prices up to 16 layouts of all tables."""
     config = make_config(scheme, "adagrad", batch_size=64 * size, dim=size, tables=tables)
     begin = time.process_time()
-    _, plan = plan_run(config, FIELDS, world_size=size, device_type="cpu")
+    _, plan = plan_run(config, fields, world_size=size, device_type="cpu")
     text = format_plan(plan)
     assert time.process_time() - begin < limit_s
     assert len(text.splitlines()) < 300

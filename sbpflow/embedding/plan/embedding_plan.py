@@ -96,7 +96,7 @@ class EmbeddingPlan:
         ]
         # A rank sends to every other what that one needs; worst for the one that needs least.
         local = -(-num_rows // size)
-        of_one = local * max(sum(to) - mine for mine in to)
+        of_one = local * (sum(to) - min(to))
         of_all = num_rows * sum(to)
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:

@@ -116,7 +116,7 @@ class GroupPlan:
     @property
     def unique_columns(self) -> bool:
         """Whether unique rows travel and every rank holds columns of each."""
-        return self.exchange == "unique" and self.stacks[0].is_column_split()
+        return self.exchange == "unique" and self.stacks[0].is_column_split
 
     @property
     def grid(self) -> Placement | None:

@@ -124,7 +124,7 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                 shared_state=tuple(
                     i
                     for i, stack in enumerate(stacks)
-                    if stack.optimizer.shares_row_state and stack.is_column_split()
+                    if stack.optimizer.shares_row_state and stack.is_column_split
                 ),
                 world=context.world,
                 dtype=context.dtype,

@@ -48,6 +48,10 @@ class _Rank:
     work_ns: float = 0.0
     sent_bytes: float = 0.0
 
+    def add(self, other: "_Rank") -> None:
+        self.work_ns += other.work_ns
+        self.sent_bytes += other.sent_bytes
+
     def read(self, rows: float, width: float) -> None:
         self.work_ns += rows * (READ_NS + READ_NS_PER_COLUMN * width)
 
@@ -75,10 +79,9 @@ def price_plan(
     for group in plan.groups:
         for index, stack in enumerate(group.stacks):
             shared = index in group.shared_state
-            for rank, cost in ranks.items():
-                _add_stack(cost, group, stack, rank, num_rows, of_use, shared=shared)
-        for rank, cost in ranks.items():
-            _add_vectors(cost, group, rank, num_rows)
+            for use in stack.uses:
+                _add_use(ranks, group, stack, use, num_rows, of_use, shared=shared)
+        _add_vectors(ranks, group, num_rows)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
             num_bytes = num_rows / plan.world.size * output.width * plan.dtype.itemsize
@@ -103,7 +106,7 @@ def price_plan(
 
 
 def _add_step(ranks: dict[int, _Rank], step: Step) -> int:
-    """Bytes that a step sends; where the batch decides, ``_add_stack`` has counted them."""
+    """Bytes that a step sends; where the batch decides, ``_price_use`` has counted them."""
     if isinstance(step, ExchangeStep):
         return 1
     for rank, cost in ranks.items():
@@ -118,71 +121,95 @@ def _touched(use: Use, draws: float, known: Mapping[int, IdFrequencies]) -> floa
     return min(found.touched(draws), float(use.table.num_rows))
 
 
-def _add_stack(
-    cost: _Rank,
+def _add_use(
+    ranks: Mapping[int, _Rank],
     group: GroupPlan,
     stack: Stack,
-    rank: int,
+    use: Use,
     num_rows: int,
     known: Mapping[int, IdFrequencies],
     *,
     shared: bool,
 ) -> None:
-    """What ``rank`` does for a stack: its own samples' ids, and the rows that it holds, whose
-    squares are added up over the ranks if their state is ``shared``.
+    """What each rank does for a use, priced once for all that hold as much of its table."""
+    size, found = group.world.size, known.get(use.feature)
+    lookups = num_rows * (use.hotness if found is None else found.per_sample)
+    everywhere, mine = (_touched(use, draws, known) for draws in (lookups, lookups / size))
+    held = stack.held(use.table)
+    priced: dict[tuple[int, int], _Rank] = {}
+    for rank, cost in ranks.items():
+        part = held.get(rank, (0, stack.dim))
+        if part not in priced:
+            load = _Load(lookups, everywhere, mine, part[0] / use.table.num_rows, part[1])
+            priced[part] = _price_use(group, stack, use, load, shared=shared)
+        cost.add(priced[part])
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Ids of a use in a batch, the rows of its table that they name and that one rank's name, and
+    what a rank holds: a share of the rows, and columns.
     """
+
+    lookups: float
+    touched: float
+    mine: float
+    held: float
+    width: int
+
+
+def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared: bool) -> _Rank:
+    """What a rank does for a use: its own samples' ids, and the rows that it holds, whose squares
+    are added up over the ranks if their state is ``shared``.
+    """
+    cost = _Rank()
     size = group.world.size
     rule = stack.optimizer
     states = len(rule.state_names) if rule.name != "rowwise_adagrad" else 1
-    shards = {shard.table.name: shard for shard in stack.shards(rank)}
-    rows_travel = size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients
-    for use in stack.uses:
-        found, table = known.get(use.feature), use.table
-        lookups = num_rows * (use.hotness if found is None else found.per_sample)
-        shard = shards.get(table.name)
-        held = 0.0 if shard is None else shard.num_rows / table.num_rows
-        width = stack.dim if shard is None else shard.width
-        all_touched = _touched(use, lookups, known) * held
-        if rows_travel:
-            mine = _touched(use, lookups / size, known)
-            cost.index_and_sum(lookups / size, stack.dim)
-            cost.read(lookups / size, stack.dim)  # expanding them
-            item = group.gradient_wire.itemsize
-            if group.unique_columns:
-                received = mine * size
-                cost.sent_bytes += mine * (size - 1) * (4 + 2 * width * item)
-                cost.copy(2 * (1 + ROW_PASSES) * mine * stack.dim * item)  # into columns and out
-            elif group.exchange == "unique":
-                received = mine * size * held
-                cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
-                cost.copy(2 * ROW_PASSES * mine * stack.dim * item)
-            else:
-                received = mine * size
-                cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
-                cost.copy(mine * size * stack.dim * item)
-            cost.read(received if group.exchange == "unique" else mine, width)
-            cost.index_and_sum(received, width)
+    table, lookups, mine, width = use.table, load.lookups, load.mine, load.width
+    all_touched = load.touched * load.held
+    if size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients:
+        item = group.gradient_wire.itemsize
+        cost.index_and_sum(lookups / size, stack.dim)
+        cost.read(lookups / size, stack.dim)  # expanding them
+        if group.unique_columns:
+            received = mine * size
+            cost.sent_bytes += mine * (size - 1) * (4 + 2 * width * item)
+            cost.copy(2 * (1 + ROW_PASSES) * mine * stack.dim * item)  # into columns and out
+        elif group.exchange == "unique":
+            received = mine * size * load.held
+            cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
+            cost.copy(2 * ROW_PASSES * mine * stack.dim * item)
         else:
-            here = lookups / size if group.exchange == "local" and size > 1 else lookups * held
-            cost.read(here, width)
-            cost.index_and_sum(here, width)
-            if group.exchange == "reduce" and size > 1:
-                cost.work_ns += lookups * INDEX_NS  # which of them are here
-        if group.whole_gradients and size > 1:
-            num_bytes = table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize
-            cost.copy(WHOLE_PASSES * num_bytes)
-        cost.step(all_touched, width, states)
-        if shared:
-            cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
+            received = mine * size
+            cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
+            cost.copy(mine * size * stack.dim * item)
+        cost.read(received if group.exchange == "unique" else mine, width)
+        cost.index_and_sum(received, width)
+    else:
+        here = lookups / size if group.exchange == "local" and size > 1 else lookups * load.held
+        cost.read(here, width)
+        cost.index_and_sum(here, width)
+        if group.exchange == "reduce" and size > 1:
+            cost.work_ns += lookups * INDEX_NS  # which of them are here
+    if group.whole_gradients and size > 1:
+        num_bytes = table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize
+        cost.copy(WHOLE_PASSES * num_bytes)
+    cost.step(all_touched, width, states)
+    if shared:
+        cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
+    return cost
 
 
-def _add_vectors(cost: _Rank, group: GroupPlan, rank: int, num_rows: int) -> None:
+def _add_vectors(ranks: Mapping[int, _Rank], group: GroupPlan, num_rows: int) -> None:
     """Copies of vectors and gradients into and out of the buffers of boxed exchanges."""
     size = group.world.size
     if size == 1 or group.exchange not in ("columns", "reduce"):
         return
-    there = num_rows * group.rank_width(rank) if rank in group.owners else 0
+    owners = frozenset(group.owners)
     home = num_rows / size * group.width
-    terms = len(group.owners) if group.exchange == "reduce" else 1
+    terms = len(owners) if group.exchange == "reduce" else 1
     both_ways = group.wire.itemsize + group.gradient_wire.itemsize
-    cost.copy(both_ways * (2 * there + (1 + terms) * home))
+    for rank, cost in ranks.items():
+        there = num_rows * group.rank_width(rank) if rank in owners else 0
+        cost.copy(both_ways * (2 * there + (1 + terms) * home))

@@ -1,7 +1,8 @@
 """Tables that share a storage on every rank, and the shard of each that a rank holds there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig, shard_on
@@ -27,7 +28,7 @@ class Use:
         return (self.table.name, self.feature)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Stack:
     """Tables of equal dim whose parts every rank stores as one block of rows, all equally wide.
 
@@ -47,14 +48,34 @@ class Stack:
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
         """What this rank holds, in storage order; tables it holds nothing of are left out."""
-        shards: list[Shard] = []
-        base = 0
+        return self.shards_by_rank.get(rank, ())
+
+    @cached_property
+    def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
+        """``shards`` of each of ``holders``, in their order; kept, for all that is planned of a
+        stack asks for those of every rank.
+        """
+        held: dict[int, list[Shard]] = {}
         for table, layout in zip(self.tables, self.layouts, strict=True):
-            shard = shard_on(table, layout, rank, base)
-            if shard is not None:
-                shards.append(shard)
-                base += shard.num_rows
-        return tuple(shards)
+            for rank in layout.placement.ranks:
+                mine = held.setdefault(rank, [])
+                base = mine[-1].base + mine[-1].num_rows if mine else 0
+                shard = shard_on(table, layout, rank, base)
+                if shard is not None:
+                    mine.append(shard)
+        return {rank: tuple(held[rank]) for rank in sorted(held) if held[rank]}
+
+    def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
+        """Rows and columns of a table by rank, of those that store some of it."""
+        return self._held.get(table.name, {})
+
+    @cached_property
+    def _held(self) -> dict[str, dict[int, tuple[int, int]]]:
+        held: dict[str, dict[int, tuple[int, int]]] = {}
+        for rank, shards in self.shards_by_rank.items():
+            for shard in shards:
+                held.setdefault(shard.table.name, {})[rank] = (shard.num_rows, shard.width)
+        return held
 
     def num_rows(self, rank: int) -> int:
         return sum(shard.num_rows for shard in self.shards(rank))
@@ -88,12 +109,12 @@ class Stack:
 
     def holders(self) -> tuple[int, ...]:
         """Ranks that store some of it, ascending."""
-        ranks = {rank for layout in self.layouts for rank in layout.placement.ranks}
-        return tuple(sorted(rank for rank in ranks if self.shards(rank)))
+        return tuple(self.shards_by_rank)
 
+    @cached_property
     def is_column_split(self) -> bool:
         """Whether a logical row is spread over several ranks."""
-        return any(0 < self.width(rank) < self.dim for rank in self.holders())
+        return any(shards[0].width < self.dim for shards in self.shards_by_rank.values())
 
 
 def columns_of(uses: Sequence[Use]) -> list[int]:

@@ -63,7 +63,7 @@ class StackFacts:
             optimizer=stack.optimizer,
             dtype=plan.dtype,
             row_dtype=plan.row_dtype,
-            column_split=stack.is_column_split(),
+            column_split=stack.is_column_split,
             device_type=plan.world.device_type,
         )
 
