@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.planner_steps import run_ranks, run_steps
+from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from planner.clusters import MACHINES, described
 from planner.cost import CostModel, TaskCost
@@ -222,7 +223,7 @@ def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
         if not both:
             continue
         mean = statistics.mean(both)
-        half = 1.96 * statistics.stdev(both) / math.sqrt(len(both)) if len(both) > 1 else math.inf
+        half = half_interval(both) if len(both) > 1 else math.inf
         found[name] = {
             "slower_than_auto": round(math.expm1(mean), 4),
             "interval": [round(math.expm1(mean - half), 4), round(math.expm1(mean + half), 4)],

@@ -30,6 +30,12 @@ from sbpflow.training.trainer import Trainer
 
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # of a turn
+# Half a 95 % interval in standard errors, by degrees of freedom from 1: Student's t.
+_T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 SERIAL_STEPS = 3
 TOLD_APART = 0.03
 
@@ -121,12 +127,19 @@ def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
 def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
     """Mean of the paired logarithms, and half of its 95 % interval, as shares.
 
-    Of a plan that dropped out, the rounds that it has.
+    By Student's t, for rounds are few. Of a plan that dropped out, the rounds that it has.
     """
     logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=False)]
     if len(logs) < 2:
         return math.expm1(logs[0]), math.inf
-    return math.expm1(statistics.mean(logs)), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.expm1(statistics.mean(logs)), half_interval(logs)
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean of two values or more."""
+    freedom = len(values) - 1
+    errors = _T[freedom - 1] if freedom <= len(_T) else 1.96
+    return errors * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def main() -> None:

@@ -134,13 +134,19 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
     An adapter's rate is shared by the ranks of its node. ConfigError for another name.
     """
     rate = re.fullmatch(r"(\d+)gbit", name)
-    if rate is None and name not in MACHINES:
+    if (rate is None or not int(rate[1])) and name not in MACHINES:
         raise ConfigError(
             f"--link: {name!r}; use {', '.join(MACHINES)}, or the rate of a node's adapter such as "
             "25gbit"
         )
     if rate is None:
-        return machine(name).link, f"links of {name}"
+        link = machine(name).link
+        if ranks_per_node not in (1, link.ranks_per_node):
+            raise ConfigError(
+                f"--ranks-per-node: {ranks_per_node}; a node of {name} has {link.ranks_per_node} "
+                "ranks, leave it out"
+            )
+        return link, f"links of {name}"
     link = Link(
         ranks_per_node=ranks_per_node,
         within_gb_per_s=WITHIN_HOST_GB_PER_S,

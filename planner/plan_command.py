@@ -27,6 +27,8 @@ from planner.task import Plan, Shape, plan_from_yaml, plan_to_yaml
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.launch import ArgumentParser
 
+WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
+
 
 def _parser(name: str, says: str) -> ArgumentParser:
     parser = ArgumentParser(prog=f"python -m planner {name}", description=says)
@@ -103,6 +105,11 @@ def compare(argv: Sequence[str]) -> str:
 def _cost(args: Namespace) -> tuple[TaskCost, TablesFile]:
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, as 4")
+    report = getattr(args, "report", None)
+    if report and Path(report).suffix not in WRITERS:
+        raise ConfigError(f"--report: {report}; end its name in {', '.join(WRITERS)}")
+    if getattr(args, "measure", 0) < 0:
+        raise ConfigError(f"--measure: {args.measure}; use 1 or more plans, as 4")
     tables = read_tables(Path(args.tables))
     profile = _profile(args.profile)
     device = "cuda" if profile.backend == "nccl" else "cpu"
@@ -118,12 +125,9 @@ def _profile(name: str | None) -> Profile:
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
     """Writes the files that are asked for, also of a plan that does not fit; the report's text."""
     report = report_of(planned, cost)
-    writers = {".txt": as_text, ".json": as_json, ".html": as_html}
     if args.report:
         path = Path(args.report)
-        if path.suffix not in writers:
-            raise ConfigError(f"--report: {path.name}; end its name in {', '.join(writers)}")
-        path.write_text(writers[path.suffix](report), encoding="ascii")
+        path.write_text(WRITERS[path.suffix](report), encoding="utf-8")
     if getattr(args, "output", None):
         notes = {
             "planner": planned.planner,

@@ -17,7 +17,7 @@ from planner.planners import Planned, make_plan
 from planner.search.auto import Effort
 from planner.search.bounds import Bound, bound, certified
 from planner.search.insertion import Inserter
-from planner.search.problem import Floats, State
+from planner.search.problem import Floats, Move, State
 from planner.simulate import KINDS
 from planner.task import Choice
 
@@ -29,7 +29,10 @@ QUICK = Effort(insertions=60, exact_time=0.0)  # to see whether a changed task f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """The best other way to lay a table with all others as they are; ``more_ms`` for the step."""
+    """The best other way to lay a table with all others as they are; ``more_ms`` for the step.
+
+    It is no farther beyond the ranks' memory than the plan: where the plan fits, it does.
+    """
 
     choice: Choice
     more_ms: float
@@ -78,7 +81,7 @@ def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
     for table, name in enumerate(problem.names):
         mine = state.remove(table)
         for other in inserter.ranked(state, table):
-            if other.move != mine:
+            if other.move != mine and _fits_as_well(state, table, other.move, planned):
                 shape = problem.options[table][other.move.option].shape
                 found[name] = RunnerUp(
                     choice=Choice(shape, other.move.ranks or world),  # type: ignore[arg-type]
@@ -87,6 +90,13 @@ def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
                 break
         state.add(table, mine)
     return found
+
+
+def _fits_as_well(state: State, table: int, move: Move, planned: Planned) -> bool:
+    state.add(table, move)
+    excess = float(state.problem.excess(state.totals))
+    state.remove(table)
+    return excess <= planned.priced.excess_bytes
 
 
 def as_tree(report: Report) -> dict[str, Any]:

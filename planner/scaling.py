@@ -103,6 +103,11 @@ def _profile(args: Namespace) -> Profile:
     name = args.profile
     profile = described(name) if name in MACHINES else load(Path(name) if name else None)
     if args.link is None:
+        if args.ranks_per_node != 1:
+            raise ConfigError(
+                f"--ranks-per-node: {args.ranks_per_node} says who shares the adapters of --link; "
+                "give one such as --link 25gbit, or leave it out"
+            )
         return profile
     if args.ranks_per_node < 1:
         raise ConfigError(f"--ranks-per-node: {args.ranks_per_node}; use 1 or more, for example 8")

@@ -7,17 +7,18 @@
 ``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default) and ``device_gb`` (no limit)
 may be left out. A table says how its ids repeat by one of three keys: ``zipf`` (the k-th row has a
 share proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
-DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids in their order).
+DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows in their order).
 """
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from planner.design import Law
-from planner.features import IdStats, from_bins, from_sample, zipf_mandelbrot
+from planner.features import NUM_BINS, IdStats, from_bins, from_sample, zipf_mandelbrot
 from planner.task import Task
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
@@ -26,6 +27,7 @@ from sbpflow.errors import ConfigError
 KEYS = ("batch_size", "optimizer", "device_gb", "tables")
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
+MOST_IDS = 1_000_000  # of a table per sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +88,7 @@ def read_tables(path: Path) -> TablesFile:
         ids_per_sample={feature.name: ids for _, feature, ids, _, _ in parts},
         stats={table.name: stats for table, _, _, stats, _ in parts},
         laws={table.name: law for table, _, _, _, law in parts if law is not None},
-        batch_size=int(
-            _number(f"{path}: batch_size", cast("Any", tree).get("batch_size"), least=1)
-        ),
+        batch_size=_whole(f"{path}: batch_size", cast("Any", tree).get("batch_size")),
         optimizer=SparseOptimizer(name=optimizer, lr=0.05),
         device_bytes=limit,
     )
@@ -102,13 +102,15 @@ def _table(where: str, tree: object) -> _Table:
         raise ConfigError(f'{where}: {tree!r}; use an object such as {{"name": "C1", "rows": 100}}')
     given = cast("dict[str, Any]", tree)
     _known(where, given, TABLE_KEYS)
-    name = str(given.get("name") or "")
-    if not name:
-        raise ConfigError(f'{where}.name: not given; for example "C1"')
-    rows = int(_number(f"{where}.rows", given.get("rows"), least=1))
-    dim = int(_number(f"{where}.dim", given.get("dim"), least=1))
+    name = given.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f'{where}.name: {name!r}; give a text, for example "C1"')
+    rows, dim = _whole(f"{where}.rows", given.get("rows")), _whole(f"{where}.dim", given.get("dim"))
     ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
+    if ids > MOST_IDS:
+        raise ConfigError(f"{where}.ids_per_sample: {ids:g}; use {MOST_IDS:,} or less")
     stats, law = _stats(where, given, rows, ids)
+    stats = replace(stats, distinct=min(stats.distinct, float(rows)))
     hotness = max(1, -int(-ids // 1))
     feature = FeatureConfig(name=name, hotness=hotness, ragged=hotness != ids)
     return (
@@ -129,15 +131,17 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
         )
     value = given[laws[0]]
     if laws[0] == "sample":
-        return from_sample([int(one) for one in value], ids), None
+        return from_sample(_sample(f"{where}.sample", value, rows), ids), None
     if not isinstance(value, dict):
         raise ConfigError(
             f"{where}.{laws[0]}: {value!r}; it is an object, see planner/tables_file.py"
         )
     tree = cast("dict[str, Any]", value)
     if laws[0] == "bins":
-        _known(f"{where}.bins", tree, ("rows", "lookups"))
-        return from_bins(tree.get("rows", []), tree.get("lookups", []), ids), None
+        tree_keys = ("rows", "lookups")
+        _known(f"{where}.bins", tree, tree_keys)
+        by_rows, by_lookups = (_bins(f"{where}.bins.{key}", tree.get(key)) for key in tree_keys)
+        return from_bins(by_rows, by_lookups, ids), None
     _known(f"{where}.zipf", tree, ("s", "q"))
     s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)
     q = _number(f"{where}.zipf.q", tree.get("q", 0.0), least=-1e-9)
@@ -145,14 +149,48 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
 
 
 def _number(key: str, value: object, *, least: float) -> float:
+    """Above ``least``, and finite."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not value > least - (least >= 1)
+        or not least < value < math.inf
     ):
-        bound = f"{least:g} or more" if least >= 1 else "above 0" if least == 0.0 else "0 or more"
+        bound = "above 0" if least == 0.0 else "0 or more"
         raise ConfigError(f"{key}: {value!r}; use a number, {bound}")
     return float(value)
+
+
+def _whole(key: str, value: object) -> int:
+    """1 or more; 100.0 is 100."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 1 <= value < math.inf
+        or value != int(value)
+    ):
+        raise ConfigError(f"{key}: {value!r}; use a whole number, 1 or more")
+    return int(value)
+
+
+def _sample(key: str, value: object, rows: int) -> list[int]:
+    """Ids of the table, of which there are two or more."""
+    given = cast("list[Any]", value)
+    if not isinstance(value, list) or len(given) < 2:
+        raise ConfigError(f"{key}: use a list of 2 or more ids in their order, as [3, 17, 3]")
+    for place, one in enumerate(given):
+        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < rows:
+            raise ConfigError(f"{key}[{place}]: {one!r}; use ids of its rows, 0 to {rows - 1}")
+    return given
+
+
+def _bins(key: str, value: object) -> list[float]:
+    given = cast("list[Any]", value)
+    if not isinstance(value, list) or len(given) != NUM_BINS:
+        raise ConfigError(f"{key}: use a list of {NUM_BINS} numbers, a share for each bin")
+    found = [_number(f"{key}[{place}]", one, least=-1e-9) for place, one in enumerate(given)]
+    if not any(found):
+        raise ConfigError(f"{key}: all are 0; give the share of some bin, as 1.0 for the first")
+    return found
 
 
 def _known(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:

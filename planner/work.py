@@ -157,8 +157,8 @@ def _alone(task: Task, table: TableConfig) -> ShapeCost:
     rule, output = task.optimizer_of(table), task.output_of[table.name].name
     ragged = task.ragged(table)
     keys: tuple[Key, ...] = (
-        (INDEX["num_columns"], output, rule),
-        (INDEX["num_stacks"], output, rule, dim, ragged),
+        (INDEX["num_columns"], output),
+        (INDEX["num_stacks"], output, rule, dim, ragged, table.kernel),
     )
     return ShapeCost(np.zeros((0, NUM_FEATURES)), row.values, lambda _: keys)
 
@@ -232,7 +232,7 @@ def _boxed_keys(
         if shape.exchange == "reduce":
             where = (ranks, shape.parts, columns if output.combine == "sum" else None)
         group = (output.name, shape.exchange, where)
-        stack = (*group, table.dim, columns, ragged, rule)
+        stack = (*group, table.dim, columns, ragged, rule, table.kernel)
         found: list[Key] = [
             (INDEX[f"num_{shape.exchange}"], group),
             (INDEX["num_stacks"], stack),
@@ -249,11 +249,17 @@ def _row_keys(
     task: Task, table: TableConfig, exchange: str, *, columns: bool = False
 ) -> Callable[[tuple[int, ...]], tuple[Key, ...]]:
     output, rule = task.output_of[table.name].name, task.optimizer_of(table)
-    group = (output, exchange, columns, table.dim, task.ragged(table), rule)
-    keys: tuple[Key, ...] = ((INDEX[f"num_{exchange}"], group), (INDEX["num_stacks"], group))
-    if columns and rule.shares_row_state:
-        keys = (*keys, (INDEX["num_squares"], group))
-    return lambda _: keys
+    alike = (output, exchange, table.dim, task.ragged(table), rule, table.kernel)
+
+    def keys(ranks: tuple[int, ...]) -> tuple[Key, ...]:
+        # Columns travel together where every rank has equally many of them.
+        group = (*alike, ranks if columns else None)
+        found: list[Key] = [(INDEX[f"num_{exchange}"], group), (INDEX["num_stacks"], group)]
+        if columns and rule.shares_row_state:
+            found.append((INDEX["num_squares"], group))
+        return tuple(found)
+
+    return keys
 
 
 def _unique(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
@@ -408,6 +414,6 @@ def _whole_keys(task: Task, table: TableConfig) -> Callable[[tuple[int, ...]], t
     group = (output, "whole")
     keys: tuple[Key, ...] = (
         (INDEX["num_whole"], group),
-        (INDEX["num_stacks"], (*group, table.dim, task.ragged(table), rule)),
+        (INDEX["num_stacks"], (*group, table.dim, task.ragged(table), rule, table.kernel)),
     )
     return lambda _: keys

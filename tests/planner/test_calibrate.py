@@ -160,6 +160,39 @@ def test_every_move_of_a_step_is_timed_and_bytes_are_as_counted(ranks):
         assert let_go
 
 
+def rows_sent(world, shape):
+    """[(bytes that this rank sent in a step, those counted)] of ids, vectors and gradients."""
+    boxing, task = Boxing(world), make_task(world_size=world.size, rows=(2000, 500))
+    everyone = tuple(range(world.size))
+    plan = {table.name: Choice(shape, everyone) for table in task.tables}
+    trainer = make_trainer(boxing, task, plan)
+    batches = draw_batches(laws_of(task), world.rank, 2, world.device)
+    trainer.step(batches[0])
+    world.log.clear()
+    trainer.step(batches[1])
+    counted = count_work(task, plan)[world.rank]
+    return [
+        (
+            sum(r.bytes_sent for r in world.log.records if r.step_id.endswith(what)),
+            counted[INDEX[n]],
+        )
+        for what, n in (
+            ("fwd/ids", "counted_bytes"),
+            ("fwd/vectors", "vector_bytes"),
+            ("bwd/vectors", "gradient_bytes"),
+        )
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)"])
+def test_unique_rows_that_travel_are_as_many_as_counted(ranks, size, sbp):
+    parts = (size, 1) if sbp == "S(0)" else (1, size)  # of 3 ranks one has 2 of 8 columns
+    for rank in ranks(size, rows_sent, Shape(sbp, "unique", parts)):
+        for sent, counted in rank:
+            assert sent == pytest.approx(counted, rel=0.15)
+
+
 def test_a_transfer_lasts_from_the_last_ranks_start_to_the_last_ones_end():
     """The sender goes on at once, for the link has room; 8 ms later all of it is there."""
     sender, receiver = ([[0.0] * NUM_PHASES] for _ in range(2))

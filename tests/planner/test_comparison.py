@@ -1,6 +1,8 @@
 """How plans are compared: what is measured once, what chooses and what is reported."""
 
 import json
+import math
+import statistics
 
 import numpy as np
 import pytest
@@ -71,6 +73,14 @@ def test_differences_are_paired_and_have_intervals():
     ours = np.array([1.0, 2.0, 4.0])
     mean, half = difference((ours * 1.1).tolist(), ours.tolist())
     assert (mean, half) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
+    # Means of -1 and 1 have a standard error of 1; of two values 95 % are within 12.7 of it.
+    assert difference([math.exp(-1), math.e], [1.0, 1.0])[1] == pytest.approx(12.706)
+    few = [0.9, 1.0, 1.1, 1.0]
+    spread = statistics.stdev(math.log(ms) for ms in few)
+    assert difference(few, [1.0] * 4)[1] == pytest.approx(3.182 * spread / 2)
+    many = few * 10
+    spread = statistics.stdev(math.log(ms) for ms in many)
+    assert difference(many, [1.0] * 40)[1] == pytest.approx(1.96 * spread / math.sqrt(40))
     rows = [
         compared(CASE, {"auto": [ms] * 5, "auto 2": [ms] * 5, "dim": [ms * times] * 5})
         for ms, times in ((1.0, 1.2), (3.0, 1.1))

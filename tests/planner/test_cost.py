@@ -1,5 +1,7 @@
 """Counts, prices and the simulated step: against the engine's own plan, and for what must hold."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,27 @@ def test_memory_and_groups_are_those_of_the_engines_plan(seed):
     )
     assert groups == len(engine.groups)
     assert totals[0, INDEX["num_stacks"]] == sum(len(group.stacks) for group in engine.groups)
+
+
+def test_groups_are_apart_by_columns_and_kernels_as_in_the_engine():
+    task = make_task(rows=(400, 500, 600), dim=10)  # of 3, 3, 2 and 2 columns
+    columns = Shape("S(1)", "unique", (1, 4))
+    turned = Choice(columns, (3, 2, 1, 0))
+    plan = {"t0": Choice(columns, (0, 1, 2, 3)), "t1": turned, "t2": turned}
+    totals, engine = count_work(task, plan), embedding_plan(task, plan)
+    assert totals[0, INDEX["num_unique"]] == len(engine.groups) == 2
+    assert totals[0, INDEX["num_squares"]] == 2
+
+    first = replace(task.tables[0], kernel="torch")
+    output = replace(task.outputs[0], tables=(first, *task.tables[1:]))
+    asked = replace(task, outputs=(output,))
+    for choice in (Choice(Shape("S(0)", "unique", (4, 1)), (0, 1, 2, 3)), every_shape()[2]):
+        plan = {table.name: choice for table in task.tables}
+        totals, engine = count_work(asked, plan), embedding_plan(asked, plan)
+        stacks = sum(len(group.stacks) for group in engine.groups)
+        assert totals[0, INDEX["num_stacks"]] == stacks == 2
+        groups = totals[0, INDEX["num_unique"]] + totals[0, INDEX["num_columns"]]
+        assert groups == len(engine.groups)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every planner answers with a plan that the engine takes; what reports and files say."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from planner.published.embark import embark
 from planner.published.setting import Setting
 from planner.report import as_html, as_text, infeasible_text, report_of
 from planner.search.auto import Effort
-from planner.search.problem import price_of
+from planner.search.problem import Move, price_of
 from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
 from planner.tables_file import read_tables
 from planner.task import Choice, Shape
@@ -241,19 +242,93 @@ def test_plan_writes_what_explain_reads(tmp_path):
     assert assignment_of(problem, answer.plan) == answer.assignment
 
 
+def test_names_in_any_script_are_reported(tmp_path):
+    tables = tmp_path / "tables.json"
+    named = json.loads(json.dumps(TABLES))
+    named["tables"][0]["name"] = "Gr\u00f6\u00dfe"
+    tables.write_text(json.dumps(named))
+    common = ["--tables", str(tables), "--profile", "h100-dgx", "--planner", "size"]
+    for suffix in (".txt", ".json", ".html"):
+        out, report = tmp_path / "plan.yaml", tmp_path / f"plan{suffix}"
+        assert "Gr\u00f6\u00dfe: " in plan([*common, "--output", str(out), "--report", str(report)])
+        assert report.read_text(encoding="utf-8")
+    assert "Gr\u00f6\u00dfe: " in explain([*common[:4], "--plan", str(out)])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--report", "plan.pdf"], "--report: plan.pdf; end its name in .txt, .json, .html"),
+        (["--measure", "-1"], "--measure: -1; use 1 or more"),
+    ],
+)
+def test_what_cannot_be_written_or_measured_is_refused_before_planning(
+    tmp_path, monkeypatch, words, says
+):
+    tables = tmp_path / "tables.json"
+    tables.write_text(json.dumps(TABLES))
+    monkeypatch.setattr("planner.plan_command.make_plan", None)
+    with pytest.raises(ConfigError, match=says):
+        plan(["--tables", str(tables), "--profile", "h100-dgx", *words])
+
+
+def test_no_table_touches_more_rows_than_it_has(tmp_path):
+    path = tmp_path / "tables.json"
+    few = json.loads(json.dumps(TABLES))
+    few["tables"][2]["sample"] = list(range(800))
+    path.write_text(json.dumps(few))
+    assert read_tables(path).stats["C3"].touched(1e6) == 800
+
+
+def test_a_runner_up_fits_where_the_plan_does():
+    one = setting(1, 2)
+    plain = CostModel(PROFILE).of(one.task)
+    held = [price_of(one.problem, (Move(n, tuple(range(option.num_shards))),)).memory.max()
+            for n, option in enumerate(one.problem.options[0])]  # fmt: skip
+    limit = int(min(held)) + 1  # of the options only the smallest fits
+    cost = CostModel(PROFILE).of(replace(one.task, device_bytes=limit))
+    tight = make_plan("auto", cost, effort=SMALL)
+    assert tight.priced.feasible
+    for name, other in report_of(tight, cost).runners_up.items():
+        assert cost.predict({**tight.plan, name: other.choice}).fits(limit)
+    assert report_of(make_plan("auto", plain, effort=SMALL), plain).runners_up
+
+
+SAMPLE, BINS = "as sample", "as bins"  # in place of the table's zipf
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rows": 0}, r"tables\[0\].rows: 0; use a number, 1 or more"),
+        ({"rows": 0}, r"tables\[0\].rows: 0; use a whole number, 1 or more"),
         ({"zipf": None, "bins": 3}, "zipf and bins says how ids repeat"),
         ({"zipf": {"s": "x"}}, r"zipf.s: 'x'; use a number, 0 or more"),
         ({"width": 3}, "width not known; use name, rows"),
         ({"name": "C2"}, "C2 named twice"),
+        ({"name": 7}, r"tables\[0\].name: 7; give a text"),
+        ({"rows": 0.5}, r"tables\[0\].rows: 0.5; use a whole number, 1 or more"),
+        ({"rows": math.inf}, r"tables\[0\].rows: inf; use a whole number"),
+        ({"dim": 16.5}, r"tables\[0\].dim: 16.5; use a whole number, 1 or more"),
+        ({"ids_per_sample": 1e9}, r"tables\[0\].ids_per_sample: 1e\+09; use 1,000,000 or less"),
+        ({"zipf": {"s": math.inf}}, "zipf.s: inf; use a number, 0 or more"),
+        ({SAMPLE: 5}, r"tables\[0\].sample: use a list of 2 or more ids"),
+        ({SAMPLE: [4999, 5000]}, r"sample\[1\]: 5000; use ids of its rows, 0 to 4999"),
+        ({SAMPLE: [1, -1]}, r"sample\[1\]: -1; use ids of its rows"),
+        ({SAMPLE: [1, 1.5]}, r"sample\[1\]: 1.5; use ids of its rows"),
+        ({BINS: {"rows": [1.0] * 16, "lookups": [1.0] * 17}}, "bins.rows: use a list of 17"),
+        ({BINS: {"rows": [1.0] * 17}}, "bins.lookups: use a list of 17 numbers"),
+        ({BINS: {"rows": [1.0] * 17, "lookups": [-1.0] * 17}}, r"lookups\[0\]: -1.0; use a number"),
+        ({BINS: {"rows": ["a"] * 17, "lookups": [1.0] * 17}}, r"bins.rows\[0\]: 'a'; use a number"),
+        ({BINS: {"rows": [0] * 17, "lookups": [1.0] * 17}}, "bins.rows: all are 0"),
     ],
 )
 def test_a_wrong_tables_file_is_refused_by_key(tmp_path, change, says):
     path = tmp_path / "tables.json"
     wrong = json.loads(json.dumps(TABLES))
+    law = next((key.split()[1] for key in change if " " in key), None)
+    if law is not None:
+        del wrong["tables"][0]["zipf"]
+        change = {law: next(iter(change.values()))}
     wrong["tables"][0] |= change
     path.write_text(json.dumps(wrong))
     with pytest.raises(ConfigError, match=says):

@@ -93,6 +93,9 @@ def test_a_calibration_with_another_link_keeps_its_work_and_says_what_is_assumed
         (["--ranks", "0"], "use 1 or more, for example --ranks 8"),
         (["--link", "token-ring"], "--link: 'token-ring'; use h100-dgx"),
         (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node: 0; use 1 or more"),
+        (["--ranks-per-node", "4"], "give one such as --link 25gbit"),
+        (["--ranks-per-node", "4", "--link", "a100-dgx"], "a node of a100-dgx has 8 ranks"),
+        (["--link", "0gbit"], "--link: '0gbit'; use h100-dgx"),
         (["--planner", "nobody"], "nobody"),
     ],
 )
