@@ -7,7 +7,7 @@ DEMO_ROWS ?= 300000
 # One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow test-plain test-versions lint bench gpu clean
+.PHONY: help demo test tests-together test-slow test-plain test-versions lint bench gpu clean
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
 	@echo "make test   lint, types, all tests but the slow ones"
@@ -24,9 +24,13 @@ help:
 # Four tests at a time, for many of them wait more than they compute; neighbours on one worker,
 # which sets up once what a file shares.
 PYTEST = -m pytest -n 4 --dist worksteal -m "not alone and not slow"
-test: lint
-	$(BIN)/python $(PYTEST)
+# The checks that run nothing go beside the start of the tests, and fail with them.
+test: .venv/.stamp
+	$(MAKE) --no-print-directory -j 2 --output-sync=line lint tests-together
 	$(BIN)/python -m pytest -m "alone and not slow"
+
+tests-together: .venv/.stamp
+	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
 
 test-slow: .venv/.stamp
 	$(BIN)/python -m pytest -m slow

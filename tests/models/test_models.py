@@ -98,7 +98,10 @@ def test_scheme_1_trains_like_the_twin(ranks, world_size, name):
 
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("world_size", "scheme"), [(3, "2"), (4, "dp"), (4, "3")])
+@pytest.mark.parametrize(
+    ("world_size", "scheme"),
+    [(3, "2"), pytest.param(4, "dp", marks=pytest.mark.slow), (4, "3")],
+)
 def test_schemes_on_more_ranks_train_like_the_twin(ranks, world_size, scheme, name, steps):
     check(ranks, world_size, name, config_of(name, scheme), steps)
 

@@ -75,8 +75,17 @@ def assert_equal(found, wanted, rtol=0.0):
                 assert equal(value, state_too[name]), (table, name)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 3])
+QUICK = {(2, "unique"), (2, "squares of columns"), (3, "unique columns"), (3, "local")}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        pytest.param(ranks, case, marks=[pytest.mark.slow] * ((ranks, case) not in QUICK))
+        for ranks in (2, 3)
+        for case in CASES
+    ],
+)
 def test_any_share_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     wanted = rehearsed_ranks(ranks, train_ahead, config_of(case, None))
     # An all-reduce adds up three ranks in an order that depends on a number's place among others.
