@@ -26,7 +26,7 @@ help:
 PYTEST = -m pytest -n 4 --dist worksteal -m "not alone and not slow"
 # The checks that run nothing go beside the start of the tests, and fail with them.
 test: .venv/.stamp
-	$(MAKE) --no-print-directory -j 2 --output-sync=line lint tests-together
+	$(MAKE) --no-print-directory -j 2 lint tests-together
 	$(BIN)/python -m pytest -m "alone and not slow"
 
 tests-together: .venv/.stamp

@@ -32,7 +32,7 @@ from planner.clusters import MACHINES, described
 from planner.cost import CostModel, TaskCost
 from planner.design import draw_sample
 from planner.fit import fit
-from planner.planners import GREEDY, LEARNED, make_plan, published, published_seeds
+from planner.planners import GREEDY, LEARNED, make_plan, published, seeds_of
 from planner.profile import Profile, load
 from planner.published.setting import Setting
 from planner.records import Record, record_of
@@ -163,7 +163,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     drawn = [GREEDY["random"](replace(seen, seed=n)) for n in range(MEASURED)]
     keep("random, best of 4", min(drawn, key=lambda p: price_of(judge.problem, p).rank), start)
     start = time.perf_counter()
-    found = search(seen.problem, seed=seen.seed, given=published_seeds(seen))
+    found = search(seen.problem, seed=seen.seed, given=seeds_of(seen))
     keep("auto", found.assignment, start)
     best = [found.assignment, *found.others[: MEASURED - 1]]
     keep("auto, best of 4", min(best, key=lambda p: price_of(judge.problem, p).rank), start)

@@ -95,7 +95,7 @@ def make_plan(
     setting = Setting(cost.task, problem, seed)
     found: Found | None = None
     if name == "auto":
-        found = search(problem, seed=seed, effort=effort, given=published_seeds(setting))
+        found = search(problem, seed=seed, effort=effort, given=seeds_of(setting, effort))
         assignment = found.assignment
     else:
         assignment = published(name, [cost], seed)(setting)
@@ -110,8 +110,22 @@ def make_plan(
     )
 
 
+def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assignment]:
+    """What ``auto`` starts from beside its own seeds: the published heuristics that need no
+    training, and what it finds by the same prices without learned corrections, of which a search
+    gets stuck less.
+    """
+    seeds, cost = published_seeds(setting), setting.problem.pricing
+    small = len(setting.tables) * setting.num_ranks <= MOST_FOR_EMBARK
+    if small and isinstance(cost, TaskCost) and cost.profile.members:
+        plain = TaskCost(replace(cost.profile, members=()), cost.task, cost.objective)
+        found = search(problem_of(plain), seed=setting.seed, effort=effort, given=seeds)
+        seeds = {**seeds, "without corrections": found.assignment}
+    return seeds
+
+
 def published_seeds(setting: Setting) -> dict[str, Assignment]:
-    """What ``auto`` starts from beside its own seeds: every heuristic that needs no training."""
+    """Of every published heuristic that needs no training."""
     if any(_lacks_whole(setting)):
         return {}
     plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}

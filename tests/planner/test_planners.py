@@ -18,16 +18,19 @@ from planner.planners import (
     planner_of,
     published,
     published_seeds,
+    seeds_of,
 )
+from planner.profile import Fusion
 from planner.published import autoshard, dreamshard, neuroshard
 from planner.published.embark import embark
 from planner.published.setting import Setting
 from planner.report import as_html, as_text, infeasible_text, report_of
-from planner.search.auto import Effort
+from planner.search.auto import Effort, search
 from planner.search.problem import Move, price_of
 from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
 from planner.tables_file import read_tables
 from planner.task import Choice, Shape
+from planner.work import NUM_FEATURES
 from planner.workloads import EMBARK, POOL_LOOKUPS, embark_task, pool, random_task, split_pool
 from sbpflow.errors import ConfigError, PlanError
 
@@ -50,6 +53,22 @@ def test_every_shape_is_one_that_the_engine_takes(world_size):
             rest = Choice(Shape("B", "local"), tuple(range(world_size)))
             chosen = {one.name: rest for one in task.tables}
             task.check(chosen | {table.name: Choice(shape, tuple(ranks))})
+
+
+def test_auto_starts_from_what_it_finds_without_corrections():
+    fusion = Fusion(mix=((1e-6,) * NUM_FEATURES,), scale=(1.0,), power=(0.7,), low=0.4, high=2.5)
+    corrected = replace(PROFILE, members=({"look_up": fusion, "update": fusion},))
+    task = random_task(3, num_tables=8, world_size=2, held_out=True)
+    one, plain = (
+        Setting(task, problem_of(CostModel(profile).of(task))) for profile in (corrected, PROFILE)
+    )
+    seeds = seeds_of(one, SMALL)
+    assert set(seeds) == {*published_seeds(one), "without corrections"}
+    alone = search(plain.problem, effort=SMALL, given=published_seeds(plain))
+    assert seeds["without corrections"] == alone.assignment
+    ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
+    assert ours.priced.rank <= price_of(one.problem, alone.assignment).rank
+    assert seeds_of(plain, SMALL) == published_seeds(plain)  # nothing to leave out
 
 
 @pytest.mark.parametrize("name", [*GREEDY, "embark"])
