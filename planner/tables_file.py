@@ -7,7 +7,7 @@
 ``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default) and ``device_gb`` (no limit)
 may be left out. A table says how its ids repeat by one of three keys: ``zipf`` (the k-th row has a
 share proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
-DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows in their order).
+DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (row ids in their order).
 """
 
 import json
