@@ -10,7 +10,7 @@ from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 
 ROWS, WIDTH = 23, 5
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULES = {
     "sgd": SparseOptimizer(name="sgd", lr=0.1, weight_decay=0.3),
     "adagrad": SparseOptimizer(name="adagrad", lr=0.1),
@@ -25,7 +25,7 @@ def noise() -> RowNoise:
     shard = Shard(
         table=table, rank=0, row_start=0, row_stop=ROWS, col_start=0, col_stop=WIDTH, base=0
     )
-    return RowNoise([shard], 7, CPU)
+    return RowNoise([shard], 7, DEVICE)
 
 
 def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
@@ -39,7 +39,7 @@ def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
             dim=WIDTH,
             optimizer=optimizer,
             dtype=dtype,
-            device=CPU,
+            device=DEVICE,
             row_dtype=row_dtype,
             noise=noise() if row_dtype else None,
             fixed_size=True,
@@ -52,8 +52,8 @@ def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
 
 def update_both(made, steps=(1, 2, 7)):
     for step in steps:
-        access = Access(torch.randint(0, ROWS, (40,)))
-        grads = torch.randn(40, WIDTH, dtype=made[0].dtype)
+        access = Access(torch.randint(0, ROWS, (40,), device=DEVICE))
+        grads = torch.randn(40, WIDTH, dtype=made[0].dtype, device=DEVICE)
         for storage in made:
             storage.update(access, grads, 0.1 / step, step)
 
@@ -70,9 +70,11 @@ def test_numbers_of_the_device_make_the_same_steps(rule):
 
 
 def test_rows_of_half_precision_are_rounded_by_the_same_bits():
-    rows = torch.arange(ROWS)
+    rows = torch.arange(ROWS, device=DEVICE)
     by_number = noise().draw(rows, WIDTH, 123_456_789)
-    assert torch.equal(noise().draw(rows, WIDTH, torch.tensor(123_456_789)), by_number)
+    assert torch.equal(
+        noise().draw(rows, WIDTH, torch.tensor(123_456_789, device=DEVICE)), by_number
+    )
     made = storages(RULES["ftrl"], torch.float32, torch.bfloat16)  # its rate is a constant
     update_both(made)
     assert torch.equal(made[0].weights, made[1].weights)
@@ -81,8 +83,6 @@ def test_rows_of_half_precision_are_rounded_by_the_same_bits():
 @pytest.mark.parametrize("rule", RULES)
 def test_tritons_kernel_takes_the_same_numbers(rule):
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tensors of the CPU, for Triton's interpreter")
     from sbpflow.embedding.storage.triton_storage import TritonStorage
 
     made = storages(RULES[rule], torch.float32, torch.bfloat16, TritonStorage)

@@ -66,6 +66,19 @@ class RowGroup(Group[RowsInFlight]):
         (self._stack,) = plan.stacks
         self._state = SharedState(plan, boxing)
         self._storage = make(plan, 0, self._state.sum_of(0))
+        self._addresses = OwnerAddresses(
+            self._stack,
+            self.num_parts,
+            self.world.device,
+            dtype=plan.dtype,
+            address_dtype=plan.address_dtype(),
+        )
+        bases = torch.tensor(
+            self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
+        )
+        self._bases, self._ends = bases[:-1], bases[1:].clone()
+        self._layout = Layout(bases)
+        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
         self._steps = lru_cache(MAX_BATCH_SIZES)(self._planned_steps)
         self._ids = Exchange(self.world, IDS)
         self._vectors = Exchange(self.world, VECTORS)
@@ -75,14 +88,10 @@ class RowGroup(Group[RowsInFlight]):
         if row_capacity is not None and on_cuda and self._storage.absent is not None:
             self.capacity = Capacity(row_capacity, plan)
 
-    @abstractmethod
-    def deduplicate(self, local: BatchIds) -> Access:
-        """The addresses that the samples want."""
-
     @property
     @abstractmethod
-    def layout(self) -> Layout:
-        """Of the rows that this rank names, in buffers."""
+    def num_parts(self) -> int:
+        """Into how many parts, each of a rank of its own, the addresses fall."""
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
@@ -93,12 +102,11 @@ class RowGroup(Group[RowsInFlight]):
         """Start the ids of ``Layout.lay_out``."""
 
     def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
-        batch = RowsInFlight(
-            local=local, num_rows=num_rows, training=training, wanted=self.deduplicate(local)
-        )
+        wanted = self._deduplicated(self._addresses.access(local))
+        batch = RowsInFlight(local=local, num_rows=num_rows, training=training, wanted=wanted)
         if training and self.capacity is not None:
             room, size = self.capacity.rows(num_rows), self.world.size
-            batch.slots, buffers = self.layout.lay_out(batch.wanted, room)
+            batch.slots, buffers = self._layout.lay_out(batch.wanted, room)
             batch.own = buffers[:, 1:].reshape(-1)
             batch.asked, batch.into = [room] * size, [room] * size
             batch.pending = self.send_padded(batch, buffers)
@@ -196,27 +204,11 @@ class UniqueGroup(RowGroup):
         row_capacity: float | None = None,
     ) -> None:
         super().__init__(plan, boxing, make, row_capacity)
-        self._addresses = OwnerAddresses(
-            self._stack,
-            self.world.size,
-            self.world.device,
-            dtype=plan.dtype,
-            address_dtype=plan.address_dtype(),
-        )
-        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
-        bases = torch.tensor(
-            self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
-        )
-        self._bases, self._ends = bases[:-1], bases[1:].clone()
         self._zero = torch.zeros(1, dtype=torch.int64, device=self.world.device)
-        self._layout = Layout(bases)
 
     @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    def deduplicate(self, local: BatchIds) -> Access:
-        return self._deduplicated(self._addresses.access(local))
+    def num_parts(self) -> int:
+        return self.world.size
 
     def begin_counted(self, batch: RowsInFlight) -> None:
         batch.named = batch.wanted.unique_below(self._ends).diff(prepend=self._zero)
@@ -261,29 +253,9 @@ class ToldToAllGroup(RowGroup):
     want: addresses are local ones everywhere.
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        boxing: Boxing,
-        make: StorageFactory,
-        row_capacity: float | None = None,
-    ) -> None:
-        super().__init__(plan, boxing, make, row_capacity)
-        self._addresses = OwnerAddresses(
-            self._stack, 1, self.world.device, dtype=plan.dtype, address_dtype=plan.address_dtype()
-        )
-        bases = torch.tensor(
-            self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
-        )
-        self._ends, self._layout = bases[1:].clone(), Layout(bases)
-        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
-
     @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    def deduplicate(self, local: BatchIds) -> Access:
-        return self._deduplicated(self._addresses.access(local))
+    def num_parts(self) -> int:
+        return 1
 
     def is_told(self, batch: RowsInFlight) -> bool:
         """Whether others need to know which rows this rank wants."""
