@@ -15,12 +15,12 @@ from planner.cost import CostModel
 from planner.design import Law, Sample
 from planner.features import BIN_SAMPLES, from_histogram
 from planner.measure import dense_work_of
+from planner.picks import to_measure
 from planner.planners import GREEDY, make_plan, published
 from planner.profile import Profile
 from planner.published.setting import Setting
 from planner.search.auto import search
 from planner.search.problem import Assignment, price_of
-from planner.search.seeds import families
 from planner.shapes import assignment_of, plan_of, problem_of, table_wise
 from planner.task import DenseWork, Plan, Task, choice_of, embedding_plan
 from planner.workloads import Drawn, make_task, split_pool
@@ -31,7 +31,8 @@ from sbpflow.run.build_plan import LOOPBACK_GB_PER_S
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
-DRAWN_AT_RANDOM = 4  # random placements, of which a measurement may keep the best, as of ours
+MEASURED = 4  # plans of ours, of which a measurement may keep the best
+DRAWN_AT_RANDOM = 4  # random placements, of which it may keep the best, too
 Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
@@ -66,19 +67,14 @@ def plans_of(
     """Ours and its next best, ablations, everyone else's; ``alike``: all tables in one shape."""
     cost = CostModel(profile).of(task)
     ours = make_plan("auto", cost)
-    problem, found = ours.problem, ours.found
-    assert found is not None
-    setting = Setting(task, problem)
-    plans: dict[str, Assignment] = {"auto": ours.assignment}
-    for place, other in enumerate(found.others[:3]):
-        plans[f"auto {place + 2}"] = other
+    problem, setting = ours.problem, Setting(task, ours.problem)
+    measured = to_measure(ours, MEASURED)
+    plans: dict[str, Assignment] = {"auto": measured.pop("auto 1")}
+    plans |= {name: plan for name, plan in measured.items() if alike or name.startswith("auto")}
     for name, planner in planners.items():
         plans[name] = planner(setting)
     for number in range(DRAWN_AT_RANDOM):
         plans[f"random {number + 1}"] = GREEDY["random"](replace(setting, seed=number))
-    for shape in families(problem) if alike else ():
-        if f"all {shape}" in found.plans:
-            plans[f"all {shape}"] = found.plans[f"all {shape}"]
     if alike:
         plans["scheme: auto"] = assignment_of(problem, scheme_auto(task))
     for name, plan in ablations(task, profile).items():

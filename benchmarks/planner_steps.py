@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,7 @@ from planner.task import Task
 STEPS_BATCH, RANKS_BATCH = 4096, 2048
 STEPS_TABLES = (10, 26, 40)  # in turn
 PASSES = 3  # over the moves of every plan: the first chooses, the others are reported
-BEST_OF: Mapping[str, tuple[str, ...]] = {
-    "auto, best of 4": ("auto", "auto 2", "auto 3", "auto 4"),
-    "greedies, best of 4": tuple(name for name in GREEDY if name != "random"),
-    "random, best of 4": ("random 1", "random 2", "random 3", "random 4"),
-}
+OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +219,17 @@ def _priced(
     return [float(ms) for ms in cost.combine(phases)]
 
 
+def best_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """{several plans of one: their names}; the last tries what ``--measure 4`` does."""
+    alike = [name for name in names if name.startswith("all ")]
+    return {
+        "auto, best of 4": [*OURS],
+        "greedies, best of 4": [name for name in GREEDY if name != "random"],
+        "random, best of 4": ["random 1", "random 2", "random 3", "random 4"],
+        "auto, best of 4 and of all alike": [*OURS, *alike],
+    }
+
+
 def compared(
     case: Case,
     times: Mapping[str, Sequence[float]],
@@ -232,21 +239,21 @@ def compared(
     this makes of our median.
 
     ``times`` [name] are rounds or passes, of plans that dropped out fewer than of ours. What
-    chooses among plans does so by every other one.
+    chooses among plans does so by every other one and is reported by the rest.
     """
     of = {name: names[0] for names in case.distinct().values() for name in names}
     every = {name: list(times[of[name]]) for name in case.plans}
-    for name, among in BEST_OF.items():
+    against = {name: (ms, every["auto"]) for name, ms in every.items()}
+    for name, among in best_of(case.plans).items():
         there = [one for one in among if one in every]
         if there:
             ours = _choosing(every["auto"])
             chosen = min(there, key=lambda one: difference(_choosing(every[one]), ours)[0])
-            every[name] = every[chosen]
-    reported = {name: _reported(ms) for name, ms in every.items()}
+            against[name] = _reported(every[chosen]), _reported(every["auto"])
     found: dict[str, Any] = {}
-    usual = statistics.median(reported["auto"])
-    for name, ms in reported.items():
-        mean, half = difference(ms, reported["auto"])
+    usual = statistics.median(every["auto"])
+    for name, (theirs, ours) in against.items():
+        mean, half = difference(theirs, ours)
         found[name] = {
             "ms": round(usual * (1 + mean), 3),
             "slower_than_auto": round(mean, 4),
@@ -291,7 +298,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found[name] = {"slower_than_auto": round(mean, 4)}
         if np.isfinite(half):
             found[name]["interval"] = [round(low, 4), round(high, 4)]
-    closed = {name: gap_closed(rows, name) for name in ("auto", "auto, best of 4") if name in names}
+    closed = {name: gap_closed(rows, name) for name in (OURS[0], *best_of(())) if name in names}
     means = ("auto_over_fastest", "spearman_predicted", "spearman_rank_by_rank")
     told = [row["elsewhere"] for row in rows if "elsewhere" in row]
     keys = ("median_error", "median_absolute_error", "spearman")

@@ -1,17 +1,20 @@
 """What a search takes for the best plans of a task: to be measured, because there a model is wrong.
 
-A search ends in plans that are much alike, so the next ones are taken only where they lay a share
-of the tables otherwise.
+A search ends in plans that are much alike, so the next ones are taken only where they lay tables
+otherwise.
 """
 
 from planner.cost import TaskCost
+from planner.planners import UNCORRECTED, Planned
 from planner.search.auto import Effort, search
 from planner.search.problem import Assignment, price_of
+from planner.search.seeds import families
 from planner.shapes import plan_of, problem_of
-from planner.task import Plan
+from planner.task import Plan, Shape
 
 INSERTIONS = 160  # of a search: plans near the best one, in a fraction of a second
 DIFFERENT = 0.2  # of the tables, at least one
+NEAR = 1.05  # times the best plan's price: about what a model is wrong by among good plans
 
 
 def picks(cost: TaskCost, count: int) -> list[Plan]:
@@ -27,6 +30,40 @@ def picks(cost: TaskCost, count: int) -> list[Plan]:
         if len(chosen) == count:
             break
     return [plan_of(cost.task, problem, plan) for plan in chosen]
+
+
+def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
+    """By name, plans that fit: the best and ``count - 1`` of those priced within ``NEAR`` of it,
+    that differ most; what was found without learned corrections is among them. Then those with all
+    tables alike.
+    """
+    problem, found, best = planned.problem, planned.found, planned.assignment
+    if found is None:
+        return {f"{planned.planner} 1": best}
+    chosen = [best]
+    plain = found.plans.get(UNCORRECTED, best)
+    if plain != best and count > 1 and price_of(problem, plain).feasible:
+        chosen.append(plain)
+    pool = dict.fromkeys([*found.others, *found.plans.values()])
+    priced = [(plan, price_of(problem, plan)) for plan in pool]
+    near = [plan for plan, one in priced if one.feasible and one.ms < NEAR * planned.priced.ms]
+    while near and len(chosen) < count:
+        least = [min(_moved(plan, other) for other in chosen) for plan in near]
+        if not max(least):
+            break
+        chosen.append(near[least.index(max(least))])
+    named = {f"{planned.planner} {place + 1}": plan for place, plan in enumerate(chosen)}
+    for shape in families(problem):
+        name = f"all {shape}"
+        everywhere = isinstance(shape, Shape) and shape.num_shards in (1, problem.num_ranks)
+        if everywhere and name in found.plans and found.seeds[name].feasible:
+            named[name] = found.plans[name]
+    return named
+
+
+def _moved(one: Assignment, other: Assignment) -> int:
+    """How many tables have another shape or other ranks."""
+    return sum(a != b for a, b in zip(one, other, strict=True))
 
 
 def _different(one: Assignment, other: Assignment) -> int:

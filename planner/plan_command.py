@@ -16,14 +16,14 @@ from planner.clusters import MACHINES, described
 from planner.command import start_ranks
 from planner.cost import CostModel, TaskCost
 from planner.measured_plans import measure_plans
+from planner.picks import to_measure
 from planner.planners import PLANNERS, Planned, make_plan, planner_of
 from planner.profile import Profile, load
 from planner.report import as_html, as_json, as_text, report_of
 from planner.search.problem import price_of
-from planner.search.seeds import families
 from planner.shapes import assignment_of, plan_of, problem_of
 from planner.tables_file import TablesFile, read_tables
-from planner.task import Plan, Shape, plan_from_yaml, plan_to_yaml
+from planner.task import plan_from_yaml, plan_to_yaml
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.launch import ArgumentParser
 
@@ -148,7 +148,10 @@ def _measured(
             "--measure: draws ids by each table's zipf, and not all have one; give all tables "
             '"zipf": {"s": .., "q": ..}, or leave --measure out'
         )
-    plans = _best(planned, cost, args.measure)
+    plans = {
+        name: plan_of(cost.task, planned.problem, assignment)
+        for name, assignment in to_measure(planned, args.measure).items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "plans.json"), Path(folder, "measured.json")
         asked.write_text(json.dumps([plan_tree(one) for one in plans.values()]))
@@ -170,24 +173,6 @@ def _measured(
         priced=price_of(planned.problem, assignment),
     )
     return fastest_plan, lines
-
-
-def _best(planned: Planned, cost: TaskCost, count: int) -> dict[str, Plan]:
-    """By name: the best plans met, then every seed with all tables alike that fits."""
-    problem = planned.problem
-    plans: dict[str, Plan] = {f"{planned.planner} 1": planned.plan}
-    if planned.found is None:
-        return plans
-    for place, other in enumerate(planned.found.others[: count - 1]):
-        if price_of(problem, other).feasible:
-            plans[f"{planned.planner} {place + 2}"] = plan_of(cost.task, problem, other)
-    for shape in families(problem):
-        name = f"all {shape}"
-        given = planned.found.plans.get(name)
-        everywhere = isinstance(shape, Shape) and shape.num_shards in (1, problem.num_ranks)
-        if given is not None and everywhere and planned.found.seeds[name].feasible:
-            plans[name] = plan_of(cost.task, problem, given)
-    return plans
 
 
 def measure(argv: Sequence[str]) -> str:

@@ -62,6 +62,7 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "autoshard": AutoShard,
 }
 MOST_FOR_EMBARK = 2000  # tables x ranks, beyond which its 189 placements take seconds
+UNCORRECTED = "without corrections"  # the seed found by prices that leave them out
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # of a training task, from .. to
 
@@ -120,7 +121,7 @@ def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assign
     if small and isinstance(cost, TaskCost) and cost.profile.members:
         plain = TaskCost(replace(cost.profile, members=()), cost.task, cost.objective)
         found = search(problem_of(plain), seed=setting.seed, effort=effort, given=seeds)
-        seeds = {**seeds, "without corrections": found.assignment}
+        seeds = {**seeds, UNCORRECTED: found.assignment}
     return seeds
 
 

@@ -4,10 +4,13 @@
      "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
                  "zipf": {"s": 1.05, "q": 2.0}}]}
 
-``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default) and ``device_gb`` (no limit)
-may be left out. A table says how its ids repeat by one of three keys: ``zipf`` (the k-th row has a
-share proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
-DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
+``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default), ``device_gb`` (no limit) and
+``dense`` (none: a step is of the tables alone) may be left out. ``"dense": {"parameters": 500000,
+"macs_per_sample": 500000}`` is the part behind the tables; its multiply-adds of a forward pass are
+as many as its parameters where they are left out. A table says how its ids repeat by one of three
+keys: ``zipf`` (the k-th row has a share proportional to (k + q) ** -s), ``bins`` ({"rows": [17],
+"lookups": [17]}: fractions by DreamShard's frequency bins of a batch of 65,536 samples), or
+``sample`` (ids of rows, in order).
 """
 
 import json
@@ -19,12 +22,13 @@ from typing import Any, cast, get_args
 
 from planner.design import Law
 from planner.features import NUM_BINS, IdStats, from_bins, from_sample, zipf_mandelbrot
-from planner.task import Task
+from planner.task import DenseWork, Task
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 
-KEYS = ("batch_size", "optimizer", "device_gb", "tables")
+KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
+DENSE_KEYS = ("parameters", "macs_per_sample")
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
 MOST_IDS = 1_000_000  # of a table per sample
@@ -42,6 +46,7 @@ class TablesFile:
     batch_size: int
     optimizer: SparseOptimizer
     device_bytes: int | None
+    dense: DenseWork
 
     def task(self, world_size: int, device_type: str = "cpu") -> Task:
         return Task(
@@ -54,6 +59,7 @@ class TablesFile:
             ids_per_sample=self.ids_per_sample,
             device_type=device_type,
             device_bytes=self.device_bytes,
+            dense=self.dense,
         )
 
 
@@ -91,7 +97,21 @@ def read_tables(path: Path) -> TablesFile:
         batch_size=_whole(f"{path}: batch_size", cast("Any", tree).get("batch_size")),
         optimizer=SparseOptimizer(name=optimizer, lr=0.05),
         device_bytes=limit,
+        dense=_dense(f"{path}: dense", cast("Any", tree).get("dense")),
     )
+
+
+def _dense(where: str, given: object) -> DenseWork:
+    if given is None:
+        return DenseWork()
+    if not isinstance(given, dict):
+        raise ConfigError(f'{where}: {given!r}; use an object such as {{"parameters": 500000}}')
+    tree = cast("dict[str, Any]", given)
+    _known(where, tree, DENSE_KEYS)
+    parameters = _whole(f"{where}.parameters", tree.get("parameters"))
+    macs = tree.get("macs_per_sample", parameters)
+    macs = _number(f"{where}.macs_per_sample", macs, least=0.0)
+    return DenseWork(macs_per_sample=macs, parameters=parameters)
 
 
 _Table = tuple[TableConfig, FeatureConfig, float, IdStats, Law | None]

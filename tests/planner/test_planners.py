@@ -10,10 +10,12 @@ import torch
 
 from planner.clusters import described
 from planner.cost import CostModel
+from planner.picks import NEAR, to_measure
 from planner.plan_command import compare, explain, plan
 from planner.planners import (
     GREEDY,
     LEARNED,
+    UNCORRECTED,
     make_plan,
     planner_of,
     published,
@@ -29,7 +31,7 @@ from planner.search.auto import Effort, search
 from planner.search.problem import Move, price_of
 from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
 from planner.tables_file import read_tables
-from planner.task import Choice, Shape
+from planner.task import Choice, DenseWork, Shape
 from planner.work import NUM_FEATURES
 from planner.workloads import EMBARK, POOL_LOOKUPS, embark_task, pool, random_task, split_pool
 from sbpflow.errors import ConfigError, PlanError
@@ -63,12 +65,29 @@ def test_auto_starts_from_what_it_finds_without_corrections():
         Setting(task, problem_of(CostModel(profile).of(task))) for profile in (corrected, PROFILE)
     )
     seeds = seeds_of(one, SMALL)
-    assert set(seeds) == {*published_seeds(one), "without corrections"}
+    assert set(seeds) == {*published_seeds(one), UNCORRECTED}
     alone = search(plain.problem, effort=SMALL, given=published_seeds(plain))
-    assert seeds["without corrections"] == alone.assignment
+    assert seeds[UNCORRECTED] == alone.assignment
     ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
     assert ours.priced.rank <= price_of(one.problem, alone.assignment).rank
     assert seeds_of(plain, SMALL) == published_seeds(plain)  # nothing to leave out
+
+
+def test_plans_to_measure_differ_and_have_the_uncorrected_one_and_all_alike():
+    fusion = Fusion(mix=((1e-6,) * NUM_FEATURES,), scale=(1.0,), power=(0.5,), low=0.4, high=2.5)
+    corrected = replace(PROFILE, members=({"look_up": fusion, "update": fusion},))
+    task = random_task(3, num_tables=10, world_size=2, held_out=True)
+    ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
+    assert ours.found is not None
+    named = to_measure(ours, 4)
+    mine = [one for name, one in named.items() if name.startswith("auto ")]
+    assert mine[0] == ours.assignment
+    assert ours.found.plans[UNCORRECTED] in mine[:2]
+    assert len(mine) == len(set(mine)) == 4
+    assert all(price_of(ours.problem, one).ms < NEAR * ours.priced.ms for one in mine)
+    assert {"all B local", "all B columns", "all S(0) unique 2x1"} <= set(named)
+    assert all(price_of(ours.problem, one).feasible for one in named.values())
+    assert list(to_measure(make_plan("size", CostModel(corrected).of(task)), 4)) == ["size 1"]
 
 
 @pytest.mark.parametrize("name", [*GREEDY, "embark"])
@@ -352,6 +371,36 @@ def test_a_wrong_tables_file_is_refused_by_key(tmp_path, change, says):
     path.write_text(json.dumps(wrong))
     with pytest.raises(ConfigError, match=says):
         read_tables(path)
+
+
+@pytest.mark.parametrize(
+    ("dense", "says"),
+    [
+        (3, r"dense: 3; use an object such as"),
+        ({"macs_per_sample": 5}, "dense.parameters: None; use a whole number"),
+        ({"parameters": 5, "macs_per_sample": -1}, "macs_per_sample: -1; use a number, above 0"),
+        ({"parameters": 5, "layers": 2}, "dense: layers not known; use parameters, macs_per_sa"),
+    ],
+)
+def test_a_wrong_dense_part_is_refused_by_key(tmp_path, dense, says):
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps({**TABLES, "dense": dense}))
+    with pytest.raises(ConfigError, match=says):
+        read_tables(path)
+
+
+def test_the_dense_part_is_priced_with_the_tables(tmp_path):
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps(TABLES))
+    alone = read_tables(path).task(2)
+    path.write_text(json.dumps({**TABLES, "dense": {"parameters": 500_000}}))
+    both = read_tables(path).task(2)
+    assert both.dense == DenseWork(macs_per_sample=500_000.0, parameters=500_000)
+    plan = make_plan("size", CostModel(PROFILE).of(alone)).plan
+    less, more = (CostModel(PROFILE).of(task).predict(plan) for task in (alone, both))
+    assert more.step_ms > less.step_ms
+    for one, other in zip(more.memory_bytes, less.memory_bytes, strict=True):
+        assert one - other == pytest.approx(16 * 500_000, abs=2)  # with a gradient and Adam's two
 
 
 def test_unknown_planners_and_hopeless_tasks_are_refused(tmp_path):
