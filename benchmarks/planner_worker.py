@@ -28,6 +28,7 @@ from sbpflow.runtime.world import World
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 
+FIRST_ROUNDS = 4  # after which what is far slower or faster drops out
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # of a turn
 # Half a 95 % interval in standard errors, by degrees of freedom from 1: Student's t.
@@ -88,7 +89,7 @@ def _rounds(
             ms = _timed(boxing.world, trainers[place], batches)
             if number:
                 times[place].append(ms)
-        if number >= LEAST_ROUNDS:
+        if number >= FIRST_ROUNDS:
             racing = _still_racing(boxing, times, racing, stop)
         if len(racing) < 2:
             break
@@ -119,9 +120,13 @@ def _still_racing(
 
 
 def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
-    """Whether the interval of the difference is narrow, or far from 0: its width away from it."""
+    """Whether the interval of the difference is far from 0, its width away from it, or narrow.
+
+    Few rounds may agree by chance, so that it is narrow is believed of ``LEAST_ROUNDS``.
+    """
     mean, half = difference(theirs, ours)
-    return half < TOLD_APART or abs(mean) > 2 * half
+    narrow = half < TOLD_APART and len(theirs) >= LEAST_ROUNDS
+    return narrow or abs(mean) > 2 * half
 
 
 def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:

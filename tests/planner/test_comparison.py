@@ -52,6 +52,7 @@ def test_a_plan_takes_part_until_it_is_told_apart():
     assert settled([ms * 1.5 for ms in ours], ours)  # 50 % slower in every round
     assert settled([ms * 2.0 for ms in noisy], ours)
     assert settled([ms * 1.001 for ms in ours], ours)  # as fast, narrowly
+    assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # so far: of four rounds by chance
     assert not settled(noisy, ours)
     # What it was slower by is of the rounds that it has, and told of all of ours.
     drifted = [1.0] * 4 + [3.0] * 6
