@@ -251,15 +251,17 @@ def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | Non
 
 
 def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
-    """Of the way from the best greedy that fits to the best plan known: the mean over tasks."""
-    shares: list[float] = []
+    """Of the way from the best greedy that fits to the best plan known, in logarithms over all
+    tasks: of each task alone it is a ratio of small differences.
+    """
+    ours = possible = 0.0
     for row in rows:
         ms = row["ms"]
-        greedy = [ms[one] for one in GREEDY if one != "random" and ms.get(one)]
-        ours, best = ms[name], row["best_known_ms"]
-        if greedy and ours and min(greedy) > best * 1.0001:
-            shares.append((min(greedy) - ours) / (min(greedy) - best))
-    return round(statistics.mean(shares), 3) if shares else None
+        greedy = min((ms[one] for one in GREEDY if one != "random" and ms.get(one)), default=None)
+        if greedy is not None and ms[name] and row["best_known_ms"]:
+            ours += math.log(greedy / ms[name])
+            possible += math.log(greedy / row["best_known_ms"])
+    return round(ours / possible, 3) if possible > 0 else None
 
 
 def objective(args: argparse.Namespace) -> None:
