@@ -1,9 +1,7 @@
-"""From measurements to a profile: weights by least squares, corrections and overlap learned on top.
+"""From measurements to a profile: weights by least squares, corrections and overlap on top.
 
-Weights are non-negative, and relative errors count alike for short and long phases. A correction is
-trained per phase and member of an ensemble, each on a resample of the tasks; it is a sum of powers
-of non-negative mixes of the counts, so that more work never costs less, and bounded to the ratios
-that were measured. Errors are told for tasks that were held out.
+Weights are non-negative, and relative errors count alike for short and long phases. Corrections are
+those of ``planner/corrections.py``. Errors are told for tasks that were held out.
 """
 
 import math
@@ -11,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
+from planner.corrections import examples_of, learn_corrections
 from planner.features import Floats
 from planner.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
 from planner.least_squares import nonnegative_least_squares
-from planner.profile import Fusion, KernelPrices, Profile
+from planner.profile import KernelPrices, Profile
 from planner.records import Record, on_one_clock
-from planner.simulate import MOVES, NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
+from planner.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
 from planner.transfers import Transfer, examples, ms_per_byte
 from planner.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
@@ -62,10 +60,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     REST: (),  # what is left of whole steps: ``_rest``
 }
 REST_TERMS = ("always", "num_stacks", "vector_bytes", "gradient_bytes")
-LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
-MEMBERS, EPOCHS = 5, 150
 FOLDS = 4
-_POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
 ALONE_WEIGHT = 8.0  # of a transfer alone, in squared errors, beside a plan's
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -134,7 +129,7 @@ def _fit(
     world_size = records[0].totals.shape[0]
     matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
     for name in PHASES:
-        x, y = _examples(records, name)
+        x, y = examples_of(records, name)
         alone, alone_ms = examples(transfers, name, world_size)
         both, importance = np.concatenate([y, alone_ms]), np.ones(len(y) + len(alone_ms))
         importance[len(y) :] = math.sqrt(ALONE_WEIGHT)
@@ -146,7 +141,7 @@ def _fit(
         world_size=world_size,
         backend=backend,
     )
-    members = _ensemble(records, matrix, seed)
+    members = learn_corrections(records, matrix, TERMS, seed)
     learned = Profile(
         weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
     )
@@ -198,16 +193,6 @@ def _overlap(
     return best.hidden, best.rest
 
 
-def _examples(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
-    """([n, F], [n] ms): per rank for a move; per plan, of the busiest, for a transfer."""
-    place = PHASE[name]
-    if name in MOVES:
-        x = np.concatenate([record.totals for record in records])
-        return x, np.concatenate([record.phases[:, place] for record in records])
-    x = np.stack([record.totals.max(0) for record in records])
-    return x, np.array([record.phases[:, place].max() for record in records])
-
-
 def _weights(
     x: Floats,
     y: Floats,
@@ -238,79 +223,3 @@ def _weights(
         robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))
     weights[columns] = found / size
     return weights
-
-
-def _ensemble(records: Sequence[Record], matrix: Floats, seed: int) -> list[dict[str, Fusion]]:
-    """``MEMBERS`` corrections of every phase that is long enough, each from a resample of tasks."""
-    random = np.random.default_rng(seed)
-    names = sorted({record.sample for record in records})
-    times = np.stack(
-        [np.bincount(random.choice(len(names), len(names)), minlength=len(names))
-         for _ in range(MEMBERS)]
-    )  # fmt: skip
-    of_record = times[:, [names.index(record.sample) for record in records]].astype(np.float64)
-    members: list[dict[str, Fusion]] = [{} for _ in range(MEMBERS)]
-    for name in PHASES:
-        x, y = _examples(records, name)
-        weights = matrix[:, PHASE[name]]
-        linear = x @ weights
-        used = linear > LEAST_LEARNED_MS
-        if y.mean() < LEAST_LEARNED_MS or len(TERMS[name]) < 3 or used.sum() < 20:
-            continue
-        ratio = (y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
-        low, high = np.quantile(ratio, [0.02, 0.98])
-        bounds = (float(np.clip(low, 0.4, 1.0)), float(np.clip(high, 1.0, 2.5)))
-        counted = np.repeat(of_record, x.shape[0] // len(records), axis=1)
-        for member, fusion in zip(members, _train(x, y, weights, counted, bounds), strict=True):
-            member[name] = fusion
-    return members
-
-
-def _train(
-    x: Floats, y: Floats, weights: Floats, counted: Floats, bounds: tuple[float, float]
-) -> list[Fusion]:
-    """Adam on the squared log error of all members at once; starts near the weights themselves.
-
-    ``counted`` [members, n] is how often each example counts for each.
-    """
-    low, high = bounds
-    generator = torch.Generator().manual_seed(7)
-    used = np.flatnonzero(weights > 0)
-    parts = torch.from_numpy(x[:, used] * weights[used]).float()  # ms by term
-    target = torch.from_numpy(y + FLOOR_MS).float().log()
-    share = torch.from_numpy(counted / counted.sum(1, keepdims=True)).float()
-    linear = parts.sum(1)
-    reference = float(linear.median().clamp_min(1e-3))
-    num, powers = len(counted), len(_POWERS)
-    mix = (torch.rand(num, powers, len(used), generator=generator) * 0.2).requires_grad_()
-    scale = torch.full((num, powers), -math.log(powers)).requires_grad_()
-    start = torch.tensor([math.log(p / (2.0 - p)) for p in _POWERS])
-    power = start.repeat(num, 1).requires_grad_()
-    optimizer = torch.optim.Adam([mix, scale, power], lr=0.05)
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        inside = (torch.einsum("nf,mkf->mkn", parts, mix.exp()) / reference).clamp_min(1e-9)
-        raised = inside ** (2.0 * torch.sigmoid(power))[..., None] * scale.exp()[..., None]
-        total = reference * raised.sum(1)
-        kept = torch.maximum(torch.minimum(total, high * linear), low * linear)
-        # A little of the unbounded error, for what lies at a bound has no gradient.
-        error = ((kept + FLOOR_MS).log() - target).square()
-        error = error + 0.1 * ((total + FLOOR_MS).log() - target).square()
-        loss = (error * share).sum() + 1e-3 * (mix.square().mean() + scale.square().mean())
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        wide = np.zeros((num, powers, len(weights)))
-        wide[..., used] = (mix.exp() / reference).numpy() * weights[used]
-        scales = (reference * scale.exp()).tolist()
-        found = (2.0 * torch.sigmoid(power)).tolist()
-    return [
-        Fusion(
-            mix=tuple(tuple(row) for row in wide[number].tolist()),
-            scale=tuple(scales[number]),
-            power=tuple(found[number]),
-            low=low,
-            high=high,
-        )
-        for number in range(num)
-    ]

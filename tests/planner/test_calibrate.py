@@ -306,6 +306,11 @@ def test_a_correction_learns_what_the_sum_cannot_say(fitted):
     assert error(fitted) < 0.7 * error(replace(fitted, members=()))
 
 
+def test_a_correction_is_kept_only_where_it_helps_on_other_tasks(fitted):
+    assert "update" in fitted.members[0]
+    assert not {"look_up", "vectors"} & set(fitted.members[0])  # sums already, but for noise
+
+
 def test_sessions_are_judged_apart_and_brought_on_one_clock():
     """The second session ran on a machine twice as slow; its model chooses by the plans alone."""
     exact = made_records(0.0, samples=1)
