@@ -82,7 +82,7 @@ def machine(name: str) -> Machine:
 
 def profile_of(name: str | None) -> Profile:
     """Of ``--profile``: a machine of these, a file, or this machine's calibration."""
-    if name in MACHINES:
+    if name is not None and name in MACHINES:
         return described(name)
     machines = ", ".join(MACHINES)
     if name is not None and not Path(name).exists():
@@ -101,7 +101,9 @@ def profile_of(name: str | None) -> Profile:
 
 def memory_of(name: str | None) -> int | None:
     """Bytes that a rank of ``--profile`` may fill, where a data sheet says what it has."""
-    return int(USABLE * MACHINES[name].device_bytes) if name in MACHINES else None
+    if name is None or name not in MACHINES:
+        return None
+    return int(USABLE * MACHINES[name].device_bytes)
 
 
 def described(name: str) -> Profile:

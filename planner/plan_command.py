@@ -19,7 +19,7 @@ from planner.command import start_ranks
 from planner.cost import CostModel, TaskCost
 from planner.measured_plans import measure_plans
 from planner.picks import to_measure
-from planner.planners import PLANNERS, Planned, make_plan, planner_of
+from planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
 from planner.report import as_html, as_json, as_text, report_of
 from planner.search.problem import price_of
 from planner.shapes import assignment_of, plan_of, problem_of
@@ -95,7 +95,7 @@ def compare(argv: Sequence[str]) -> str:
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
     args = parser.parse_args(argv)
     cost = _cost(args)
-    names = [planner_of(name) for name in args.planners]
+    names: list[PlannerName] = [planner_of(name) for name in args.planners]
     rows = [make_plan(name, cost, seed=args.seed) for name in names]
     lines = [f"{'planner':<12} {'predicted ms':>13} {'fits':>5} {'seconds':>8}"]
     for one in sorted(rows, key=lambda one: one.priced.rank):

@@ -207,7 +207,7 @@ def rule_of(given: TableLayout) -> TableRule:
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [one.sizes for one in axes if isinstance(one, Split) and one.sizes is not None]
     plain = tuple(Split(one.dim) if isinstance(one, Split) else one for one in axes)
-    wires = {dtype: name for name, dtype in DTYPES.items()}
+    wires: dict[torch.dtype, WireDtype] = {dtype: name for name, dtype in DTYPES.items()}
     return TableRule(
         sbp=format_nd_sbp(plain),
         ranks=tuple(tuple(one) if isinstance(one, list) else one for one in placement.nested()),
@@ -320,7 +320,7 @@ def _fit(
     shape: Shape,
     device_type: str,
     world_size: int,
-    exchange_dtype: str,
+    exchange_dtype: WireDtype,
 ) -> TableLayout:
     """One rule on one table in one world, every part of the combination checked."""
     placement = rule.placement(key, device_type, world_size)
