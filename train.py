@@ -149,7 +149,10 @@ def _fit(
         num_steps=run.start.steps_of_before
         + num_train_steps(config.train, loaders["train"].num_steps),
         devices=health.gather_text(boxing, device_name(world.device)),
-        sections={"plan": format_plan(job.plan, shards=False)},
+        sections={
+            "plan": format_plan(job.plan, shards=False),
+            **({"planner": planned.summary()} if planned else {}),
+        },
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
         going_on=run.start.going_on,
     ) as report:

@@ -9,8 +9,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from planner.profile import RANKS_HERE, Link, Profile, weights_from
+from planner.profile import RANKS_HERE, Link, Profile, default_path, load, weights_from
 from sbpflow.errors import ConfigError
 
 
@@ -65,6 +66,7 @@ ETHERNET_SHARE = 0.94  # of a rate that payload reaches, by the headers of TCP a
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0
 
+USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
 _FLOAT = 4.0  # bytes
 _SORT_PASSES = 8.0  # times an id of 8 bytes is read and written: a radix sort and its runs
 
@@ -76,6 +78,32 @@ def machine(name: str) -> Machine:
             f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
         )
     return MACHINES[name]
+
+
+def profile_of(name: str | None) -> Profile:
+    """Of ``--profile``: a machine of these, a file, or this machine's calibration."""
+    if name is not None and name in MACHINES:
+        return described(name)
+    machines = ", ".join(MACHINES)
+    if name is not None and not Path(name).exists():
+        raise ConfigError(
+            f"--profile: {name} is no file, and no machine that is known; use {machines}, or the "
+            "file of a calibration"
+        )
+    if name is None and not default_path().is_file():
+        raise ConfigError(
+            f"--profile: not given, and there is no calibration at {default_path()}; run python -m "
+            "planner calibrate (under five minutes), or plan by data sheets, for example --profile "
+            f"{next(iter(MACHINES))}"
+        )
+    return load(None if name is None else Path(name))
+
+
+def memory_of(name: str | None) -> int | None:
+    """Bytes that a rank of ``--profile`` may fill, where a data sheet says what it has."""
+    if name is None or name not in MACHINES:
+        return None
+    return int(USABLE * MACHINES[name].device_bytes)
 
 
 def described(name: str) -> Profile:

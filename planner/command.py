@@ -13,10 +13,12 @@ import torch
 
 from planner.calibrate import QUICK, Settings
 from planner.calibrate import calibrate as run
-from planner.profile import Profile, default_path
+from planner.profile import Profile, default_path, write_profile
+from planner.ranks import gather_texts
 from planner.transfers import as_lines
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.world import World
 
 LOG = logging.getLogger(__name__)
@@ -29,12 +31,20 @@ def run_calibration(args: Namespace) -> str:
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     with World.start(args.device) as world:
-        journal = path.with_suffix(".measured.jsonl")
-        profile = run(Boxing(world), settings, journal)
-    if profile is None:
-        return ""
-    profile.save(path)
-    return f"{describe(profile)}\nprofile: {path}"
+        boxing = Boxing(world)
+        profile = run(boxing, settings, path.with_suffix(".measured.jsonl"))
+        keep(boxing, profile, path, first_here=env_int("LOCAL_RANK", world.rank) == 0)
+    return "" if profile is None else f"{describe(profile)}\nprofile: {path}"
+
+
+def keep(boxing: Boxing, profile: Profile | None, path: Path, *, first_here: bool) -> None:
+    """Rank 0's profile into ``path`` of every machine, by its first rank.
+
+    A run plans on each of its machines by what is kept there, and must find the same plan on all.
+    """
+    text = gather_texts(boxing, "" if profile is None else profile.as_json())[0]
+    if first_here:
+        write_profile(path, text)
 
 
 def _settings(args: Namespace) -> Settings:

@@ -153,7 +153,8 @@ class TaskCost:
             return sum_of_maxima(phases)
         if self.objective == "max_of_sums":
             return max_of_sums(phases)
-        return step_ms(phases, self.profile.hidden, SCHEDULES[self.task.overlap])
+        schedule = SCHEDULES[self.task.overlap]
+        return step_ms(phases, self.profile.hidden, schedule, batches=self.task.accumulate)
 
     def cost(self, plans: Sequence[Mapping[str, Choice]]) -> Floats:
         """[N] ms of whole plans."""

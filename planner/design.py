@@ -6,7 +6,7 @@ that click models have (rows, dims, ids per sample, skew); ids follow the Zipf-M
 the statistics are computed from.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from planner.features import zipf_mandelbrot
 from planner.measure import Rows, dense_work_of
 from planner.task import Choice, DenseWork, Plan, Shape, Task
+from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.sbp.sbp import balanced_sizes
@@ -95,18 +96,37 @@ def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) ->
     batches: list[Rows] = []
     for number in range(count):
         random = np.random.default_rng([rank, number, task.batch_size])
-        columns = [
-            draw_ids(random, table.num_rows, sample.laws[table.name], (samples, feature.hotness))
-            for table, feature in zip(task.tables, task.features, strict=True)
-        ]
-        ids = torch.from_numpy(np.concatenate(columns, 1).astype(np.int32)).to(device)
+        columns: list[NDArray[np.int64]] = [np.zeros((samples, 0), np.int64)]
+        lists: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        for table, feature in zip(task.tables, task.features, strict=True):
+            law = sample.laws[table.name]
+            if not feature.ragged:
+                shape = (samples, feature.hotness)
+                columns.append(draw_ids(random, table.num_rows, law, shape))
+                continue
+            mean = task.ids_per_sample[feature.name]
+            lengths = int(mean) + (random.random(samples) < mean % 1.0).astype(np.int64)
+            lists.append((lengths, draw_ids(random, table.num_rows, law, (int(lengths.sum()),))))
+        matrix = torch.from_numpy(np.concatenate(columns, 1).astype(np.int32)).to(device)
+        ids = BatchIds(matrix, _joined(lists, device)) if lists else matrix
         labels = torch.arange(samples, device=device).remainder(2).float()
         batches.append(Rows(labels, torch.zeros(samples, 1, device=device), ids, task.batch_size))
     return batches
 
 
+def _joined(
+    lists: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], device: torch.device
+) -> Lists:
+    """(lengths [samples], values [n]) of each list, laid list by list within each sample."""
+    lengths = np.stack([one for one, _ in lists], 1)
+    owner = np.concatenate([np.repeat(np.arange(len(one)), one) for one, _ in lists])
+    values = np.concatenate([one for _, one in lists])[np.argsort(owner, kind="stable")]
+    found = (torch.from_numpy(one.astype(np.int32)).to(device) for one in (lengths, values))
+    return Lists(*found, weights=None)
+
+
 def draw_ids(
-    random: np.random.Generator, num_rows: int, law: Law, shape: tuple[int, int]
+    random: np.random.Generator, num_rows: int, law: Law, shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
     """Ids of a law, hot ones spread over the table."""
     cumulative = _cumulative(num_rows, law)

@@ -6,6 +6,7 @@ ranks compare what they will run before they start.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 
 from planner.choose import choose
-from planner.clusters import crowded
+from planner.clusters import USABLE, crowded
 from planner.cost import CostModel, Prediction
 from planner.features import IdStats, from_histogram, from_ratios
 from planner.profile import Profile, load
@@ -30,7 +31,6 @@ from sbpflow.run.plan import RunPlan
 from sbpflow.runtime.environment import env_int
 
 LOG = logging.getLogger(__name__)
-_USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
 
 
 class FieldStats(Protocol):
@@ -76,13 +76,21 @@ class PlannedRun:
         }
         return plan_to_yaml(self.plan, notes)
 
-    def against(self, measured_ms: float) -> str:
-        """One line for the end of a run."""
-        said = self.prediction.step_ms
+    def summary(self) -> str:
+        """For the start of a run."""
+        placed = len(self.plan) - len(self.task.pinned)
         return (
-            f"predicted {said:.2f} ms (+- {self.prediction.spread_ms:.2f}), measured "
-            f"{measured_ms:.2f} ms ({100 * (said / measured_ms - 1):+.0f} %)"
+            f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s, a step "
+            f"predicted to take {self.prediction.step_ms:.2f} ms"
         )
+
+    def against(self, measured_ms: float) -> str:
+        """One line for the end of a run; ``measured_ms`` is no number where no step was timed."""
+        said = self.prediction.step_ms
+        text = f"predicted {said:.2f} ms (+- {self.prediction.spread_ms:.2f})"
+        if not math.isfinite(measured_ms):
+            return f"{text}, not measured: the first step of a run does not count"
+        return f"{text}, measured {measured_ms:.2f} ms ({100 * (said / measured_ms - 1):+.0f} %)"
 
 
 def plan_tables(
@@ -109,18 +117,13 @@ def plan_tables(
     task = task_of(draft, stats, num_rows, device_bytes(device_type))
     task = replace(task, kernel=config.parallel.kernel)
     cost = CostModel(profile).of(task)
-    plan = choose(cost, seed=config.run.seed)
+    free = len(task.pinned) < len(task.tables)
+    plan = choose(cost, seed=config.run.seed) if free else dict(task.pinned)
     found = PlannedRun(
         task=task,
         plan=plan,
         prediction=cost.predict(plan),
         seconds=time.perf_counter() - start,
-    )
-    LOG.info(
-        "planned %d tables in %.1f s: %.2f ms a step",
-        len(plan),
-        found.seconds,
-        found.prediction.step_ms,
     )
     return found
 
@@ -139,7 +142,8 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         for name, layout in plan.layouts.items()
         if layout.key.startswith("parallel.tables.")
     }
-    wires = {layout.wire for layout in plan.layouts.values()}
+    free = [one for name, one in plan.layouts.items() if name not in pinned]
+    wires = {one.wire for one in free or plan.layouts.values()}
     parameters = sum(parameter.num_elements(0) for parameter in plan.dense)
     return Task(
         outputs=tables.outputs,
@@ -160,6 +164,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         device_bytes=limit,
         dense=DenseWork(macs_per_sample=float(parameters), parameters=parameters),
         overlap=not plan.schedule.wait_at_once,
+        accumulate=plan.accumulate,
         pinned=pinned,
     )
 
@@ -199,9 +204,9 @@ def device_bytes(device_type: str) -> int | None:
         if not torch.cuda.is_available():
             return None
         _, total = torch.cuda.mem_get_info()
-        return int(_USABLE * total)
+        return int(USABLE * total)
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
-    return int(_USABLE * total / max(1, env_int("LOCAL_WORLD_SIZE", 1)))
+    return int(USABLE * total / max(1, env_int("LOCAL_WORLD_SIZE", 1)))

@@ -33,6 +33,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 NAMES: tuple[SparseName, ...] = get_args(SparseName)
 ROWS = 100_000
 SHAPES = ((2_000, 16), (30_000, 16), (30_000, 64))  # ids of a batch, width
+LEAST_IDS = 2_000.0  # that prices tell kernels apart by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +142,14 @@ def work_factors(
 
 
 def kernel_ms(price: tuple[float, float, float], ids: Floats, elements: Floats) -> Floats:
-    """Of a batch: a lookup and an update of ``ids`` with ``elements`` numbers in all."""
+    """Of a batch: a lookup and an update of ``ids`` with ``elements`` numbers in all.
+
+    Fewer than ``LEAST_IDS`` are taken for as many: what a call takes is told by a line through
+    large batches, which may well give nothing, and the kernel without would win on small ones.
+    """
     always, per_id, per_element = price
-    return always + per_id * ids + per_element * elements
+    more = np.maximum(LEAST_IDS / np.maximum(ids, 1e-3), 1.0)
+    return always + more * (per_id * ids + per_element * elements)
 
 
 def kernels_of(profile: Profile, task: Task, plan: Mapping[str, Choice]) -> list[StorageKernel]:

@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from planner.calibrate import plan_of_tree, plan_tree
 from planner.choose import checked
-from planner.clusters import MACHINES, described
+from planner.clusters import MACHINES, memory_of, profile_of
 from planner.command import start_ranks
 from planner.cost import CostModel, TaskCost
 from planner.measured_plans import measure_plans
 from planner.picks import to_measure
-from planner.planners import PLANNERS, Planned, make_plan, planner_of
-from planner.profile import Profile, load
+from planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
 from planner.report import as_html, as_json, as_text, report_of
 from planner.search.problem import price_of
 from planner.shapes import assignment_of, plan_of, problem_of
-from planner.tables_file import TablesFile, read_tables
+from planner.tables_file import read_tables
 from planner.task import plan_from_yaml, plan_to_yaml
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.launch import ArgumentParser
@@ -57,11 +58,11 @@ def plan(argv: Sequence[str]) -> str:
         help="run the best K plans, and those with all tables alike, on ranks of this machine",
     )
     args = parser.parse_args(argv)
-    cost, tables = _cost(args)
-    planned = make_plan(planner_of(args.planner), cost, seed=args.seed)
+    cost, name = _cost(args), planner_of(args.planner)
+    planned = make_plan(name, cost, seed=args.seed)
     lines: list[str] = []
     if args.measure:
-        planned, lines = _measured(args, cost, tables, checked(planned, cost))
+        planned, lines = _measured(args, cost, checked(planned, cost))
     lines.append(_write(args, cost, planned))
     checked(planned, cost)
     return "\n".join(lines)
@@ -73,9 +74,9 @@ def explain(argv: Sequence[str]) -> str:
     parser.add_argument("--plan", required=True, help="a YAML of plan, or a person's")
     parser.add_argument("--report", help="a .txt, .json or .html file beside the printed text")
     args = parser.parse_args(argv)
-    cost, _ = _cost(args)
+    cost = _cost(args)
     given = plan_from_yaml(Path(args.plan), cost.task)
-    problem = problem_of(cost)
+    problem = problem_of(cost, given=given)
     assignment = assignment_of(problem, given)
     planned = Planned(
         planner=f"{args.plan}",
@@ -93,8 +94,9 @@ def compare(argv: Sequence[str]) -> str:
     parser = _parser("compare", "Price the plans of all planners, ours and the published ones.")
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
     args = parser.parse_args(argv)
-    cost, _ = _cost(args)
-    rows = [make_plan(planner_of(name), cost, seed=args.seed) for name in args.planners]
+    cost = _cost(args)
+    names: list[PlannerName] = [planner_of(name) for name in args.planners]
+    rows = [make_plan(name, cost, seed=args.seed) for name in names]
     lines = [f"{'planner':<12} {'predicted ms':>13} {'fits':>5} {'seconds':>8}"]
     for one in sorted(rows, key=lambda one: one.priced.rank):
         fits = "yes" if one.priced.feasible else "no"
@@ -102,7 +104,8 @@ def compare(argv: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _cost(args: Namespace) -> tuple[TaskCost, TablesFile]:
+def _cost(args: Namespace) -> TaskCost:
+    """What can be wrong is told before anything is searched."""
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, as 4")
     report = getattr(args, "report", None)
@@ -110,16 +113,24 @@ def _cost(args: Namespace) -> tuple[TaskCost, TablesFile]:
         raise ConfigError(f"--report: {report}; end its name in {', '.join(WRITERS)}")
     if getattr(args, "measure", 0) < 0:
         raise ConfigError(f"--measure: {args.measure}; use 1 or more plans, as 4")
+    for key in ("report", "output"):
+        path = Path(getattr(args, key, None) or ".")
+        if not path.parent.is_dir():
+            raise ConfigError(f"--{key}: {path}: there is no folder {path.parent}; make it first")
     tables = read_tables(Path(args.tables))
-    profile = _profile(args.profile)
+    if getattr(args, "measure", 0) and set(tables.laws) != {one.name for one in tables.tables}:
+        raise ConfigError(
+            "--measure: draws ids by each table's zipf, and not all have one; give all tables "
+            '"zipf": {"s": .., "q": ..}, or leave --measure out'
+        )
+    profile, limit = profile_of(args.profile), memory_of(args.profile)
     device = "cuda" if profile.backend == "nccl" else "cpu"
-    return CostModel(profile).of(tables.task(args.world_size, device)), tables
-
-
-def _profile(name: str | None) -> Profile:
-    if name is not None and name in MACHINES:
-        return described(name)
-    return load(None if name is None else Path(name))
+    if getattr(args, "measure", 0) and device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--measure: --profile {args.profile} is of GPUs, and this machine has none that can "
+            "be used; leave one of the two out"
+        )
+    return CostModel(profile).of(tables.task(args.world_size, device, device_bytes=limit))
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
@@ -131,6 +142,8 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
     if getattr(args, "output", None):
         notes = {
             "planner": planned.planner,
+            "world_size": cost.task.world_size,
+            "batch_size": cost.task.batch_size,
             "predicted_step_ms": round(planned.priced.ms, 4),
             "lower_bound_ms": round(report.bounds[0].ms, 4),
             "lower_bound_of": report.bounds[0].kind,
@@ -139,15 +152,8 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
     return as_text(report)
 
 
-def _measured(
-    args: Namespace, cost: TaskCost, tables: TablesFile, planned: Planned
-) -> tuple[Planned, list[str]]:
+def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planned, list[str]]:
     """The fastest as measured of the best K plans and the homogeneous ones."""
-    if set(tables.laws) != {table.name for table in tables.tables}:
-        raise ConfigError(
-            "--measure: draws ids by each table's zipf, and not all have one; give all tables "
-            '"zipf": {"s": .., "q": ..}, or leave --measure out'
-        )
     plans = {
         name: plan_of(cost.task, planned.problem, assignment)
         for name, assignment in to_measure(planned, args.measure).items()

@@ -154,8 +154,14 @@ class Profile:
     def weights_for(self, world_size: int) -> Floats:
         """[F, P] for a world of another size: the calls of a transfer grow with its partners.
 
-        With a described link, bytes and calls cost what that link says.
+        With a described link, bytes and calls cost what that link says. ConfigError for several
+        ranks by what was measured on one, which sends nothing.
         """
+        if self.world_size == 1 and world_size > 1 and self.link is None:
+            raise ConfigError(
+                f"planner: the profile is of one rank and has no times of transfers, for a world "
+                f"of {world_size}; run python -m planner calibrate --ranks 2"
+            )
         matrix = self.matrix.copy()
         for kind in TRANSFERS:
             column = matrix[:, PHASE[kind]]
@@ -237,13 +243,14 @@ class Profile:
                 high[place] = max(high[place], fusion.high)
         return low, high
 
+    def as_json(self) -> str:
+        """What ``load`` reads from a file."""
+        content = {"format": FORMAT, "features": FEATURES, "phases": PHASES, **asdict(self)}
+        return json.dumps(content, indent=1)
+
     def save(self, path: Path) -> None:
         """The file is replaced as a whole."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        content = {"format": FORMAT, "features": FEATURES, "phases": PHASES, **asdict(self)}
-        fresh.write_text(json.dumps(content, indent=1), encoding="ascii")
-        fresh.replace(path)
+        write_profile(path, self.as_json())
 
 
 def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
@@ -265,6 +272,14 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
     }
     for name in called.get(kind, ()):
         column[INDEX[name]] = call
+
+
+def write_profile(path: Path, text: str) -> None:
+    """What ``as_json`` gave; the file is replaced as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(text, encoding="ascii")
+    fresh.replace(path)
 
 
 def default_path() -> Path:

@@ -4,6 +4,7 @@ the bound; and what to change when nothing fits.
 
 import html
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from planner.task import Choice
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
 COLOURS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
 SEEDS_SHOWN = 8
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = Effort(insertions=60, exact_time=0.0)  # to see whether a changed task fits
 
 
@@ -110,7 +112,10 @@ def as_tree(report: Report) -> dict[str, Any]:
         "feasible": planned.priced.feasible,
         "plan_seconds": planned.seconds,
         "sources": dict(report.cost.profile.sources),
-        "bounds": [{"ms": one.ms, "gap": one.gap, "kind": one.kind} for one in report.bounds],
+        "bounds": [
+            {"ms": one.ms, "gap": one.gap if one.ms > 0 else None, "kind": one.kind}
+            for one in report.bounds
+        ],
         "ranks": [
             {
                 "rank": rank,
@@ -166,8 +171,8 @@ def as_text(report: Report) -> str:
         f"(+- {tree['spread_ms']:.3f}), {tree['plan_seconds']:.1f} s to plan"
         + ("" if tree["feasible"] else "; DOES NOT FIT"),
         *(
-            f"lower bound {one['ms']:.3f} ms, gap {100 * one['gap']:.1f} %: {one['kind']}"
-            for one in tree["bounds"]
+            f"lower bound {one.ms:.3f} ms, gap {100 * one.gap:.1f} %: {one.kind}"
+            for one in report.bounds
         ),
         "",
         _row("rank", *KIND_ORDER, "memory MB", "sent MB", "tables"),
@@ -245,11 +250,11 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     rank = int(memory.argmax())
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
-        f"no plan found fits {_gb(limit)} a rank: in the one that lacks least, rank {rank} holds "
-        f"{_gb(memory[rank])} ({_gb(memory[rank] - limit)} too much), all ranks "
-        f"{_gb(memory.sum())} of {_gb(limit * len(memory))}",
+        f"no plan found fits {_size(limit)} a rank: in the one that lacks least, rank {rank} holds "
+        f"{_size(memory[rank])} ({_size(memory[rank] - limit)} too much), all ranks "
+        f"{_size(memory.sum())} of {_size(limit * len(memory))}",
         f"the largest table is {largest.name}, {largest.num_rows:,} rows x {largest.dim}",
-        f"it would fit with {_gb(float(memory.max()))} a rank",
+        f"it would fit with {_size(float(memory.max()))} a rank",
         *(f"it would fit with {what}" for what in _changes(cost)),
     ]
     return "; ".join(lines)
@@ -291,5 +296,7 @@ def _changes(cost: TaskCost) -> list[str]:
     return found
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+def _size(num_bytes: float) -> str:
+    """Rounded up: what is said to be enough is."""
+    unit, of = next((one for one in _UNITS if num_bytes >= one[0]), _UNITS[-1])
+    return f"{math.ceil(100 * num_bytes / unit) / 100:.2f} {of}"

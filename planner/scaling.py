@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.clusters import MACHINES, described, link_of, with_link
+from planner.clusters import MACHINES, link_of, memory_of, profile_of, with_link
 from planner.cost import CostModel, TaskCost
 from planner.features import Floats
-from planner.planners import PLANNERS, make_plan, planner_of
-from planner.profile import Profile, load
+from planner.planners import PLANNERS, PlannerName, make_plan, planner_of
+from planner.profile import Profile
 from planner.simulate import KINDS, PHASE
 from planner.tables_file import TablesFile, read_tables
 from sbpflow.errors import ConfigError
@@ -41,9 +41,9 @@ def communication_share(phases: Floats) -> float:
     return float(travels / max(float(longest.sum()), 1e-12))
 
 
-def size_up(cost: TaskCost, planner: str, seed: int) -> Size:
+def size_up(cost: TaskCost, planner: PlannerName, seed: int) -> Size:
     """The planner's plan for one size."""
-    planned = make_plan(planner_of(planner), cost, seed=seed)
+    planned = make_plan(planner, cost, seed=seed)
     found = cost.predict(planned.plan)
     return Size(
         ranks=cost.task.world_size,
@@ -79,8 +79,9 @@ def _table(args: Namespace) -> str:
     if bad := [ranks for ranks in args.ranks if ranks < 1]:
         raise ConfigError(f"--ranks: {bad[0]}; use 1 or more, for example --ranks 8 16 32")
     profile, tables = _profile(args), read_tables(Path(args.tables))
-    sizes = [size_up(_cost(profile, tables, ranks, args), args.planner, args.seed)
-             for ranks in sorted(args.ranks)]  # fmt: skip
+    costs = [_cost(profile, tables, ranks, args) for ranks in sorted(args.ranks)]
+    name = planner_of(args.planner)  # before the first size takes its time
+    sizes = [size_up(cost, name, args.seed) for cost in costs]
     lines = [
         f"{'ranks':>6} {'step ms':>9} {'samples/s':>12} {'communication':>14} {'GB a rank':>10}"
     ]
@@ -100,8 +101,7 @@ def _from(profile: Profile) -> Mapping[str, str]:
 
 
 def _profile(args: Namespace) -> Profile:
-    name = args.profile
-    profile = described(name) if name in MACHINES else load(Path(name) if name else None)
+    profile = profile_of(args.profile)
     if args.link is None:
         if args.ranks_per_node != 1:
             raise ConfigError(
@@ -119,4 +119,5 @@ def _cost(profile: Profile, tables: TablesFile, ranks: int, args: Namespace) -> 
     if args.weak:
         batch = math.ceil(tables.batch_size * ranks / min(args.ranks))
         tables = replace(tables, batch_size=batch)
-    return CostModel(profile).of(tables.task(ranks, device))
+    limit = memory_of(args.profile)
+    return CostModel(profile).of(tables.task(ranks, device, device_bytes=limit))

@@ -56,10 +56,13 @@ def _cuts(size: int) -> list[int]:
     return [*powers, size]
 
 
-def problem_of(model: TaskCost, allowed: Callable[[Shape], bool] | None = None) -> Problem:
+def problem_of(
+    model: TaskCost, allowed: Callable[[Shape], bool] | None = None, given: Plan | None = None
+) -> Problem:
     """The search's problem of a model's task; pinned tables are part of its base.
 
-    ``allowed`` narrows the shapes. PlanError for a table that none is left for.
+    ``allowed`` narrows the shapes; what is ``given`` adds its own, for a search does not try all
+    that the engine runs. PlanError for a table that none is left for.
     """
     task, size = model.task, model.task.world_size
     base = np.tile(model.base(), (size, 1))
@@ -76,6 +79,8 @@ def problem_of(model: TaskCost, allowed: Callable[[Shape], bool] | None = None) 
             present += [key for key in option.keys(ranks) if key not in present]
             continue
         shapes = [shape for shape in shapes_of(task, table) if allowed is None or allowed(shape)]
+        if given is not None and given[table.name].shape not in shapes:
+            shapes.append(given[table.name].shape)
         names.append(table.name)
         options.append(tuple(_option(model, table, shape) for shape in shapes))
     for key in present:

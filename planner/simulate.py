@@ -6,6 +6,7 @@ background takes some of the host's time (gloo copies on the host's cores): the 
 can hide is measured, the rest delays the rank that started it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from planner.features import Floats
 from sbpflow.training.step_schedule import (
+    COLLECT,
     COUNTED_IDS,
     COUNTS,
     DENSE_GRADIENTS,
@@ -22,7 +24,9 @@ from sbpflow.training.step_schedule import (
     OVERLAPPED,
     ROW_GRADIENTS,
     SERIAL,
+    UPDATE,
     VECTORS,
+    Move,
     StepSchedule,
 )
 
@@ -50,26 +54,47 @@ class _Clock:
 
 
 def step_ms(
-    phases: Floats, hidden: Mapping[str, float], schedule: StepSchedule = OVERLAPPED
+    phases: Floats,
+    hidden: Mapping[str, float],
+    schedule: StepSchedule = OVERLAPPED,
+    *,
+    batches: int = 1,
 ) -> Floats:
     """[N] milliseconds of a step from ``phases`` [N, D ranks, P], over a run of many steps.
 
     ``hidden`` is the share of a transfer that overlap can hide, by kind, 0 to 1. Rises with every
-    phase of every rank.
+    phase of every rank. A step of several ``batches`` updates the rows of all of them at once, and
+    the dense part once; ``phases`` are of one.
     """
     clock = _Clock(np.zeros(phases.shape[:2]), np.zeros(phases.shape[0]))
-    for _ in range(_STEPS):
-        clock.over = {(kind, False): at for (kind, _), at in clock.over.items()}
-        for move in (*schedule.each_batch, *schedule.each_step):
-            for kind in move.waits:
-                at = clock.over.pop((kind, move.ahead), None)
-                if at is not None:
-                    clock.now = np.maximum(clock.now, at[:, None])
-            clock.now = clock.now + phases[:, :, PHASE[move.name]]
-            for kind in reversed(move.starts):  # counts before the ids, which are long
-                _start(clock, phases[:, :, PHASE[kind]], kind, move.ahead, hidden, schedule)
-        clock.now = clock.now + phases[:, :, PHASE[REST]]
-    return clock.now.max(1) / _STEPS
+    steps = math.ceil(_STEPS / batches)
+    for _ in range(steps):
+        for _ in range(batches):
+            clock.over = {(kind, False): at for (kind, _), at in clock.over.items()}
+            for move in schedule.each_batch:
+                _make(clock, move, phases, hidden, schedule)
+        for move in schedule.each_step:
+            of_rows = move in (COLLECT, UPDATE)
+            _make(clock, move, phases, hidden, schedule, times=batches if of_rows else 1)
+        clock.now = clock.now + batches * phases[:, :, PHASE[REST]]
+    return clock.now.max(1) / steps
+
+
+def _make(
+    clock: _Clock,
+    move: Move,
+    phases: Floats,
+    hidden: Mapping[str, float],
+    schedule: StepSchedule,
+    times: int = 1,
+) -> None:
+    for kind in move.waits:
+        at = clock.over.pop((kind, move.ahead), None)
+        if at is not None:
+            clock.now = np.maximum(clock.now, at[:, None])
+    clock.now = clock.now + times * phases[:, :, PHASE[move.name]]
+    for kind in reversed(move.starts):  # counts before the ids, which are long
+        _start(clock, phases[:, :, PHASE[kind]], kind, move.ahead, hidden, schedule)
 
 
 def _start(

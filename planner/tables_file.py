@@ -48,7 +48,10 @@ class TablesFile:
     device_bytes: int | None
     dense: DenseWork
 
-    def task(self, world_size: int, device_type: str = "cpu") -> Task:
+    def task(
+        self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
+    ) -> Task:
+        """On so many ranks; ``device_bytes`` is the limit where the file has no ``device_gb``."""
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
             features=self.features,
@@ -58,7 +61,7 @@ class TablesFile:
             optimizer=self.optimizer,
             ids_per_sample=self.ids_per_sample,
             device_type=device_type,
-            device_bytes=self.device_bytes,
+            device_bytes=device_bytes if self.device_bytes is None else self.device_bytes,
             dense=self.dense,
         )
 
@@ -82,7 +85,7 @@ def read_tables(path: Path) -> TablesFile:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{path}: tables: {', '.join(twice)} named twice; give each its own name")
     gb = cast("Any", tree).get("device_gb")
-    limit = None if gb is None else int(1e9 * _number(f"{path}: device_gb", gb, least=0.0))
+    limit = None if gb is None else max(1, int(1e9 * _number(f"{path}: device_gb", gb, least=0.0)))
     optimizer = cast("Any", tree).get("optimizer", "rowwise_adagrad")
     if optimizer not in get_args(SparseName):
         raise ConfigError(

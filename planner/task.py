@@ -17,7 +17,13 @@ import yaml
 
 from planner.features import IdStats
 from sbpflow.config.table_plan import read_table_plan
-from sbpflow.config.table_rules import ParallelConfig, TableRule, WireDtype, resolve_table_layouts
+from sbpflow.config.table_rules import (
+    DTYPES,
+    ParallelConfig,
+    TableRule,
+    WireDtype,
+    resolve_table_layouts,
+)
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
@@ -113,7 +119,8 @@ class Task:
     """The tables of a model, a batch and a world; everything that a plan is priced by.
 
     ``stats`` is per table; ``ids_per_sample`` per feature where it is below ``hotness`` (ragged).
-    ``device_bytes`` is what each rank may fill, ``None`` for no limit; ``batch_size`` is global.
+    ``device_bytes`` is what each rank may fill, ``None`` for no limit; ``batch_size`` is global,
+    and a step is of ``accumulate`` such batches.
     ``pinned`` tables keep the choice that is given for them. ``kernel`` is asked for by the run;
     tables may ask for one of their own.
     """
@@ -132,6 +139,7 @@ class Task:
     device_bytes: int | None = None
     dense: DenseWork = DenseWork()
     overlap: bool = True
+    accumulate: int = 1
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
     kernel: KernelRequest = "auto"
 
@@ -248,9 +256,22 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
     """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
-    parallel = ParallelConfig(tables=read_table_plan(path))
-    shapes = {table.name: table.shape for table in task.tables}
-    layouts = resolve_table_layouts(parallel, shapes, {}, task.world_size, task.device_type)
+    planned = read_table_plan(path)
+    wire = task.wire or task.dtype
+    for pattern, rule in planned.items():
+        if rule.exchange_dtype is not None and DTYPES[rule.exchange_dtype] != wire:
+            raise ConfigError(
+                f"{path}: tables.{pattern}.exchange_dtype: {rule.exchange_dtype}; plans are priced "
+                f"with all vectors as {str(wire).removeprefix('torch.')}: leave it out"
+            )
+    layouts = resolve_table_layouts(
+        ParallelConfig(plan=str(path)),
+        {table.name: table.shape for table in task.tables},
+        {},
+        task.world_size,
+        task.device_type,
+        planned,
+    )
     return {name: choice_of(layout, task.world_size) for name, layout in layouts.items()}
 
 

@@ -147,6 +147,7 @@ def predict(argv: Sequence[str]) -> int:
         find_checkpoint,
         load_values,
         saved_config,
+        saved_layouts,
         saved_plan,
     )
     from sbpflow.run.start import start_world
@@ -158,11 +159,14 @@ def predict(argv: Sequence[str]) -> int:
     config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
     like = load_manifest(data_folder(checkpoint.path))
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+    world_size = world_size_of_environment()
+    config, planned = saved_layouts(checkpoint, config, world_size)
     spec, plan = plan_run(
         config,
         fields_of(like),
-        world_size=world_size_of_environment(),
+        world_size=world_size,
         device_type=device_type_of(config.parallel.device),
+        planned=planned,
     )
     world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
     setup_logging(world.rank)
@@ -219,14 +223,15 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
     from sbpflow.run.plain_model import plain_model
-    from sbpflow.run.saved_model import find_checkpoint, saved_config
+    from sbpflow.run.saved_model import find_checkpoint, saved_config, saved_layouts
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint = find_checkpoint(args.checkpoint)
     config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
-    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu")
+    config, planned = saved_layouts(checkpoint, config, 1)
+    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu", planned=planned)
 
     def make(rows: "RowFormat") -> "PlainModel":
         return plain_model(

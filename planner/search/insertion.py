@@ -118,8 +118,9 @@ class Inserter:
         return self.ranked(state, table, avoid)[0]
 
     def quick(self, state: State, table: int) -> Move:
-        """The move that scores best, not priced: for tables of one option."""
-        return self._moves(state, table)[0]
+        """The move that scores best, not priced, its ranks in order: for tables of one option."""
+        move = self._moves(state, table)[0]
+        return Move(move.option, tuple(sorted(move.ranks)))
 
     def _moves(self, state: State, table: int) -> list[Move]:
         """For every option the ranks that suit it, several for a whole table; best scores first."""
@@ -135,7 +136,7 @@ class Inserter:
             if option.alike:
                 found += self._alike(option, number, scores[first], orders[first])
             else:
-                found.append(self._unlike(option, number, scores[first:]))
+                found += self._unlike(option, number, scores[first:])
         found.sort(key=lambda one: one[0])
         return [move for _, move in found[: self.most_priced]]
 
@@ -167,8 +168,10 @@ class Inserter:
         ranks = tuple(sorted(int(rank) for rank in chosen))
         return [(float(scores[chosen].max()), Move(number, ranks))]
 
-    def _unlike(self, option: Option, number: int, scores: Floats) -> tuple[float, Move]:
-        """Shards that differ: the heaviest first, each to the best rank that has none yet."""
+    def _unlike(self, option: Option, number: int, scores: Floats) -> list[tuple[float, Move]]:
+        """Shards that differ: the heaviest first, each to the best rank that has none yet; and on
+        the same ranks in their order, for tables in one order share what hangs on ranks.
+        """
         taken: dict[int, int] = {}  # shard -> rank
         worst = 0.0
         count = option.num_shards
@@ -177,7 +180,12 @@ class Inserter:
             free[list(taken.values())] = np.inf
             taken[shard] = int(np.argmin(free))
             worst = max(worst, float(free[taken[shard]]))
-        return worst, Move(number, tuple(taken[shard] for shard in range(count)))
+        ranks = tuple(taken[shard] for shard in range(count))
+        ordered = tuple(sorted(ranks))
+        found = [(worst, Move(number, ranks))]
+        if ordered != ranks:
+            found.append((float(scores[range(count), ordered].max()), Move(number, ordered)))
+        return found
 
     def _priced(self, state: State, table: int, moves: list[Move]) -> list[Insertion]:
         problem, options = self.problem, self.problem.options[table]

@@ -26,6 +26,7 @@ from sbpflow.sbp.sbp import (
     Sbp,
     Split,
     balanced_sizes,
+    format_nd_sbp,
     parse_nd_sbp,
 )
 
@@ -189,7 +190,7 @@ class ParallelConfig:
                 )
 
 
-DTYPES = {
+DTYPES: dict[WireDtype, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
     "float16": torch.float16,
@@ -199,6 +200,21 @@ DTYPES = {
 
 # What each scheme means for a model: rules by pattern of table names, the last match deciding.
 Schemes = Mapping[Scheme, Mapping[str, TableRule]]
+
+
+def rule_of(given: TableLayout) -> TableRule:
+    """The rule that gives a table this layout."""
+    placement, axes = given.layout.placement, given.layout.nd_sbp
+    sizes = [one.sizes for one in axes if isinstance(one, Split) and one.sizes is not None]
+    plain = tuple(Split(one.dim) if isinstance(one, Split) else one for one in axes)
+    wires: dict[torch.dtype, WireDtype] = {dtype: name for name, dtype in DTYPES.items()}
+    return TableRule(
+        sbp=format_nd_sbp(plain),
+        ranks=tuple(tuple(one) if isinstance(one, list) else one for one in placement.nested()),
+        sizes=None if not sizes else sizes[0] if len(axes) == 1 else tuple(sizes),
+        exchange=given.exchange,
+        exchange_dtype=None if given.wire is None else wires[given.wire],
+    )
 
 
 def resolve_dense_layouts(
@@ -283,6 +299,11 @@ def _rule_of(
     for pattern, rule in parallel.tables.items():
         if fnmatchcase(name, pattern):
             found = (f"parallel.tables.{pattern}", rule)
+    if found is None and parallel.plan is not None:
+        raise ConfigError(
+            f"parallel.plan {parallel.plan}: no pattern of its tables matches {name}; add "
+            f"one there, or parallel.tables: {{{name}: {{sbp: S(0)}}}}"
+        )
     if found is None:
         raise ConfigError(
             f"parallel.scheme: {parallel.scheme or 'not given'}, and no pattern of parallel.tables "
@@ -299,14 +320,16 @@ def _fit(
     shape: Shape,
     device_type: str,
     world_size: int,
-    exchange_dtype: str,
+    exchange_dtype: WireDtype,
 ) -> TableLayout:
     """One rule on one table in one world, every part of the combination checked."""
     placement = rule.placement(key, device_type, world_size)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
+        of = f" ({name})" if key.startswith("parallel.plan") else ""
         raise ConfigError(
-            f"{key}.ranks: {outside} not in a world of {world_size}; use ranks "
+            f"{key}.ranks{of}: {outside} not in a world of {world_size}; use ranks "
             f"0..{world_size - 1}, or leave ranks and sizes out for all that there are"
+            + ("; a plan is of the ranks that it was made for" if of else "")
         )
     sbps = [
         _fit_axis(key, rule, axis, sbp, name, shape, placement)

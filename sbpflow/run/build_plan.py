@@ -106,7 +106,8 @@ def plan_run(
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together.
 
-    ``planned`` are the rules that a planner chose, for ``parallel.plan: auto``.
+    ``planned`` are the rules that stand for ``parallel.plan``: a planner's for ``auto``, or those
+    that a saved run had. Without them a file is read.
     """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
@@ -183,17 +184,15 @@ def _planned_rules(
 ) -> Mapping[str, TableRule] | None:
     """What stands for ``parallel.plan``, if it is given."""
     plan = config.parallel.plan
-    if plan is None:
-        return None
+    if plan is None or chosen is not None:
+        return None if plan is None else chosen
     if plan != "auto":
         return read_table_plan(Path(plan))
-    if chosen is None:
-        raise ConfigError(
-            "parallel.plan: auto is chosen by a planner, which train.py and `python -m sbpflow "
-            "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
-            "`python -m planner plan` wrote, or use parallel.scheme: auto"
-        )
-    return chosen
+    raise ConfigError(
+        "parallel.plan: auto is chosen by a planner, which train.py and `python -m sbpflow "
+        "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
+        "`python -m planner plan` wrote, or use parallel.scheme: auto"
+    )
 
 
 def _plan_tables(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from sbpflow.checkpoint.format import INDEX_FILE
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.restore import restore
 from sbpflow.config.load import config_from_tree
+from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import TableRule, rule_of
 from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, DataError
@@ -52,6 +55,48 @@ def saved_config(
     if not isinstance(tree, dict):
         raise CheckpointError(f"{checkpoint.path}: has no configuration; use one that a run wrote")
     return config_from_tree(tree, overrides, models=models, own_model=own_model)
+
+
+def saved_layouts(
+    checkpoint: Checkpoint, config: Config, world_size: int
+) -> tuple[Config, dict[str, TableRule] | None]:
+    """The configuration for so many ranks, and what stands for ``parallel.plan`` in ``plan_run``.
+
+    In place of the plan that the run was made with are the layouts that it had, on as many ranks,
+    and S(0) on another number: nothing is planned anew, and no file need be there. Rules of
+    ``parallel.tables`` on ranks that are not there become S(0), too. What overrides name is left.
+    """
+    tree: Any = checkpoint.documents.get("config")
+    given: Any = plain(config.parallel)
+    saved = tree.get("parallel", {})
+    tables = {
+        pattern: TableRule(sbp="S(0)", exchange_dtype=rule.exchange_dtype)
+        if _outside(rule, world_size)
+        and given["tables"][pattern] == saved.get("tables", {}).get(pattern)
+        else rule
+        for pattern, rule in config.parallel.tables.items()
+    }
+    config = replace(config, parallel=replace(config.parallel, tables=tables))
+    same = config.parallel.plan == saved.get("plan")
+    return config, _planned_rules(checkpoint, world_size) if given["plan"] and same else None
+
+
+def _outside(rule: TableRule, world_size: int) -> bool:
+    """Whether it names ranks, or sizes of as many parts, that are not there."""
+    if rule.ranks is None:
+        return rule.sizes is not None and len(rule.sizes) != world_size
+    flat = [rank for one in rule.ranks for rank in (one if isinstance(one, tuple) else (one,))]
+    return max(flat) >= world_size
+
+
+def _planned_rules(checkpoint: Checkpoint, world_size: int) -> dict[str, TableRule]:
+    try:
+        kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))
+    except DataError:
+        kept = None
+    if kept is None or kept.world_size != world_size:
+        return {"*": TableRule(sbp="S(0)")}
+    return {escape(name): rule_of(layout) for name, layout in kept.layouts.items()}
 
 
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:

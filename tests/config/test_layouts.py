@@ -1,10 +1,12 @@
 """Which layout each table gets: schemes, patterns, and combinations that cannot be."""
 
+from dataclasses import replace
+
 import pytest
 
 from models.registry import MODELS
 from sbpflow.config.load import load_config
-from sbpflow.config.table_rules import resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import schemes_of
@@ -157,6 +159,26 @@ def test_a_grid_splits_rows_and_columns(resolve):
     assert slices[0] == (slice(0, 25), slice(0, 8))
     assert slices[3] == (slice(25, 50), slice(0, 8))
     assert slices[2] == (slice(25, 50), slice(8, 16))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "{sbp: B}",
+        "{sbp: B, ranks: [2]}",
+        "{sbp: S(1), exchange: unique, exchange_dtype: bfloat16}",
+        "{sbp: S(0), ranks: [3, 1], exchange: unique}",
+        "{sbp: S(0), ranks: [0, 1, 3], sizes: [20, 30, 0]}",
+        "{sbp: '(S(0), S(1))', ranks: [[0, 1], [2, 3]]}",
+        "{sbp: '(S(0), S(1))', ranks: [[0, 1]], sizes: [[50], [10, 6]]}",
+    ],
+)
+def test_a_layout_is_had_again_by_its_rule(resolve, rule):
+    tables = {"deep.C1": (50, 16)}
+    found = resolve(f"{{tables: {{'*': {rule}}}}}", 4, tables)["deep.C1"]
+    parallel = ParallelConfig(tables={"*": rule_of(found)})
+    again = resolve_table_layouts(parallel, tables, {}, 4)["deep.C1"]
+    assert replace(again, key=found.key) == found
 
 
 def test_a_grid_takes_row_sizes_and_column_sizes(resolve):

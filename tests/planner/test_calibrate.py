@@ -1,6 +1,7 @@
 """Calibration on two ranks: what is measured, kept and fitted; memory as predicted."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from planner.calibrate import QUICK, Journal, calibrate
-from planner.command import describe
+from planner.command import describe, keep
 from planner.cost import CostModel
 from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
 from planner.fit import TERMS, fit
@@ -219,6 +220,35 @@ def peak_and_prediction(world):
     (found,) = measure_in_turns(boxing, task, [plan], batches, rounds=1)
     cost = CostModel(load_nothing()).of(task)
     return found.peak_bytes, cost.memory(cost.totals(plan)).tolist()
+
+
+def ragged_steps(world, folder):
+    """A step with lists, and of every rank what its batch has."""
+    task = make_task(world_size=2, batch_size=400, rows=(500, 60, 90))
+    some = {"f0": 2.25, "f2": 0.5}
+    features = [
+        replace(one, hotness=math.ceil(some[one.name]), ragged=True) if one.name in some else one
+        for one in task.features
+    ]
+    task = replace(task, features=tuple(features), ids_per_sample=some)
+    batches = draw_batches(laws_of(task), world.rank, 2, world.device)
+    plan = {t.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for t in task.tables}
+    (found,) = measure_in_turns(Boxing(world), task, [plan], batches, rounds=1)
+    keep(Boxing(world), load_nothing() if world.rank == 0 else None, folder / f"{world.rank}.json",
+         first_here=True)  # fmt: skip
+    ids = batches[0].ids
+    lists = ids.lists
+    largest = [int(lists.take(torch.tensor([n])).values.max()) for n in range(2)]
+    return found.step_ms, ids.matrix.shape, lists.lengths.float().mean(0).tolist(), largest
+
+
+def test_lists_of_ids_are_measured_and_every_machine_keeps_the_profile(ranks, tmp_path):
+    for ms, matrix, lengths, largest in ranks(2, ragged_steps, tmp_path):
+        assert ms > 0
+        assert matrix == (200, 3)
+        assert lengths == pytest.approx([2.25, 0.5], abs=0.15)
+        assert largest[0] >= 90 > largest[1]  # of t0's 500 rows, and of t2's 90
+    assert load(tmp_path / "0.json") == load(tmp_path / "1.json") == load_nothing()
 
 
 def load_nothing():

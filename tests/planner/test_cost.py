@@ -171,6 +171,15 @@ def test_transfers_take_turns_on_the_link():
     assert step_ms(both, hidden)[0] > step_ms(alone, hidden)[0] + 2
 
 
+@pytest.mark.parametrize("schedule", [OVERLAPPED, SERIAL], ids=["overlapped", "serial"])
+def test_a_step_of_several_batches_has_one_dense_update(schedule):
+    given = phases(look_up=(2, 2), backward=(1, 1), update=(3, 3), update_dense=(10, 10))
+    given += phases(dense_gradients=(1, 1), row_gradients=(2, 2), collect=(0.5, 0.5))
+    one, three = (float(step_ms(given, {}, schedule, batches=n)[0]) for n in (1, 3))
+    assert one == pytest.approx(2 + 1 + 2 + 0.5 + 3 + 1 + 10)
+    assert three == pytest.approx(3 * one - 2 * (10 + 1))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(8))
 def test_no_phase_gets_longer_and_the_step_shorter(seed, overlap):
@@ -181,7 +190,9 @@ def test_no_phase_gets_longer_and_the_step_shorter(seed, overlap):
     for phase in range(NUM_PHASES):
         more[phase, random.integers(3), phase] += random.random() * 4
     schedule = SCHEDULES[overlap]
-    assert (step_ms(more, hidden, schedule) >= step_ms(given, hidden, schedule) - 1e-9).all()
+    for batches in (1, 2, 5):
+        later, before = (step_ms(one, hidden, schedule, batches=batches) for one in (more, given))
+        assert (later >= before - 1e-9).all()
     assert (sum_of_maxima(more) >= sum_of_maxima(given)).all()
     assert (max_of_sums(more) >= max_of_sums(given)).all()
 
@@ -240,6 +251,12 @@ def test_calls_cost_more_among_more_ranks_and_nothing_alone():
     assert profile.weights_for(4)[INDEX["num_unique"], column] == pytest.approx(1.5)
     assert profile.weights_for(4)[INDEX["vector_bytes"], column] == pytest.approx(1e-6)
     assert profile.weights_for(1)[:, column].sum() == 0
+    alone = replace(profile, world_size=1)
+    assert alone.weights_for(1).sum() == 0
+    with pytest.raises(ConfigError, match="no times of transfers, for a world of 2"):
+        alone.weights_for(2)
+    described_link = replace(alone, link=described("h100-dgx").link)
+    assert described_link.weights_for(2)[:, column].sum() > 0
 
 
 def test_an_optimizer_that_was_not_measured_is_named():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from planner.clusters import described
+from planner.clusters import described, profile_of
 from planner.cost import CostModel
 from planner.picks import NEAR, to_measure
 from planner.plan_command import compare, explain, plan
@@ -31,7 +31,7 @@ from planner.search.auto import Effort, search
 from planner.search.problem import Move, price_of
 from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
 from planner.tables_file import read_tables
-from planner.task import Choice, DenseWork, Shape
+from planner.task import Choice, DenseWork, Shape, plan_from_yaml
 from planner.work import NUM_FEATURES
 from planner.workloads import EMBARK, POOL_LOOKUPS, embark_task, pool, random_task, split_pool
 from sbpflow.errors import ConfigError, PlanError
@@ -229,7 +229,9 @@ def test_what_does_not_fit_says_the_rank_and_what_would():
     assert not planned.priced.feasible
     text = infeasible_text(planned, cost)
     rank = int(planned.priced.memory.argmax())
-    assert f"rank {rank} holds {planned.priced.memory[rank] / 1e9:.2f} GB" in text
+    held = f"{math.ceil(planned.priced.memory[rank] / 1e7) / 100:.2f} GB"
+    assert f"fits 30.00 MB a rank: in the one that lacks least, rank {rank} holds {held} " in text
+    assert f"it would fit with {held} a rank" in text  # rounded up, so that it does
     needed = float(planned.priced.memory.max())
     enough = CostModel(PROFILE).of(replace(one.task, device_bytes=int(needed) + 1))
     assert make_plan("auto", enough, effort=SMALL).priced.feasible
@@ -280,6 +282,70 @@ def test_plan_writes_what_explain_reads(tmp_path):
     assert assignment_of(problem, answer.plan) == answer.assignment
 
 
+@pytest.mark.parametrize(
+    ("rule", "ranks", "says"),
+    [
+        ("{sbp: S(0), ranks: [3, 0, 1], exchange: unique}", 4, "C1: S(0) unique 3x1 on 3,0,1;"),
+        ("{sbp: S(1), ranks: [2, 0, 1]}", 4, "C1: S(1) columns 1x3 on 2,0,1;"),
+        ("{sbp: S(1), ranks: [1]}", 2, "C1: S(1) columns on 1;"),
+        ("{sbp: S(0), ranks: [1], exchange: columns}", 2, "C1: S(0) columns on 1;"),
+        ("{sbp: '(S(0), S(1))', ranks: [[0], [1]]}", 2, "C1: (S(0), S(1)) reduce 2x1 on 0,1;"),
+        ("{sbp: S(0), exchange: unique}", 1, "C1: S(0) unique on 0"),
+    ],
+)
+def test_explain_prices_what_the_engine_runs_and_a_search_does_not_try(tmp_path, rule, ranks, says):
+    tables, file = tmp_path / "tables.json", tmp_path / "plan.yaml"
+    tables.write_text(json.dumps(TABLES))
+    file.write_text(f"tables: {{'*': {{sbp: B}}, C1: {rule}}}")
+    words = ["--tables", str(tables), "--world-size", str(ranks), "--profile", "h100-dgx"]
+    text = explain([*words, "--plan", str(file)])
+    assert says in text
+    cost = CostModel(PROFILE).of(read_tables(tables).task(ranks, "cuda"))
+    ms = cost.predict(plan_from_yaml(file, cost.task)).step_ms
+    assert f"{ms:.3f} ms a step predicted" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{C1: {sbp: B}}", r"plan.yaml: no pattern of its tables matches C2"),
+        ("{'*': {sbp: B}, C9: {sbp: B}}", r"parallel.plan .*plan.yaml.C9: matches no table"),
+        ("{'*': {sbp: B, exchange_dtype: bfloat16}}", r"tables.\*.exchange_dtype: bfloat16; plans "
+         "are priced with all vectors as float32"),
+        ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] not in a world of 2"),
+        ("{'*': {sbp: S(0), sizes: [10, 4990]}}", "it has 90|sum to 5000"),
+    ],
+)  # fmt: skip
+def test_explain_says_what_is_wrong_with_a_plan(tmp_path, text, says):
+    tables, file = tmp_path / "tables.json", tmp_path / "plan.yaml"
+    tables.write_text(json.dumps(TABLES))
+    file.write_text(f"tables: {text}")
+    with pytest.raises(ConfigError, match=says):
+        explain(["--tables", str(tables), "--profile", "h100-dgx", "--plan", str(file)])
+
+
+def test_without_a_profile_both_ways_to_one_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"planner calibrate .*--profile h100-dgx"):
+        profile_of(None)
+    with pytest.raises(ConfigError, match=r"--profile: h100 is no file.*use h100-dgx, a100-dgx"):
+        profile_of("h100")
+    assert profile_of("h100-dgx") == PROFILE
+
+
+def test_a_machine_of_data_sheets_has_the_memory_that_they_say(tmp_path):
+    path = tmp_path / "tables.json"
+    large = {**TABLES["tables"][0], "rows": 2_000_000_000, "dim": 64}
+    whole = {"batch_size": 512, "tables": [large]}
+    words = ["--tables", str(path), "--world-size", "2", "--profile", "h100-dgx"]
+    words += ["--planner", "size"]
+    path.write_text(json.dumps(whole))
+    with pytest.raises(PlanError, match=r"fits 68.00 GB a rank.*the largest table is C1"):
+        plan(words)
+    path.write_text(json.dumps({**whole, "device_gb": 600}))
+    plan(words)
+
+
 def test_names_in_any_script_are_reported(tmp_path):
     tables = tmp_path / "tables.json"
     named = json.loads(json.dumps(TABLES))
@@ -298,6 +364,9 @@ def test_names_in_any_script_are_reported(tmp_path):
     [
         (["--report", "plan.pdf"], "--report: plan.pdf; end its name in .txt, .json, .html"),
         (["--measure", "-1"], "--measure: -1; use 1 or more"),
+        (["--measure", "2"], "--measure: draws ids by each table's zipf, and not all have one"),
+        (["--output", "nowhere/plan.yaml"], "--output: nowhere/plan.yaml: there is no folder nowh"),
+        (["--planner", "best"], "--planner: 'best'; use auto, random"),
     ],
 )
 def test_what_cannot_be_written_or_measured_is_refused_before_planning(
@@ -308,6 +377,14 @@ def test_what_cannot_be_written_or_measured_is_refused_before_planning(
     monkeypatch.setattr("planner.plan_command.make_plan", None)
     with pytest.raises(ConfigError, match=says):
         plan(["--tables", str(tables), "--profile", "h100-dgx", *words])
+
+
+def test_plans_for_gpus_are_not_measured_on_cpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps({**TABLES, "tables": TABLES["tables"][:2]}))
+    with pytest.raises(ConfigError, match="h100-dgx is of GPUs, and this machine has none"):
+        plan(["--tables", str(path), "--profile", "h100-dgx", "--measure", "2"])
 
 
 def test_no_table_touches_more_rows_than_it_has(tmp_path):

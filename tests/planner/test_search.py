@@ -6,14 +6,18 @@ from itertools import product
 import numpy as np
 import pytest
 
+from planner.clusters import described
+from planner.cost import CostModel
 from planner.search.auto import Effort, search
 from planner.search.bounds import bound
 from planner.search.exact import enumerated, linear_optimum
 from planner.search.insertion import Inserter
 from planner.search.local import LocalSearch, weights_of
 from planner.search.problem import Move, State, check_assignment, price_of
+from planner.shapes import problem_of
 from sbpflow.errors import PlanError
 from tests.planner.problems import make_problem
+from tests.planner.tasks import make_task
 
 SMALL = Effort(insertions=300, exact_time=0.0)
 
@@ -81,6 +85,21 @@ def test_local_search_improves_a_bad_plan_and_keeps_its_sums():
     local = LocalSearch(problem, inserter, weights_of(problem, inserter), seed=1)
     found = local.improve(start, 200)
     assert price_of(problem, found).ms < 0.5 * price_of(problem, start).ms
+
+
+def test_tables_whose_columns_do_not_divide_share_a_storage():
+    """16 columns on 3 ranks are 6, 5 and 5: laid in two orders they are two storages."""
+    task = make_task(world_size=3, rows=(4000, 900, 3000), dim=16)
+    problem = problem_of(CostModel(described("h100-dgx")).of(task))
+    name = "all S(1) columns 1x3"
+    found = search(problem, effort=SMALL)
+    assert {move.ranks for move in found.plans[name]} == {(0, 1, 2)}
+    state = State(problem, found.plans[name])
+    mine = state.remove(1)
+    offered = [one.move for one in Inserter(problem).ranked(state, 1)]
+    assert mine in offered
+    inserter = Inserter(problem, tuple((move.option,) for move in found.plans[name]))
+    assert inserter.best(state, 1).move == mine
 
 
 def test_sums_follow_tables_that_come_and_go():

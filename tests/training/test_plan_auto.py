@@ -1,11 +1,18 @@
 """``parallel.plan``: chosen by the planner or read from a file, kept, and judged at the end."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from functools import cache
+from glob import escape
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import polars as pl
 import pytest
+import torch
 import yaml
 
 import train
@@ -15,13 +22,16 @@ from models.registry import MODELS
 from planner.for_run import plan_tables
 from planner.profile import Profile, default_path, weights_from
 from planner.task import embedding_plan, rules
-from sbpflow.__main__ import explain
+from sbpflow.__main__ import explain, export, predict
 from sbpflow.config.load import load_config
+from sbpflow.config.parse import plain
 from sbpflow.config.table_plan import read_table_plan
+from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.plan_file import plan_from_json
+from sbpflow.run.saved_model import find_checkpoint, saved_config, saved_layouts
 from sbpflow.training.run_folder import TABLE_PLAN_FILE
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +83,8 @@ def test_a_planned_run_leaves_its_plan_and_judges_its_prediction(
     assert train.main(["--config", CONFIG, *words, "parallel.plan=auto"]) == 0
     assert re.search(r"step time:\s+predicted [0-9.]+ ms .*measured", capsys.readouterr().err)
     first = plan_from_json((folder / "plan.json").read_text())
+    tables, start = len(first.layouts), (folder / "start.txt").read_text()
+    assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s, a step predicted", start)
     kept = folder / TABLE_PLAN_FILE
     assert yaml.safe_load(kept.read_text())["notes"]["predicted_step_ms"] > 0
     again = tmp_path / "again"
@@ -81,6 +93,59 @@ def test_a_planned_run_leaves_its_plan_and_judges_its_prediction(
     second = plan_from_json((again / "plan.json").read_text())
     assert second.embeddings == first.embeddings
     assert {layout.key for layout in first.layouts.values()} == {"parallel.plan auto"}
+
+
+def test_what_a_planned_run_left_is_used_without_its_planner_or_its_file(
+    synth_set, tmp_path, calibrated, monkeypatch
+):
+    """Predictions plan nothing: they lay tables as the run did, whatever came of the plan since."""
+    folder, file = tmp_path / "run", tmp_path / "plan.yaml"
+    words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
+    scores: list[list[float]] = []
+    file.write_text("tables: {'*': {sbp: S(0), exchange: unique}}")
+    for number, plan in enumerate(("auto", str(file))):
+        words[-2] = f"run.dir={folder}{number}"
+        assert train.main(["--config", CONFIG, *words, f"parallel.plan={plan}"]) == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    file.unlink()
+    for number in range(2):
+        run, output = f"{folder}{number}", tmp_path / f"{number}.parquet"
+        read = ["--checkpoint", run, "--input", str(synth_set), "--output", str(output)]
+        assert predict(read) == 0
+        scores.append(pl.read_parquet(output)["score"].to_list())
+        assert export(["--checkpoint", run, "--output", str(tmp_path / f"out{number}")]) == 0
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
+    found, config, plan = saved(Path(f"{folder}0"))
+    _, laid = saved_layouts(found, config, 1)
+    assert set(laid) == {escape(name) for name in plan.layouts}
+    assert saved_layouts(found, config, 2) == (config, {"*": TableRule(sbp="S(0)")})
+    other = replace(config, parallel=replace(config.parallel, plan="other.yaml"))
+    assert saved_layouts(found, other, 1) == (other, None)
+
+
+def test_tables_on_ranks_that_are_not_there_are_laid_otherwise_unless_asked_for():
+    text = '{"deep.C1": {"sbp": "B", "ranks": [1]}, "deep.C2": {"sbp": "S(0)", "ranks": [0]}, '
+    text += '"deep.C3": {"sbp": "S(0)", "sizes": [3, 9]}}'
+    config = load_config(CONFIG, [f"parallel.tables={text}"], models=MODELS)
+    run = SimpleNamespace(documents={"config": plain(config)})
+    there, _ = saved_layouts(run, config, 2)
+    assert there == config
+    laid, planned = saved_layouts(run, config, 1)
+    assert planned is None
+    for name in ("deep.C1", "deep.C3"):
+        assert laid.parallel.tables[name] == TableRule(sbp="S(0)")
+    assert laid.parallel.tables["deep.C2"] == config.parallel.tables["deep.C2"]
+    asked = load_config(
+        CONFIG, [f"parallel.tables={text}", "parallel.tables.deep.C1.sbp=S(0)"], models=MODELS
+    )
+    laid, _ = saved_layouts(run, asked, 1)
+    assert laid.parallel.tables["deep.C1"] == asked.parallel.tables["deep.C1"]
+
+
+def saved(folder):
+    found = find_checkpoint(folder)
+    config = saved_config(found, (), models=MODELS, own_model=None)
+    return found, config, plan_from_json(json.dumps(found.documents["plan"]))
 
 
 def test_the_task_of_a_run_is_what_the_run_has(synth_set):
@@ -113,6 +178,28 @@ def test_tables_that_the_user_decides_are_kept(synth_set):
     _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=found.rules)
     entry = next(one for one in describe(plan)["tables"] if one["name"] == "deep.C1")
     assert entry["sbp"] == "S(1)"
+
+
+def test_where_the_user_decides_all_tables_nothing_is_searched(synth_set):
+    _, _, found = planned(synth_set, ("parallel.tables={'*': {sbp: S(1), exchange: columns}, "
+        "'wide.*': {sbp: S(0)}}",))  # fmt: skip
+    assert {one.shape.sbp for one in found.plan.values()} == {"S(0)", "S(1)"}
+    assert found.prediction.step_ms > 0
+
+
+def test_a_wire_of_one_table_does_not_price_the_others(synth_set):
+    pin = "parallel.tables={deep.C1: {sbp: S(0), exchange_dtype: float32}}"
+    _, _, found = planned(synth_set, (pin, "parallel.exchange_dtype=bfloat16"))
+    assert found.task.wire == torch.bfloat16
+
+
+def test_a_step_of_several_batches_is_predicted_as_one(synth_set):
+    _, _, one = planned(synth_set)
+    _, _, four = planned(synth_set, ("train.accumulate=4",))
+    assert four.task.accumulate == 4
+    assert 3 < four.prediction.step_ms / one.prediction.step_ms < 4.1
+    assert re.fullmatch(r"predicted .* ms .*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
+    assert "not measured: the first step" in four.against(math.nan)
 
 
 def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
@@ -151,7 +238,14 @@ def test_programs_without_a_planner_say_so(synth_set):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tables: {'*.C1': {sbp: S(0)}}", "no pattern of parallel.tables matches"),
+        (
+            "tables: {'*.C1': {sbp: S(0)}}",
+            r"plan.yaml: no pattern of its tables matches wide.C1xC2",
+        ),
+        (
+            "tables: {'*': {sbp: S(0), ranks: [1, 2]}}",
+            r"\(wide.*\[2\] not in a world of 2.*made for",
+        ),
         ("tables: {nothing: {sbp: S(0)}, '*': {sbp: S(0)}}", "matches no table"),
         ("tables: {'*': {sbp: S(9)}}", "is no layout of a table"),
         ("table: {}", "unknown key"),
