@@ -256,7 +256,7 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
     """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
-    planned = read_table_plan(path)
+    planned = read_table_plan(path, world_size=task.world_size)
     wire = task.wire or task.dtype
     for pattern, rule in planned.items():
         if rule.exchange_dtype is not None and DTYPES[rule.exchange_dtype] != wire:

@@ -26,7 +26,7 @@ from planner.search.seeds import (
 
 STARTS = 4  # seeds that local search improves before it keeps to one
 MIXED = 3  # shapes, the best alone, that are tried in pairs
-LARGE = 16_000  # tables x ranks, beyond which only the cheapest options of a table are tried
+LARGE = 800_000  # shards of all options x ranks, beyond which only a table's cheapest are tried
 MANY_TABLES = 400  # beyond it only the quickest seeds
 
 
@@ -119,8 +119,9 @@ def search(
 
 def _inserter(problem: Problem) -> Inserter:
     """Of all options; for large problems of those that are cheapest on the mean rank."""
-    if problem.num_tables * problem.num_ranks <= LARGE:
-        return Inserter(problem)
+    inserter = Inserter(problem)
+    if inserter.num_rows * problem.num_ranks <= LARGE:
+        return inserter
     whole = [[option.shape for option in mine if option.whole] for mine in problem.options]
     order = heaviest_first(bytes_of(problem))
     first = lay_out(problem, narrowed(problem, whole), order).assignment()

@@ -45,14 +45,24 @@ def goal(state: State) -> float:
 class _Tried:
     """A table's options as arrays: ``rows`` [R, features], one per shard that differs, and home.
 
-    ``first[k]`` is the row of the first shard of option ``numbers[k]``, -1 if it has none.
+    ``rows_of[k]`` has the row of every shard of option ``numbers[k]``; none if it is copied.
     """
 
     numbers: tuple[int, ...]
     rows: Floats
     owner: Ints
-    first: tuple[int, ...]
+    rows_of: tuple[Ints, ...]
     keys: tuple[tuple[Key, ...], ...]
+
+
+def _kinds(option: Option) -> tuple[Floats, Ints]:
+    """Rows of the shards that differ, and which of them each shard is: mostly one or two."""
+    if option.alike or option.num_shards < 2:
+        return option.shards[:1], np.zeros(option.num_shards, dtype=np.int64)
+    _, rows, of_shard = np.unique(
+        np.round(option.shards, 3), axis=0, return_index=True, return_inverse=True
+    )
+    return option.shards[rows], of_shard.reshape(-1)
 
 
 class Inserter:
@@ -81,22 +91,27 @@ class Inserter:
             )
         self._tried = [self._of(table, numbers) for table, numbers in enumerate(fits)]
 
+    @property
+    def num_rows(self) -> int:
+        """Shards of all tables' options that are scored on every rank: the time of an insertion."""
+        return sum(len(tried.rows) for tried in self._tried)
+
     def _of(self, table: int, numbers: tuple[int, ...]) -> _Tried:
         rows: list[Floats] = []
         owner: list[int] = []
-        first: list[int] = []
+        rows_of: list[Ints] = []
         for place, number in enumerate(numbers):
             option = self.problem.options[table][number]
-            first.append(len(rows) if option.num_shards else -1)
-            for shard in option.shards[: 1 if option.alike else None]:
-                rows.append(option.home + shard)
-                owner.append(place)
+            kinds, of_shard = _kinds(option)
+            rows_of.append(len(rows) + of_shard)
+            rows += [option.home + shard for shard in kinds]
+            owner += [place] * len(kinds)
         options = self.problem.options[table]
         return _Tried(
             numbers=numbers,
             rows=np.array(rows).reshape(len(rows), self.problem.base.shape[1]),
             owner=np.array(owner, dtype=np.int64),
-            first=tuple(first),
+            rows_of=tuple(rows_of),
             keys=tuple(options[n].keys(tuple(range(options[n].num_shards))) for n in numbers),
         )
 
@@ -127,16 +142,15 @@ class Inserter:
         tried = self._tried[table]
         found: list[tuple[float, Move]] = []
         scores = self._scores(state, tried)
-        orders = np.argsort(scores, axis=1, kind="stable") if len(scores) else scores
-        for number, first in zip(tried.numbers, tried.first, strict=True):
-            if first < 0:  # copied ones have no score: always kept, first
+        for number, rows in zip(tried.numbers, tried.rows_of, strict=True):
+            if not len(rows):  # copied ones have no score: always kept, first
                 found.append((-1.0, Move(number, ())))
                 continue
             option = self.problem.options[table][number]
             if option.alike:
-                found += self._alike(option, number, scores[first], orders[first])
+                found += self._alike(option, number, scores[rows[0]])
             else:
-                found += self._unlike(option, number, scores[first:])
+                found += self._unlike(number, scores[rows])
         found.sort(key=lambda one: one[0])
         return [move for _, move in found[: self.most_priced]]
 
@@ -157,24 +171,23 @@ class Inserter:
         lacking = np.maximum(held - problem.limit_bytes, 0.0) / problem.limit_bytes.mean()
         return above + EVENNESS * after.sum(axis=-1) + NO_ROOM * lacking
 
-    def _alike(
-        self, option: Option, number: int, scores: Floats, order: Ints
-    ) -> list[tuple[float, Move]]:
+    def _alike(self, option: Option, number: int, scores: Floats) -> list[tuple[float, Move]]:
         """Equal shards go to the ranks that score best; a whole table tries several."""
         count = option.num_shards
+        order = np.argsort(scores, kind="stable")
         if option.whole:
             return [(float(scores[r]), Move(number, (int(r),))) for r in order[:RANKS_TRIED]]
         chosen = order[:count]
         ranks = tuple(sorted(int(rank) for rank in chosen))
         return [(float(scores[chosen].max()), Move(number, ranks))]
 
-    def _unlike(self, option: Option, number: int, scores: Floats) -> list[tuple[float, Move]]:
-        """Shards that differ: the heaviest first, each to the best rank that has none yet; and on
-        the same ranks in their order, for tables in one order share what hangs on ranks.
+    def _unlike(self, number: int, scores: Floats) -> list[tuple[float, Move]]:
+        """By scores [shards, ranks]: the heaviest first, each to the best rank that has none yet;
+        and on the same ranks in their order, for tables in one order share what hangs on ranks.
         """
         taken: dict[int, int] = {}  # shard -> rank
         worst = 0.0
-        count = option.num_shards
+        count = len(scores)
         for shard in sorted(range(count), key=lambda s: -float(scores[s].min())):
             free = scores[shard].copy()
             free[list(taken.values())] = np.inf

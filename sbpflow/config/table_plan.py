@@ -1,8 +1,10 @@
 """Files of table rules, as ``parallel.plan: FILE`` reads and a planner writes them.
 
-A mapping ``tables`` with what ``parallel.tables`` takes; ``notes`` beside it are for people.
+A mapping ``tables`` with what ``parallel.tables`` takes; ``notes`` beside it are for people, but
+for ``world_size``, the number of ranks that a planner had in mind.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,9 @@ from sbpflow.config.load import read_yaml
 from sbpflow.config.parse import Example, build
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.environment import env_int
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,14 +24,25 @@ class _TablePlan:
     tables: Annotated[Mapping[str, TableRule], Example({"*": {"sbp": "S(0)"}})]
 
 
-def read_table_plan(path: Path) -> dict[str, TableRule]:
-    """Rules by pattern, the last match deciding; ConfigError for what is no such file."""
+def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, TableRule]:
+    """Rules by pattern, the last match deciding; ConfigError for what is no such file.
+
+    A plan that its ``notes`` say is for another ``world_size`` is legal and warned of.
+    """
     tree = read_yaml(path, "parallel.plan")
-    tree.pop("notes", None)
+    notes = tree.pop("notes", None)
     try:
         plan = build(_TablePlan, tree)
         for pattern, rule in plan.tables.items():
             rule.check(f"tables.{pattern}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    planned_for = notes.get("world_size") if isinstance(notes, Mapping) else None
+    others = isinstance(planned_for, int) and world_size not in (None, planned_for)
+    if others and env_int("RANK", 0) == 0:
+        _LOG.warning(
+            "%s was planned for %d ranks and this run has %d: tables go where it says, which may "
+            "leave ranks idle or full; plan again for %d",
+            *(path, planned_for, world_size, world_size),
+        )
     return dict(plan.tables)

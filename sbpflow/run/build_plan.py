@@ -125,7 +125,7 @@ def plan_run(
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
-    planned = _planned_rules(config, planned)
+    planned = _planned_rules(config, planned, world_size)
     layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned)
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = dense_steps(
@@ -180,14 +180,14 @@ def _check_metrics(train: TrainConfig, fields: Fields) -> None:
 
 
 def _planned_rules(
-    config: Config, chosen: Mapping[str, TableRule] | None
+    config: Config, chosen: Mapping[str, TableRule] | None, world_size: int
 ) -> Mapping[str, TableRule] | None:
     """What stands for ``parallel.plan``, if it is given."""
     plan = config.parallel.plan
     if plan is None or chosen is not None:
         return None if plan is None else chosen
     if plan != "auto":
-        return read_table_plan(Path(plan))
+        return read_table_plan(Path(plan), world_size=world_size)
     raise ConfigError(
         "parallel.plan: auto is chosen by a planner, which train.py and `python -m sbpflow "
         "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "

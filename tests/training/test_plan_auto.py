@@ -261,3 +261,12 @@ def test_a_file_that_is_no_plan_is_refused(synth_set, tmp_path, text, words):
         plan_run(config, fields, world_size=2, device_type="cpu")
     with pytest.raises(ConfigError, match="does not exist"):
         read_table_plan(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(("world_size", "warned"), [(2, False), (4, True)])
+def test_a_plan_for_another_number_of_ranks_is_warned_of(tmp_path, caplog, world_size, warned):
+    path = tmp_path / "plan.yaml"
+    path.write_text("tables: {'*': {sbp: S(0)}}\nnotes: {world_size: 2}\n")
+    assert read_table_plan(path, world_size=world_size)["*"].sbp == "S(0)"
+    said = "planned for 2 ranks and this run has 4"
+    assert (said in caplog.text) == warned
