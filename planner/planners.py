@@ -29,7 +29,7 @@ from planner.published.neuroshard import NeuroShard
 from planner.published.setting import Setting
 from planner.search.auto import Effort, Found, search
 from planner.search.problem import Assignment, Priced, Problem, price_of
-from planner.shapes import plan_of, problem_of
+from planner.shapes import assignment_of, plan_of, problem_of, table_wise
 from planner.task import Plan
 from planner.workloads import random_task
 from sbpflow.errors import ConfigError
@@ -62,7 +62,9 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "autoshard": AutoShard,
 }
 MOST_FOR_EMBARK = 2000  # tables x ranks, beyond which its 189 placements take seconds
+MOST_FOR_SEARCHES = 2000  # tables x ranks, beyond which there is no time for seeds by search
 UNCORRECTED = "without corrections"  # the seed found by prices that leave them out
+UNSPLIT = "no table split"  # the seed found among whole and copied tables
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # of a training task, from .. to
 
@@ -113,16 +115,24 @@ def make_plan(
 
 def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assignment]:
     """What ``auto`` starts from beside its own seeds: the published heuristics that need no
-    training, and what it finds by the same prices without learned corrections, of which a search
-    gets stuck less.
+    training, and what it finds where a search gets stuck less: among plans that split no table,
+    and by the same prices without learned corrections.
     """
     seeds, cost = published_seeds(setting), setting.problem.pricing
-    small = len(setting.tables) * setting.num_ranks <= MOST_FOR_EMBARK
-    if small and isinstance(cost, TaskCost) and cost.profile.members:
+    if len(setting.tables) * setting.num_ranks > MOST_FOR_SEARCHES:
+        return seeds
+    if not isinstance(cost, TaskCost):
+        return seeds
+    searched: dict[str, Assignment] = {}
+    if not any(_lacks_whole(setting)):
+        narrow = problem_of(cost, table_wise)
+        best = search(narrow, seed=setting.seed, effort=effort).assignment
+        searched[UNSPLIT] = assignment_of(setting.problem, plan_of(cost.task, narrow, best))
+    if cost.profile.members:
         plain = TaskCost(replace(cost.profile, members=()), cost.task, cost.objective)
         found = search(problem_of(plain), seed=setting.seed, effort=effort, given=seeds)
-        seeds = {**seeds, UNCORRECTED: found.assignment}
-    return seeds
+        searched[UNCORRECTED] = found.assignment
+    return seeds | searched
 
 
 def published_seeds(setting: Setting) -> dict[str, Assignment]:

@@ -16,6 +16,7 @@ from planner.planners import (
     GREEDY,
     LEARNED,
     UNCORRECTED,
+    UNSPLIT,
     make_plan,
     planner_of,
     published,
@@ -29,7 +30,7 @@ from planner.published.setting import Setting
 from planner.report import as_html, as_text, infeasible_text, report_of
 from planner.search.auto import Effort, search
 from planner.search.problem import Move, price_of
-from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
+from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of, table_wise
 from planner.tables_file import read_tables
 from planner.task import Choice, DenseWork, Shape, plan_from_yaml
 from planner.work import NUM_FEATURES
@@ -65,12 +66,23 @@ def test_auto_starts_from_what_it_finds_without_corrections():
         Setting(task, problem_of(CostModel(profile).of(task))) for profile in (corrected, PROFILE)
     )
     seeds = seeds_of(one, SMALL)
-    assert set(seeds) == {*published_seeds(one), UNCORRECTED}
+    assert set(seeds) == {*published_seeds(one), UNSPLIT, UNCORRECTED}
     alone = search(plain.problem, effort=SMALL, given=published_seeds(plain))
     assert seeds[UNCORRECTED] == alone.assignment
     ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
     assert ours.priced.rank <= price_of(one.problem, alone.assignment).rank
-    assert seeds_of(plain, SMALL) == published_seeds(plain)  # nothing to leave out
+    assert UNCORRECTED not in seeds_of(plain, SMALL)  # nothing to leave out
+
+
+def test_auto_starts_from_what_it_finds_among_tables_that_are_not_split():
+    one = setting(num_tables=8, world_size=3)
+    cost = CostModel(PROFILE).of(one.task)
+    narrow = problem_of(cost, table_wise)
+    best = search(narrow, effort=SMALL).assignment
+    found = seeds_of(one, SMALL)[UNSPLIT]
+    assert plan_of(one.task, one.problem, found) == plan_of(one.task, narrow, best)
+    ours = make_plan("auto", cost, effort=SMALL)
+    assert ours.priced.rank <= price_of(narrow, best).rank
 
 
 def test_plans_to_measure_differ_and_have_the_uncorrected_one_and_all_alike():
