@@ -59,7 +59,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     DENSE_GRADIENTS: ("always", "dense_parameters"),
     REST: (),  # what is left of whole steps: ``_rest``
 }
-REST_TERMS = ("always", "num_stacks", "vector_bytes", "gradient_bytes")
+REST_TERMS = ("always", "num_stacks", "vector_bytes")  # those bytes and those of gradients
 FOLDS = 4
 ALONE_WEIGHT = 8.0  # of a transfer alone, in squared errors, beside a plan's
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -168,15 +168,17 @@ def _overlap(
     Both at once: a step is longer than its phases, and a share fitted alone would make up for that.
     One share for all transfers first, then one for each in turn. What is left may go by bytes, for
     steps one after another fill a link as single ones do not; but a byte costs no more than in a
-    transfer alone, or what is left of small plans would be most of large ones.
+    transfer alone, or what is left of small plans would be most of large ones. One of vectors costs
+    as much as one of gradients: apart, each was what the other left.
     """
+    vectors, gradients = INDEX["vector_bytes"], INDEX["gradient_bytes"]
     most = np.full(NUM_FEATURES, np.inf)
-    for name in REST_TERMS:
-        if name.endswith("_bytes"):
-            most[INDEX[name]] = ms_per_byte(transfers)
+    most[vectors] = ms_per_byte(transfers)
     phases = np.stack(predicted_phases(profile, records))
     actual = np.array([record.step_ms for record in records])
     x = np.stack([record.totals.max(0) for record in records])
+    x[:, vectors] += x[:, gradients]
+    x[:, gradients] = 0.0
 
     def tried(shares: dict[str, float]) -> _Overlap:
         said = step_ms(phases, shares)
@@ -190,6 +192,7 @@ def _overlap(
     best = least([tried(dict.fromkeys(TRANSFERS, share)) for share in _SHARES])
     for kind in TRANSFERS:
         best = least([best, *(tried({**best.hidden, kind: share}) for share in _SHARES)])
+    best.rest[gradients] = best.rest[vectors]
     return best.hidden, best.rest
 
 

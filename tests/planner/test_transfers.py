@@ -7,7 +7,7 @@ import pytest
 
 from planner.calibrate import Journal
 from planner.fit import fit
-from planner.simulate import PHASE
+from planner.simulate import PHASE, REST
 from planner.time_transfers import time_transfers
 from planner.transfers import (
     EVEN,
@@ -150,6 +150,27 @@ def test_a_fit_takes_bytes_beyond_those_of_the_plans_from_transfers():
 
     assert error([]) < -0.9
     assert abs(error(transfers)) < 0.1
+
+
+def test_what_steps_take_beyond_their_moves_has_one_price_for_all_bytes():
+    records, price = made_records(0.0, samples=3), 4e-7  # ms a byte
+    names = ("vector_bytes", "gradient_bytes")
+    ids = [INDEX[name] for name in names]
+    slower = [
+        replace(one, step_ms=one.step_ms + price * float(one.totals.max(0)[ids].sum()))
+        for one in records
+    ]
+    transfers = [made("S(1) -> S(0)", EVEN, 2**20, tuple(range(len(records[0].totals))))]
+    assert ms_per_byte(transfers) > 2 * price  # the bound is further away
+
+    def prices(measured):
+        profile = fit(measured, backend="gloo", transfers=transfers, judged=False)
+        return profile.matrix[ids, PHASE[REST]]
+
+    before, after = prices(records), prices(slower)
+    assert before[0] == before[1]
+    assert after[0] == after[1]
+    assert after[0] - before[0] == pytest.approx(price, rel=0.5)
 
 
 def test_a_profile_keeps_its_transfers(tmp_path):
