@@ -1,8 +1,8 @@
 """``parallel.plan: auto``: from a run's configuration and statistics to the rules of its tables.
 
 The task is read off a plan of the run itself (tables, features, optimizers, dense part), so that
-nothing is said twice. Every rank calls this and gets the same: searches are deterministic, and the
-ranks compare what they will run before they start.
+nothing is said twice. Every rank calls this and gets the same: one of a machine searches, searches
+are deterministic, and the ranks compare what they will run before they start.
 """
 
 import logging
@@ -19,6 +19,7 @@ from planner.choose import choose
 from planner.clusters import USABLE, crowded
 from planner.cost import CostModel, Prediction
 from planner.features import IdStats, from_histogram, from_ratios
+from planner.kept_plans import chosen_once
 from planner.profile import Profile, load
 from planner.task import Choice, DenseWork, Plan, Task, choice_of, plan_to_yaml, rules
 from sbpflow.config.schema import Config
@@ -118,7 +119,10 @@ def plan_tables(
     task = replace(task, kernel=config.parallel.kernel)
     cost = CostModel(profile).of(task)
     free = len(task.pinned) < len(task.tables)
-    plan = choose(cost, seed=config.run.seed) if free else dict(task.pinned)
+    seed = config.run.seed
+    plan = dict(task.pinned)
+    if free:
+        plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
     found = PlannedRun(
         task=task,
         plan=plan,

@@ -51,9 +51,13 @@ def profile(step_row=1e-3, vector_byte=1e-6):
     return Profile(weights=weights_from(terms), world_size=2, backend="gloo")
 
 
-@pytest.fixture
-def calibrated(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def calibrated(own_cache):
     profile().save(default_path())
 
 

@@ -1,0 +1,93 @@
+"""Plans that were chosen, on disk: the ranks of a machine choose once, and a run that starts again
+does not choose at all.
+
+A file is named by everything that a choice depends on: the task, the prices, the seed, and the code
+that chooses. Who finds it held waits, so that ranks which share cores do not all search.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+import planner
+import sbpflow
+from planner.cost import TaskCost
+from planner.records import plan_of_tree, plan_tree
+from planner.task import Plan
+from sbpflow.runtime.cache_dir import cache_dir
+
+LOG = logging.getLogger(__name__)
+KEPT = 100  # plans, the newest
+
+
+def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
+    """What ``choose`` gives for these prices and this seed, called by one process of this machine.
+
+    What ``choose`` raises is raised, and kept is nothing. Without a folder that can be written and
+    locked every process chooses for itself, with a warning.
+    """
+    path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="ascii")
+    except OSError as error:
+        LOG.warning("%s: no plan is kept, so every rank chooses its own (%s)", path, error)
+        return choose()
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            LOG.warning("%s cannot be locked, so every rank chooses its own (%s)", path, error)
+            return choose()
+        kept = _read(file)
+        if kept is not None:
+            return kept
+        plan = choose()
+        file.truncate(0)
+        json.dump(plan_tree(plan), file)
+        file.flush()
+        _forget_oldest(path.parent)
+        return plan
+
+
+def _read(file: IO[str]) -> Plan | None:
+    """The plan in it; None for a file that is fresh, or whose writer did not come to the end."""
+    file.seek(0)
+    try:
+        return plan_of_tree(json.load(file))
+    except ValueError:
+        return None
+
+
+def _forget_oldest(folder: Path) -> None:
+    dated: list[tuple[float, Path]] = []
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):  # another process forgot it first
+            dated.append((path.stat().st_mtime, path))
+    for _, old in sorted(dated)[:-KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def _digest(cost: TaskCost, seed: int) -> str:
+    prices = json.dumps([asdict(cost.profile), cost.objective], sort_keys=True)
+    facts = "\n".join((_code(), repr(cost.task), prices, str(seed)))
+    return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """A digest of all sources that a choice may go through."""
+    found = hashlib.sha256()
+    for package in (planner, sbpflow):
+        folder = Path(str(package.__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            found.update(str(path.relative_to(folder)).encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
