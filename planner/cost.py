@@ -6,8 +6,10 @@ from the phases of all ranks (``planner/simulate.py``). Everything takes batches
 search can try thousands of moves a second.
 """
 
+import hashlib
+import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
@@ -76,6 +78,12 @@ class TaskCost:
     def phases(self) -> tuple[str, ...]:
         """The names of the P phases; ``planner.simulate.KINDS`` says what each is a part of."""
         return PHASES
+
+    @property
+    def prices_digest(self) -> str:
+        """Equal for equal profiles and objectives, whatever the task: a name for what is kept."""
+        prices = json.dumps([asdict(self.profile), self.objective], sort_keys=True)
+        return hashlib.sha256(prices.encode()).hexdigest()
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -118,18 +118,15 @@ def plan_tables(
     task = task_of(draft, stats, num_rows, device_bytes(device_type))
     task = replace(task, kernel=config.parallel.kernel)
     cost = CostModel(profile).of(task)
-    free = len(task.pinned) < len(task.tables)
-    seed = config.run.seed
-    plan = dict(task.pinned)
-    if free:
+    plan, seed = dict(task.pinned), config.run.seed
+    if len(plan) < len(task.tables):
         plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
-    found = PlannedRun(
+    return PlannedRun(
         task=task,
         plan=plan,
         prediction=cost.predict(plan),
         seconds=time.perf_counter() - start,
     )
-    return found
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: int | None) -> Task:

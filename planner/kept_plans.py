@@ -5,13 +5,11 @@ A file is named by everything that a choice depends on: the task, the prices, th
 that chooses. Who finds it held waits, so that ranks which share cores do not all search.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -22,6 +20,7 @@ from planner.cost import TaskCost
 from planner.records import plan_of_tree, plan_tree
 from planner.task import Plan
 from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.file_lock import hold
 
 LOG = logging.getLogger(__name__)
 KEPT = 100  # plans, the newest
@@ -30,30 +29,23 @@ KEPT = 100  # plans, the newest
 def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
     """What ``choose`` gives for these prices and this seed, called by one process of this machine.
 
-    What ``choose`` raises is raised, and kept is nothing. Without a folder that can be written and
-    locked every process chooses for itself, with a warning.
+    What ``choose`` raises is raised, and nothing is kept. Without a folder that can be written
+    every process chooses for itself, with a warning.
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="ascii")
+        file = hold(path, wait=True)
     except OSError as error:
         LOG.warning("%s: no plan is kept, so every rank chooses its own (%s)", path, error)
         return choose()
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            LOG.warning("%s cannot be locked, so every rank chooses its own (%s)", path, error)
-            return choose()
-        kept = _read(file)
-        if kept is not None:
-            return kept
-        plan = choose()
-        file.truncate(0)
-        json.dump(plan_tree(plan), file)
-        file.flush()
-        _forget_oldest(path.parent)
+        plan = _read(file)
+        if plan is None:
+            plan = choose()
+            file.truncate(0)
+            json.dump(plan_tree(plan), file)
+            _forget_oldest(path.parent)
         return plan
 
 
@@ -76,8 +68,7 @@ def _forget_oldest(folder: Path) -> None:
 
 
 def _digest(cost: TaskCost, seed: int) -> str:
-    prices = json.dumps([asdict(cost.profile), cost.objective], sort_keys=True)
-    facts = "\n".join((_code(), repr(cost.task), prices, str(seed)))
+    facts = "\n".join((_code(), repr(cost.task), cost.prices_digest, str(seed)))
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 

@@ -119,9 +119,8 @@ def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assign
     and by the same prices without learned corrections.
     """
     seeds, cost = published_seeds(setting), setting.problem.pricing
-    if len(setting.tables) * setting.num_ranks > MOST_FOR_SEARCHES:
-        return seeds
-    if not isinstance(cost, TaskCost):
+    small = len(setting.tables) * setting.num_ranks <= MOST_FOR_SEARCHES
+    if not small or not isinstance(cost, TaskCost):
         return seeds
     searched: dict[str, Assignment] = {}
     if not any(_lacks_whole(setting)):

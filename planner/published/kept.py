@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -47,9 +47,7 @@ def path_of(name: str, like: Sequence[TaskCost], seed: int) -> Path:
     facts = [name, VERSION, seed]
     for one in like:
         task = one.task
-        prices = json.dumps([asdict(one.profile), one.objective], sort_keys=True)
-        digest = hashlib.sha256(prices.encode()).hexdigest()
-        facts += [task.world_size, task.batch_size, task.overlap, digest]
+        facts += [task.world_size, task.batch_size, task.overlap, one.prices_digest]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
     return cache_dir() / "planners" / f"{name}-{digest}.pt"
 

@@ -37,12 +37,13 @@ def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, T
             rule.check(f"tables.{pattern}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    planned_for = notes.get("world_size") if isinstance(notes, Mapping) else None
-    others = isinstance(planned_for, int) and world_size not in (None, planned_for)
-    if others and env_int("RANK", 0) == 0:
+    planned_for = notes.get("world_size", world_size) if isinstance(notes, Mapping) else world_size
+    if world_size is not None and planned_for != world_size and env_int("RANK", 0) == 0:
         _LOG.warning(
-            "%s was planned for %d ranks and this run has %d: tables go where it says, which may "
-            "leave ranks idle or full; plan again for %d",
-            *(path, planned_for, world_size, world_size),
+            "%s was planned for %s ranks and this run has %d: tables go where it says, which may "
+            "leave ranks idle or full; plan again",
+            path,
+            planned_for,
+            world_size,
         )
     return dict(plan.tables)

@@ -19,21 +19,23 @@ class HeldError(Exception):
     """Another process holds the file; ``str`` of it is " (who)", or "" where that is not known."""
 
 
-def hold(path: Path) -> IO[str]:
+def hold(path: Path, *, wait: bool = False) -> IO[str]:
     """The file, held until it is closed. HeldError, or OSError where it cannot be opened.
 
-    A file system without locks is warned of, and the file returned all the same.
+    With ``wait`` there is no HeldError: who comes second waits. A file system without locks is
+    warned of, and the file returned all the same.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
         holder = file.read(_MOST_CHARACTERS).strip()
         file.close()
         raise HeldError(f" ({holder})" if holder else "") from error
     except OSError as error:
-        _LOG.warning("%s cannot be locked (%s); start no second run there", path, error)
+        advice = "nobody waits for another" if wait else "start no second run there"
+        _LOG.warning("%s cannot be locked (%s); %s", path, error, advice)
     return file
 
 
