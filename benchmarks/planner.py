@@ -43,6 +43,7 @@ from planner.search.exact import enumerated
 from planner.search.problem import Assignment, price_of
 from planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
 from planner.task import Task
+from planner.time_dense import dense_time_of
 from planner.transfers import transfer_of
 from planner.workloads import EMBARK, embark_task, random_task
 from sbpflow.errors import SbpError
@@ -78,6 +79,7 @@ def halves(journal: Path) -> Models:
     facts = entries[-1]["facts"]
     entries = [entry for entry in entries if entry["facts"] == facts]
     alone = [transfer_of(one) for entry in entries for one in entry.get("transfers", ())]
+    dense = [dense_time_of(one) for entry in entries for one in entry.get("dense", ())]
     entries = [entry for entry in entries if "sample" in entry]
     size, backend = facts["world"].split()
     numbers = sorted({entry["sample"] for entry in entries})
@@ -101,6 +103,7 @@ def halves(journal: Path) -> Models:
                 records,
                 backend=backend,
                 transfers=alone,
+                dense=dense,
                 seed=parity,
                 about=facts,
                 judged=False,

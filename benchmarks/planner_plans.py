@@ -22,7 +22,7 @@ from planner.published.setting import Setting
 from planner.search.auto import search
 from planner.search.problem import Assignment, price_of
 from planner.shapes import assignment_of, plan_of, problem_of, table_wise
-from planner.task import DenseWork, Plan, Task, choice_of, embedding_plan
+from planner.task import Plan, Task, choice_of, embedding_plan
 from planner.workloads import Drawn, make_task, split_pool
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
 from sbpflow.embedding.plan.frequencies import IdFrequencies
@@ -48,8 +48,7 @@ def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: in
         drawn.append(replace(one, num_rows=rows, active=rows, pooling=pooling))
     dims = [int(d) for d in random.choice(DIMS, num_tables)]
     task = make_task(drawn, dims, world_size=world_size, batch_size=batch_size)
-    macs, parameters = dense_work_of(sum(dims))
-    task = replace(task, dense=DenseWork(macs_per_sample=macs, parameters=parameters))
+    task = replace(task, dense=dense_work_of(sum(dims)))
     laws = {f"t{n}": Law(s=one.s, q=one.q) for n, one in enumerate(drawn)}
     return Sample(task=task, laws=laws)
 

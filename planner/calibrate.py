@@ -29,6 +29,7 @@ from planner.profile import RANKS_HERE, KernelPrices, Profile
 from planner.ranks import gather_texts
 from planner.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
 from planner.task import Plan
+from planner.time_dense import DenseTime, dense_time_of, time_dense
 from planner.time_transfers import time_transfers
 from planner.transfers import Transfer, transfer_of
 from sbpflow.boxing.executor import Boxing
@@ -41,6 +42,7 @@ from sbpflow.runtime.world import device_name
 LOG = logging.getLogger(__name__)
 
 TRANSFERS_SHARE = 0.06  # of the time, for transfers alone
+DENSE_SHARE = 0.03  # of the time, for dense parts alone
 DRAWN_SHARE = 0.6  # of the time, for plans drawn before any model
 MOST_SAMPLES = 100_000
 
@@ -82,13 +84,17 @@ Group = tuple[int, list[tuple[str, Plan]]]  # a sample's number, and plans of it
 
 
 class Journal:
-    """What was measured, one JSON object a line: a plan, or all transfers. Rank 0 has the file."""
+    """What was measured, one JSON object a line: a plan, or all transfers, or all dense parts.
+
+    Rank 0 has the file.
+    """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
         self.path = path
         self._facts = dict(facts)
         self.entries: dict[tuple[int, str], dict[str, Any]] = {}
         self.transfers: list[Transfer] | None = None
+        self.dense: list[DenseTime] | None = None
         for line in path.read_text(encoding="ascii").splitlines() if path.is_file() else []:
             try:
                 entry = json.loads(line)
@@ -98,6 +104,8 @@ class Journal:
                 continue
             if "transfers" in entry:
                 self.transfers = [transfer_of(one) for one in entry["transfers"]]
+            elif "dense" in entry:
+                self.dense = [dense_time_of(one) for one in entry["dense"]]
             else:
                 self.entries[entry["sample"], entry["name"]] = entry
 
@@ -129,6 +137,11 @@ class Journal:
         """Keep what each transfer took alone."""
         self.transfers = list(transfers)
         self._write({"transfers": [asdict(one) for one in transfers]})
+
+    def add_dense(self, times: Sequence[DenseTime]) -> None:
+        """Keep what each dense part took alone."""
+        self.dense = list(times)
+        self._write({"dense": [asdict(one) for one in times]})
 
     def _write(self, entry: dict[str, Any]) -> None:
         entry |= {
@@ -184,7 +197,7 @@ class _Run:
     def all_rounds(self) -> Profile | None:
         """Half of the time for drawn plans, the rest in equal parts for the rounds of picks."""
         settings = self._settings
-        self._measure_transfers()
+        self._measure_alone()
         for number in range(settings.rounds + 1):
             share = DRAWN_SHARE + (1 - DRAWN_SHARE) * number / max(settings.rounds, 1)
             deadline = settings.seconds * (share if settings.rounds else 1.0)
@@ -192,15 +205,21 @@ class _Run:
         self._bar.close()
         return self._fitted()
 
-    def _measure_transfers(self) -> None:
-        """Before any plan, unless the journal has them."""
-        wanted = self._journal is not None and self._journal.transfers is None
-        if not json.loads(gather_texts(self._boxing, json.dumps(wanted))[0]):
-            return
-        seconds = TRANSFERS_SHARE * self._settings.seconds
-        found = time_transfers(self._boxing, seconds=seconds)
-        if self._journal is not None:
-            self._journal.add_transfers(found)
+    def _measure_alone(self) -> None:
+        """Transfers and dense parts, before any plan, unless the journal has them."""
+        journal, seconds = self._journal, self._settings.seconds
+        if self._all_want(journal is not None and journal.transfers is None):
+            found = time_transfers(self._boxing, seconds=TRANSFERS_SHARE * seconds)
+            if journal is not None:
+                journal.add_transfers(found)
+        if self._all_want(journal is not None and journal.dense is None):
+            times = time_dense(self._boxing, seconds=DENSE_SHARE * seconds)
+            if journal is not None:
+                journal.add_dense(times)
+
+    def _all_want(self, wanted: bool) -> bool:
+        """As rank 0 does."""
+        return json.loads(gather_texts(self._boxing, json.dumps(wanted))[0])
 
     def sample(self, number: int) -> Sample:
         if number not in self._samples:
@@ -298,6 +317,7 @@ class _Run:
             records,
             backend=self._boxing.world.backend,
             transfers=self._journal.transfers or (),
+            dense=self._journal.dense or (),
             seed=self._settings.seed,
             about=about,
             step_factors=self._factors,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from planner.features import zipf_mandelbrot
 from planner.measure import Rows, dense_work_of
-from planner.task import Choice, DenseWork, Plan, Shape, Task
+from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
@@ -70,7 +70,6 @@ def draw_sample(
         for table, q in zip(tables, 10 ** random.uniform(0.3, 1.7, count), strict=True)
     }
     output = OutputConfig(name="fields", tables=tables)
-    macs, parameters = dense_work_of(output.width)
     task = Task(
         outputs=(output,),
         features=tuple(FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)),
@@ -84,7 +83,7 @@ def draw_sample(
         batch_size=batch,
         optimizer=SparseOptimizer(name=cast("SparseName", optimizer), lr=0.05),
         device_type=device_type,
-        dense=DenseWork(macs_per_sample=macs, parameters=parameters),
+        dense=dense_work_of(output.width),
     )
     return Sample(task=task, laws=laws)
 

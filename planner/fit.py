@@ -17,6 +17,7 @@ from planner.least_squares import nonnegative_least_squares
 from planner.profile import KernelPrices, Profile
 from planner.records import Record, on_one_clock
 from planner.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
+from planner.time_dense import DenseTime, dense_examples
 from planner.transfers import Transfer, examples, ms_per_byte
 from planner.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
@@ -40,8 +41,8 @@ TERMS: Mapping[str, tuple[str, ...]] = {
         *(*_GROUPS, "num_stacks"),
     ),
     "outputs": ("always", "home_elements", *_EXPANDED, *_GROUPS),
-    "forward": ("always", "dense_macs"),
-    "backward": ("always", "dense_macs"),
+    "forward": ("always", "dense_macs", "dense_elements"),
+    "backward": ("always", "dense_macs", "dense_elements"),
     "push": ("always", "home_elements", *_EXPANDED, "repeat_elements", "whole_elements", *_GROUPS),
     "collect": ("always", "gradient_in_bytes", "whole_elements", *_GROUPS),
     "send_dense": ("always", "dense_parameters"),
@@ -61,7 +62,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
 }
 REST_TERMS = ("always", "num_stacks", "vector_bytes")  # those bytes and those of gradients
 FOLDS = 4
-ALONE_WEIGHT = 8.0  # of a transfer alone, in squared errors, beside a plan's
+ALONE_WEIGHT = 8.0  # of a transfer or a dense part alone, in squared errors, beside a plan's
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -70,6 +71,7 @@ def fit(
     *,
     backend: str,
     transfers: Sequence[Transfer] = (),
+    dense: Sequence[DenseTime] = (),
     seed: int = 0,
     about: Mapping[str, str] | None = None,
     step_factors: Mapping[str, float] | None = None,
@@ -87,8 +89,8 @@ def fit(
         )
     errors: dict[str, float] = {}
     if judged and len(samples) >= 2 * FOLDS:
-        errors = held_out_errors(records, backend, seed, transfers)
-    final = _fit(on_one_clock(records), backend, seed, transfers)
+        errors = held_out_errors(records, backend, seed, transfers, dense)
+    final = _fit(on_one_clock(records), backend, seed, transfers, dense)
     return Profile(
         weights=final.weights,
         world_size=final.world_size,
@@ -105,7 +107,11 @@ def fit(
 
 
 def held_out_errors(
-    records: Sequence[Record], backend: str, seed: int, transfers: Sequence[Transfer]
+    records: Sequence[Record],
+    backend: str,
+    seed: int,
+    transfers: Sequence[Transfer],
+    dense: Sequence[DenseTime],
 ) -> dict[str, float]:
     """Every task judged by a fit to the others, a ``FOLDS``-th of the tasks left out at a time."""
     samples = sorted({record.sample for record in records})
@@ -115,7 +121,7 @@ def held_out_errors(
         held = set(samples[fold::FOLDS])
         mine = [n for n, record in enumerate(records) if record.sample in held]
         train = [record for record in records if record.sample not in held]
-        profile = _fit(on_one_clock(train), backend, seed, transfers)
+        profile = _fit(on_one_clock(train), backend, seed, transfers, dense)
         tested = [records[n] for n in mine]
         phases |= dict(zip(mine, predicted_phases(profile, tested), strict=True))
         steps |= dict(zip(mine, predicted_steps(profile, tested).tolist(), strict=True))
@@ -124,13 +130,18 @@ def held_out_errors(
 
 
 def _fit(
-    records: Sequence[Record], backend: str, seed: int, transfers: Sequence[Transfer]
+    records: Sequence[Record],
+    backend: str,
+    seed: int,
+    transfers: Sequence[Transfer],
+    dense: Sequence[DenseTime],
 ) -> Profile:
     world_size = records[0].totals.shape[0]
     matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
     for name in PHASES:
         x, y = examples_of(records, name)
-        alone, alone_ms = examples(transfers, name, world_size)
+        made = (examples(transfers, name, world_size), dense_examples(dense, name))
+        alone, alone_ms = (np.concatenate(parts) for parts in zip(*made, strict=True))
         both, importance = np.concatenate([y, alone_ms]), np.ones(len(y) + len(alone_ms))
         importance[len(y) :] = math.sqrt(ALONE_WEIGHT)
         matrix[:, PHASE[name]] = _weights(

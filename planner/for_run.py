@@ -21,7 +21,7 @@ from planner.cost import CostModel, Prediction
 from planner.features import IdStats, from_histogram, from_ratios
 from planner.kept_plans import chosen_once
 from planner.profile import Profile, load
-from planner.task import Choice, DenseWork, Plan, Task, choice_of, plan_to_yaml, rules
+from planner.task import Choice, DenseWork, Plan, Task, choice_of, dense_work, plan_to_yaml, rules
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.plan.tables import TableConfig
@@ -145,7 +145,6 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
     }
     free = [one for name, one in plan.layouts.items() if name not in pinned]
     wires = {one.wire for one in free or plan.layouts.values()}
-    parameters = sum(parameter.num_elements(0) for parameter in plan.dense)
     return Task(
         outputs=tables.outputs,
         features=tables.features,
@@ -163,11 +162,21 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         wire=next(iter(wires)) if len(wires) == 1 else None,
         device_type=tables.world.device_type,
         device_bytes=limit,
-        dense=DenseWork(macs_per_sample=float(parameters), parameters=parameters),
+        dense=_dense_work(plan),
         overlap=not plan.schedule.wait_at_once,
         accumulate=plan.accumulate,
         pinned=pinned,
     )
+
+
+def _dense_work(plan: RunPlan) -> DenseWork:
+    """Of the first rank: every parameter multiplies once a sample, matrices are of layers."""
+    shapes = [one.layout.part_shape(one.shape, 0) for one in plan.dense]
+    layers = dense_work(
+        [(a, b) for a, b in (shape for shape in shapes if shape and len(shape) == 2)]
+    )
+    parameters = sum(one.num_elements(0) for one in plan.dense)
+    return replace(layers, macs_per_sample=float(parameters), parameters=parameters)
 
 
 def _stats_of(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from planner.process_memory import peak_bytes, reset_peak, resident_bytes
 from planner.ranks import gather_texts
 from planner.simulate import PHASES
-from planner.task import Choice, Task, embedding_plan
+from planner.task import Choice, DenseWork, Task, dense_work, embedding_plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -32,7 +33,7 @@ from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
-HIDDEN_WIDTH = 16  # of the dense part that stands behind the tables
+HIDDEN = (16,)  # widths of the dense part that stands behind the tables
 _FIRST_WAITS = {move.name: move.starts for move in (*SERIAL.each_batch, *SERIAL.each_step)}
 
 
@@ -111,22 +112,22 @@ class MoveTimer:
 
 
 class _Layers(nn.Module):
-    """The dense part: two layers over the joined outputs."""
+    """The dense part: hidden layers over the joined outputs, and one output."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(width, HIDDEN_WIDTH), nn.ReLU(), nn.Linear(HIDDEN_WIDTH, 1)
-        )
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
     def forward(self, vectors: Mapping[str, Tensor], dense: Tensor) -> Tensor:
         return self.layers(torch.cat([*vectors.values(), dense], 1))
 
 
-def dense_work_of(width: int) -> tuple[float, int]:
-    """(multiply-adds per sample, parameters) of the dense part that ``make_trainer`` builds."""
-    macs = (width + 1) * HIDDEN_WIDTH + HIDDEN_WIDTH
-    return float(macs), macs + HIDDEN_WIDTH + 1
+def dense_work_of(width: int, hidden: Sequence[int] = HIDDEN) -> DenseWork:
+    """Of the dense part that ``make_trainer`` builds behind outputs of this width."""
+    return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
 
 
 def make_trainer(
@@ -134,13 +135,14 @@ def make_trainer(
     task: Task,
     plan: Mapping[str, Choice],
     kernels: Mapping[str, KernelChoice] | None = None,
+    hidden: Sequence[int] = HIDDEN,
 ) -> Trainer:
     """The engine on this plan, with a small dense part; every rank calls it."""
     tables = EmbeddingCollection(
         embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
     )
     width = sum(output.width for output in task.outputs)
-    spec = TorchModel(outputs=task.outputs, make=lambda: _Layers(width + 1))
+    spec = TorchModel(outputs=task.outputs, make=lambda: _Layers((width + 1, *hidden)))
     copied = {name: Layout(task.world, (Broadcast(),)) for name in spec.parameters}
     model = spec.build(copied, boxing, seed=2, dtype=task.dtype)
     parts = [parameter.part for parameter in model.parameters.values()]

@@ -122,6 +122,8 @@ def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assign
     small = len(setting.tables) * setting.num_ranks <= MOST_FOR_SEARCHES
     if not small or not isinstance(cost, TaskCost):
         return seeds
+    # Without the exact model, which the search that starts from them has.
+    effort = replace(effort or Effort.of(setting.problem), exact_time=0.0)
     searched: dict[str, Assignment] = {}
     if not any(_lacks_whole(setting)):
         narrow = problem_of(cost, table_wise)

@@ -6,11 +6,12 @@
 
 ``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default), ``device_gb`` (no limit) and
 ``dense`` (none: a step is of the tables alone) may be left out. ``"dense": {"parameters": 500000,
-"macs_per_sample": 500000}`` is the part behind the tables; its multiply-adds of a forward pass are
-as many as its parameters where they are left out. A table says how its ids repeat by one of three
-keys: ``zipf`` (the k-th row has a share proportional to (k + q) ** -s), ``bins`` ({"rows": [17],
-"lookups": [17]}: fractions by DreamShard's frequency bins of a batch of 65,536 samples), or
-``sample`` (ids of rows, in order).
+"macs_per_sample": 500000, "elements_per_sample": 4000}`` is the part behind the tables; its
+multiply-adds of a forward pass are as many as its parameters where they are left out, and its
+elements, the sum of its layers' inputs and outputs, those of layers 256 wide. A table says how its
+ids repeat by one of three keys: ``zipf`` (the k-th row has a share proportional to (k + q) ** -s),
+``bins`` ({"rows": [17], "lookups": [17]}: fractions by DreamShard's frequency bins of a batch of
+65,536 samples), or ``sample`` (ids of rows, in order).
 """
 
 import json
@@ -28,7 +29,8 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.errors import ConfigError
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
-DENSE_KEYS = ("parameters", "macs_per_sample")
+DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
+_WIDE = 256  # layers, where nothing is said of them
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
 MOST_IDS = 1_000_000  # of a table per sample
@@ -114,7 +116,9 @@ def _dense(where: str, given: object) -> DenseWork:
     parameters = _whole(f"{where}.parameters", tree.get("parameters"))
     macs = tree.get("macs_per_sample", parameters)
     macs = _number(f"{where}.macs_per_sample", macs, least=0.0)
-    return DenseWork(macs_per_sample=macs, parameters=parameters)
+    elements = tree.get("elements_per_sample", macs * 2 / _WIDE)
+    elements = _number(f"{where}.elements_per_sample", elements, least=0.0)
+    return DenseWork(macs_per_sample=macs, elements_per_sample=elements, parameters=parameters)
 
 
 _Table = tuple[TableConfig, FeatureConfig, float, IdStats, Law | None]

@@ -5,7 +5,7 @@ there, and a plan is written as the rules a person would write under ``parallel.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
@@ -108,10 +108,26 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseWork:
-    """The dense part of a model, per sample and in all: what every plan of a task shares."""
+    """The dense part of a model, per sample and in all: what every plan of a task shares.
+
+    ``elements_per_sample`` are the numbers that its layers read and write. The narrower the layers
+    are, the more of them are there for each multiply-add.
+    """
 
     macs_per_sample: float = 0.0
+    elements_per_sample: float = 0.0
     parameters: int = 0
+
+
+def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
+    """Of layers with weights of these shapes: a multiply-add per sample for each of a weight."""
+    shapes = list(weights)
+    macs = sum(a * b for a, b in shapes)
+    return DenseWork(
+        macs_per_sample=float(macs),
+        elements_per_sample=float(sum(a + b for a, b in shapes)),
+        parameters=macs + (sum(b for _, b in shapes) if biases else 0),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

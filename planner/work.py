@@ -21,6 +21,7 @@ FEATURES = (
     "buffer_bytes",  # ids, vectors, gradients in flight
     "always",
     "dense_macs",  # of this rank's samples
+    "dense_elements",  # of this rank's samples, that dense layers read and write
     "dense_parameters",
     "batch_ids",  # this rank's samples' ids, of all features
     "home_sort",  # ids deduplicated before they travel
@@ -97,6 +98,7 @@ def base_work(task: Task) -> Floats:
     row.add(
         always=1.0,
         dense_macs=samples * task.dense.macs_per_sample,
+        dense_elements=samples * task.dense.elements_per_sample,
         dense_parameters=float(task.dense.parameters),
         batch_ids=samples * ids,
         memory_bytes=4.0 * item * task.dense.parameters,  # value, gradient, two of Adam

@@ -31,6 +31,7 @@ from planner.records import (
 )
 from planner.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from planner.task import Choice, Shape
+from planner.time_dense import DENSE_MOVES
 from planner.transfers import SKEWS, transfer_of
 from planner.work import INDEX, MEMORY
 from sbpflow.boxing.executor import Boxing
@@ -64,11 +65,12 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     path = tmp_path / "measured.jsonl"
     (counts, first), (_, second) = ranks(2, calibrate_twice, path)
     assert (first, second) == (True, False)
-    first_line, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    first_line, second_line, *lines = map(json.loads, path.read_text().splitlines())
     transfers = [transfer_of(one) for one in first_line["transfers"]]
     assert {one.name for one in transfers} == set(SKEWS)
+    assert [set(one["ms"]) for one in second_line["dense"]] == [set(DENSE_MOVES)]
     assert len(lines) == 3 * 2 + 3 * 2
-    assert counts[0] == counts[1] == 1 + len(lines)  # nothing is measured twice
+    assert counts[0] == counts[1] == 2 + len(lines)  # nothing is measured twice
     assert len({(one["sample"], one["name"]) for one in lines}) == len(lines)
     assert any(one["name"].startswith("pick 1.") for one in lines)
     assert any(one["name"].startswith("all ") for one in lines)

@@ -27,7 +27,7 @@ from planner.search.auto import Effort
 from planner.search.problem import Move, price_of
 from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
 from planner.tables_file import read_tables
-from planner.task import Choice, DenseWork, Shape, plan_from_yaml
+from planner.task import Choice, Shape, plan_from_yaml
 from planner.workloads import EMBARK, POOL_LOOKUPS, embark_task, pool, random_task, split_pool
 from sbpflow.errors import ConfigError, PlanError
 
@@ -418,6 +418,7 @@ def test_a_wrong_tables_file_is_refused_by_key(tmp_path, change, says):
         (3, r"dense: 3; use an object such as"),
         ({"macs_per_sample": 5}, "dense.parameters: None; use a whole number"),
         ({"parameters": 5, "macs_per_sample": -1}, "macs_per_sample: -1; use a number, above 0"),
+        ({"parameters": 5, "elements_per_sample": "a"}, "elements_per_sample: 'a'; use a number"),
         ({"parameters": 5, "layers": 2}, "dense: layers not known; use parameters, macs_per_sa"),
     ],
 )
@@ -434,7 +435,8 @@ def test_the_dense_part_is_priced_with_the_tables(tmp_path):
     alone = read_tables(path).task(2)
     path.write_text(json.dumps({**TABLES, "dense": {"parameters": 500_000}}))
     both = read_tables(path).task(2)
-    assert both.dense == DenseWork(macs_per_sample=500_000.0, parameters=500_000)
+    assert both.dense.macs_per_sample == both.dense.parameters == 500_000
+    assert both.dense.elements_per_sample == 500_000 / 128, "of layers 256 wide"
     plan = make_plan("size", CostModel(PROFILE).of(alone)).plan
     less, more = (CostModel(PROFILE).of(task).predict(plan) for task in (alone, both))
     assert more.step_ms > less.step_ms
