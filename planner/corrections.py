@@ -3,7 +3,8 @@
 Each member is trained on a resample of the tasks; it is a sum of powers of non-negative mixes of
 the counts, so that more work never costs less, and bounded to the ratios that were measured. A
 phase is corrected only where that helps on the tasks that a member was not trained on: a search
-that minimises a correction of noise finds plans that only the noise makes fast.
+that minimises a correction of noise finds plans that only the noise makes fast. Passes through the
+dense part have none: what is learned of the tasks' narrow layers is wrong of wide ones.
 """
 
 import math
@@ -16,7 +17,7 @@ from planner.features import Floats
 from planner.judge import FLOOR_MS
 from planner.profile import Fusion
 from planner.records import Record
-from planner.simulate import MOVES, PHASE, PHASES
+from planner.simulate import KINDS, MOVES, PHASE, PHASES
 
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
 MEMBERS, EPOCHS = 5, 150
@@ -52,7 +53,8 @@ def learn_corrections(
         weights = matrix[:, PHASE[name]]
         linear = x @ weights
         used = linear > LEAST_LEARNED_MS
-        if y.mean() < LEAST_LEARNED_MS or len(terms[name]) < 3 or used.sum() < 20:
+        fused = KINDS.get(name) != "dense"  # whose layers are priced beyond those of the tasks
+        if not fused or y.mean() < LEAST_LEARNED_MS or len(terms[name]) < 3 or used.sum() < 20:
             continue
         ratio = (y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
         low, high = np.quantile(ratio, [0.02, 0.98])

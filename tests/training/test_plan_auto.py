@@ -159,6 +159,8 @@ def test_the_task_of_a_run_is_what_the_run_has(synth_set):
     assert embedding_plan(task, found.plan) == plan.embeddings
     assert task.batch_size == 1000
     assert task.dense.parameters == sum(p.num_elements(0) for p in plan.dense)
+    layers = [one.shape for one in plan.dense if len(one.shape) == 2]
+    assert task.dense.elements_per_sample == sum(map(sum, layers)) > 0
     manifest = load_manifest(synth_set)
     stats = {one.name: one for one in load_stats(manifest)}
     table = task.tables[0]
