@@ -8,10 +8,10 @@ from pathlib import Path
 
 from benchmarks.click_model import Shape
 from planner.choose import choose
-from planner.cost import CostModel
-from planner.features import BIN_SAMPLES, zipf_mandelbrot
+from planner.costs.cost import CostModel
+from planner.costs.features import BIN_SAMPLES, zipf_mandelbrot
+from planner.costs.profile import load
 from planner.for_run import task_of
-from planner.profile import load
 from planner.task import rules
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule

@@ -28,23 +28,23 @@ from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.planner_steps import run_ranks, run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
+from planner.calibration.design import draw_sample
+from planner.calibration.fit import fit
+from planner.calibration.picks import to_measure
+from planner.calibration.records import Record, record_of
+from planner.calibration.time_dense import dense_time_of
 from planner.clusters import MACHINES, described
-from planner.cost import CostModel, TaskCost
-from planner.design import draw_sample
-from planner.fit import fit
-from planner.picks import to_measure
+from planner.costs.cost import CostModel, TaskCost
+from planner.costs.profile import Profile, load
+from planner.costs.transfers import transfer_of
 from planner.planners import GREEDY, LEARNED, make_plan, published
-from planner.profile import Profile, load
 from planner.published.setting import Setting
-from planner.records import Record, record_of
 from planner.search.auto import search
 from planner.search.bounds import bound
 from planner.search.exact import enumerated
 from planner.search.problem import Assignment, price_of
 from planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
 from planner.task import Task
-from planner.time_dense import dense_time_of
-from planner.transfers import transfer_of
 from planner.workloads import EMBARK, embark_task, random_task
 from sbpflow.errors import SbpError
 

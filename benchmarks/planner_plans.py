@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
-from planner.cost import CostModel
-from planner.design import Law, Sample
-from planner.features import BIN_SAMPLES, from_histogram
-from planner.measure import dense_work_of
-from planner.picks import to_measure
+from planner.calibration.design import Law, Sample
+from planner.calibration.measure import dense_work_of
+from planner.calibration.picks import to_measure
+from planner.costs.cost import CostModel
+from planner.costs.features import BIN_SAMPLES, from_histogram
+from planner.costs.profile import Profile
 from planner.planners import GREEDY, make_plan, published
-from planner.profile import Profile
 from planner.published.setting import Setting
 from planner.search.auto import search
 from planner.search.problem import Assignment, price_of

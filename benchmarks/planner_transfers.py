@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import Results
-from planner.calibrate import Journal
-from planner.design import draw_sample
-from planner.fit import held_out_errors
-from planner.records import Record, record_of
-from planner.transfers import as_lines
+from planner.calibration.calibrate import Journal
+from planner.calibration.design import draw_sample
+from planner.calibration.fit import held_out_errors
+from planner.calibration.records import Record, record_of
+from planner.costs.transfers import as_lines
 
 SEEDS = (0, 1)  # of the fits; their errors are averaged
 

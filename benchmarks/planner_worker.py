@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.planner_plans import make_sample
-from planner.design import draw_batches
-from planner.measure import Rows, make_trainer, phases_of, time_moves
-from planner.ranks import gather_texts
-from planner.records import plan_of_tree
+from planner.calibration.design import draw_batches
+from planner.calibration.measure import Rows, make_trainer, phases_of, time_moves
+from planner.calibration.ranks import gather_texts
+from planner.calibration.records import plan_of_tree
 from sbpflow.boxing.executor import Boxing
 from sbpflow.runtime.world import World
 from sbpflow.training.step_schedule import OVERLAPPED

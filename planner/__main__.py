@@ -26,7 +26,7 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument("--output", help="a file in place of the user's cache")
     args = parser.parse_args(argv)
 
-    from planner.command import default_ranks, run_calibration, start_ranks
+    from planner.calibration.command import default_ranks, run_calibration, start_ranks
 
     if "RANK" not in os.environ:
         return start_ranks(["calibrate", *argv], args.ranks or default_ranks())

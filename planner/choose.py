@@ -1,6 +1,6 @@
 """The plan that a search finds best for a task, and what to say when none fits."""
 
-from planner.cost import TaskCost
+from planner.costs.cost import TaskCost
 from planner.planners import Planned, make_plan
 from planner.report import infeasible_text
 from planner.task import Plan

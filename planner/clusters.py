@@ -1,8 +1,8 @@
 """Machines that are not at hand: profiles from published figures, and what grows with the nodes.
 
 Every term of such a profile is assumed: bytes over a bandwidth, at a stated share of it. A
-calibration brought from there (``planner.profile.load``) prices the work; only the links of more
-nodes are assumed then (``with_link``).
+calibration brought from there (``planner.costs.profile.load``) prices the work; only the links of
+more nodes are assumed then (``with_link``).
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.profile import RANKS_HERE, Link, Profile, default_path, load, weights_from
+from planner.costs.profile import RANKS_HERE, Link, Profile, default_path, load, weights_from
 from sbpflow.errors import ConfigError
 
 

@@ -17,10 +17,10 @@ import torch
 
 from planner.choose import choose
 from planner.clusters import USABLE, crowded
-from planner.cost import CostModel, Prediction
-from planner.features import IdStats, from_histogram, from_ratios
+from planner.costs.cost import CostModel, Prediction
+from planner.costs.features import IdStats, from_histogram, from_ratios
+from planner.costs.profile import Profile, load
 from planner.kept_plans import chosen_once
-from planner.profile import Profile, load
 from planner.task import Choice, DenseWork, Plan, Task, choice_of, dense_work, plan_to_yaml, rules
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule

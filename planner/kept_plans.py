@@ -16,8 +16,8 @@ from typing import IO
 
 import planner
 import sbpflow
-from planner.cost import TaskCost
-from planner.records import plan_of_tree, plan_tree
+from planner.calibration.records import plan_of_tree, plan_tree
+from planner.costs.cost import TaskCost
 from planner.task import Plan
 from sbpflow.runtime.cache_dir import cache_dir
 from sbpflow.runtime.file_lock import hold

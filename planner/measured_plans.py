@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from planner.design import Sample, draw_batches
-from planner.measure import measure_in_turns
+from planner.calibration.design import Sample, draw_batches
+from planner.calibration.measure import measure_in_turns
 from planner.tables_file import TablesFile
 from planner.task import Plan
 from sbpflow.boxing.executor import Boxing

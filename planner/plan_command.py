@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from planner.calibrate import plan_of_tree, plan_tree
+from planner.calibration.calibrate import plan_of_tree, plan_tree
+from planner.calibration.command import start_ranks
+from planner.calibration.picks import to_measure
 from planner.choose import checked
 from planner.clusters import MACHINES, memory_of, profile_of
-from planner.command import start_ranks
-from planner.cost import CostModel, TaskCost
+from planner.costs.cost import CostModel, TaskCost
 from planner.measured_plans import measure_plans
-from planner.picks import to_measure
 from planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
 from planner.report import as_html, as_json, as_text, report_of
 from planner.search.problem import price_of

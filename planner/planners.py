@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from planner.cost import TaskCost
+from planner.costs.cost import TaskCost
 from planner.published.autoshard import AutoShard
 from planner.published.dreamshard import DreamShard
 from planner.published.embark import embark

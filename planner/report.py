@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from planner.cost import TaskCost
-from planner.kernels import StorageKernel, kernels_of
+from planner.costs.cost import TaskCost
+from planner.costs.kernels import StorageKernel, kernels_of
+from planner.costs.simulate import KINDS
 from planner.planners import Planned, make_plan
 from planner.search.auto import Effort
 from planner.search.bounds import Bound, bound, certified
 from planner.search.insertion import Inserter
 from planner.search.problem import Floats, Move, State
-from planner.simulate import KINDS
 from planner.task import Choice
 
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")

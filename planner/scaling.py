@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.clusters import MACHINES, link_of, memory_of, profile_of, with_link
-from planner.cost import CostModel, TaskCost
-from planner.features import Floats
+from planner.costs.cost import CostModel, TaskCost
+from planner.costs.features import Floats
+from planner.costs.profile import Profile
+from planner.costs.simulate import KINDS, PHASE
 from planner.planners import PLANNERS, PlannerName, make_plan, planner_of
-from planner.profile import Profile
-from planner.simulate import KINDS, PHASE
 from planner.tables_file import TablesFile, read_tables
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.launch import ArgumentParser

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from planner.cost import TaskCost
+from planner.costs.cost import TaskCost
 from planner.search.problem import Assignment, Key, Move, Option, Problem
 from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.plan.tables import TableConfig

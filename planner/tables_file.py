@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from planner.design import Law
-from planner.features import NUM_BINS, IdStats, from_bins, from_sample, zipf_mandelbrot
+from planner.calibration.design import Law
+from planner.costs.features import NUM_BINS, IdStats, from_bins, from_sample, zipf_mandelbrot
 from planner.task import DenseWork, Task
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig

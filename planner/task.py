@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from planner.features import IdStats
+from planner.costs.features import IdStats
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import (
     DTYPES,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from planner.features import IdStats, zipf_mandelbrot
+from planner.costs.features import IdStats, zipf_mandelbrot
 from planner.task import DenseWork, Task
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig

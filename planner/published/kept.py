@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.cost import TaskCost
+from planner.costs.cost import TaskCost
 from planner.published.nets import Scaling
 from planner.published.setting import Setting
 from planner.search.problem import Assignment

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.features import NUM_BINS
+from planner.costs.features import NUM_BINS
+from planner.costs.simulate import PHASE, PHASES, TRANSFERS
 from planner.search.problem import Assignment, Floats, Ints, Move, Option, Priced, Problem, price_of
 from planner.shapes import COPIED, WHOLE, option_number
-from planner.simulate import PHASE, PHASES, TRANSFERS
 from planner.task import Shape, Task
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from planner.design import Law, Sample
-from planner.features import zipf_mandelbrot
+from planner.calibration.design import Law, Sample
+from planner.costs.features import zipf_mandelbrot
 from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig

@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from planner.calibrate import QUICK, Journal, calibrate
-from planner.command import describe, keep
-from planner.cost import CostModel
-from planner.design import draw_batches, draw_plans, draw_sample, shapes_for
-from planner.fit import TERMS, fit
-from planner.judge import judge, predicted_phases, predicted_steps
-from planner.least_squares import nonnegative_least_squares
-from planner.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
-from planner.optimizers import NAMES
-from planner.profile import load, weights_from
-from planner.ranks import gather_texts
-from planner.records import (
+from planner.calibration.calibrate import QUICK, Journal, calibrate
+from planner.calibration.command import describe, keep
+from planner.calibration.design import draw_batches, draw_plans, draw_sample, shapes_for
+from planner.calibration.fit import TERMS, fit
+from planner.calibration.judge import judge, predicted_phases, predicted_steps
+from planner.calibration.least_squares import nonnegative_least_squares
+from planner.calibration.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
+from planner.calibration.optimizers import NAMES
+from planner.calibration.ranks import gather_texts
+from planner.calibration.records import (
     Record,
     count_work,
     drift_of,
@@ -29,11 +27,13 @@ from planner.records import (
     plan_tree,
     session_of,
 )
-from planner.simulate import NUM_PHASES, PHASE, PHASES, step_ms
+from planner.calibration.time_dense import DENSE_MOVES
+from planner.costs.cost import CostModel
+from planner.costs.profile import load, weights_from
+from planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
+from planner.costs.transfers import SKEWS, transfer_of
+from planner.costs.work import INDEX, MEMORY
 from planner.task import Choice, Shape
-from planner.time_dense import DENSE_MOVES
-from planner.transfers import SKEWS, transfer_of
-from planner.work import INDEX, MEMORY
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import DataError
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan

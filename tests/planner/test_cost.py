@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.calibration.records import count_work
 from planner.clusters import described
-from planner.cost import CostModel, TaskCost
-from planner.profile import Fusion, Profile, load, weights_from
-from planner.records import count_work
-from planner.simulate import NUM_PHASES, PHASE, SCHEDULES, max_of_sums, step_ms, sum_of_maxima
+from planner.costs.cost import CostModel, TaskCost
+from planner.costs.profile import Fusion, Profile, load, weights_from
+from planner.costs.simulate import NUM_PHASES, PHASE, SCHEDULES, max_of_sums, step_ms, sum_of_maxima
+from planner.costs.work import INDEX, MEMORY, NUM_FEATURES
 from planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
-from planner.work import INDEX, MEMORY, NUM_FEATURES
 from sbpflow.errors import ConfigError
 from sbpflow.training.step_schedule import IDS, OVERLAPPED, SERIAL, VECTORS
 from tests.planner.tasks import every_shape, make_task, mixed_plan, random_plan

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from planner.features import (
+from planner.costs.features import (
     BIN_SAMPLES,
     NUM_BINS,
     from_bins,

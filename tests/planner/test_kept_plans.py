@@ -9,7 +9,7 @@ import pytest
 
 from planner import kept_plans
 from planner.clusters import described
-from planner.cost import CostModel
+from planner.costs.cost import CostModel
 from planner.kept_plans import chosen_once
 from planner.planners import make_plan
 from planner.workloads import random_task

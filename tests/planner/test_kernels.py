@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from planner.cost import CostModel
-from planner.kernels import kernel_ms, kernels_of, measure_kernels
-from planner.profile import load, weights_from
-from planner.records import empty_profile
+from planner.calibration.records import empty_profile
+from planner.calibration.time_kernels import measure_kernels
+from planner.costs.cost import CostModel
+from planner.costs.kernels import kernel_ms, kernels_of
+from planner.costs.profile import load, weights_from
+from planner.costs.work import INDEX
 from planner.task import Choice, Shape
-from planner.work import INDEX
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, missing_kernels
 from tests.planner.tasks import make_task

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.clusters import described, profile_of
-from planner.cost import CostModel
+from planner.costs.cost import CostModel
 from planner.plan_command import compare, explain, plan
 from planner.planners import (
     GREEDY,

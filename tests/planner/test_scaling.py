@@ -7,10 +7,10 @@ import pytest
 
 from planner.__main__ import main
 from planner.clusters import MACHINES, crowded, described, link_of, with_link
-from planner.profile import Link, Profile, weights_from
+from planner.costs.profile import Link, Profile, weights_from
+from planner.costs.simulate import NUM_PHASES, PHASE
+from planner.costs.work import INDEX
 from planner.scaling import clusters, communication_share
-from planner.simulate import NUM_PHASES, PHASE
-from planner.work import INDEX
 from sbpflow.errors import ConfigError
 
 TABLES = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from planner.clusters import described
-from planner.cost import CostModel
+from planner.costs.cost import CostModel
 from planner.search.auto import Effort, search
 from planner.search.bounds import bound
 from planner.search.exact import enumerated, linear_optimum

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
+from planner.calibration.picks import NEAR, to_measure
 from planner.clusters import described
-from planner.cost import CostModel
-from planner.picks import NEAR, to_measure
+from planner.costs.cost import CostModel
+from planner.costs.profile import Fusion
+from planner.costs.work import NUM_FEATURES
 from planner.planners import UNCORRECTED, UNSPLIT, make_plan, published_seeds, seeds_of
-from planner.profile import Fusion
 from planner.published.setting import Setting
 from planner.search.auto import Effort, search
 from planner.search.problem import price_of
 from planner.shapes import plan_of, problem_of, table_wise
-from planner.work import NUM_FEATURES
 from planner.workloads import random_task
 
 PROFILE = described("h100-dgx")

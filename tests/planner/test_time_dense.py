@@ -4,12 +4,18 @@ import json
 
 import pytest
 
-from planner.calibrate import Journal
-from planner.fit import fit
-from planner.simulate import PHASE
+from planner.calibration.calibrate import Journal
+from planner.calibration.fit import fit
+from planner.calibration.time_dense import (
+    DENSE_MOVES,
+    DenseTime,
+    dense_examples,
+    dense_time_of,
+    time_dense,
+)
+from planner.costs.simulate import PHASE
+from planner.costs.work import INDEX
 from planner.task import DenseWork, dense_work
-from planner.time_dense import DENSE_MOVES, DenseTime, dense_examples, dense_time_of, time_dense
-from planner.work import INDEX
 from sbpflow.boxing.executor import Boxing
 from tests.planner.test_calibrate import made_records
 

@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from planner.calibrate import Journal
-from planner.fit import fit
-from planner.simulate import PHASE, REST
-from planner.time_transfers import time_transfers
-from planner.transfers import (
+from planner.calibration.calibrate import Journal
+from planner.calibration.fit import fit
+from planner.calibration.time_transfers import time_transfers
+from planner.costs.simulate import PHASE, REST
+from planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,
     ONE_SENDS,
@@ -21,7 +21,7 @@ from planner.transfers import (
     ms_per_byte,
     transfer_of,
 )
-from planner.work import INDEX
+from planner.costs.work import INDEX
 from sbpflow.boxing.executor import Boxing
 from tests.planner.test_calibrate import made_records
 
@@ -174,8 +174,8 @@ def test_what_steps_take_beyond_their_moves_has_one_price_for_all_bytes():
 
 
 def test_a_profile_keeps_its_transfers(tmp_path):
-    from planner.profile import load
-    from planner.records import empty_profile
+    from planner.calibration.records import empty_profile
+    from planner.costs.profile import load
 
     profile = replace(empty_profile(2, "gloo"), transfers=(made(ROWS, ONE_SENDS, 64),))
     profile.save(tmp_path / "profile.json")

@@ -19,8 +19,8 @@ import train
 from data import fields_of, load_manifest
 from data.stats import load_stats
 from models.registry import MODELS
+from planner.costs.profile import Profile, default_path, weights_from
 from planner.for_run import plan_tables
-from planner.profile import Profile, default_path, weights_from
 from planner.task import embedding_plan, rules
 from sbpflow.__main__ import explain, export, predict
 from sbpflow.config.load import load_config

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from planner.calibrate import QUICK, Settings
-from planner.calibrate import calibrate as run
-from planner.profile import Profile, default_path, write_profile
-from planner.ranks import gather_texts
-from planner.transfers import as_lines
+from planner.calibration.calibrate import QUICK, Settings
+from planner.calibration.calibrate import calibrate as run
+from planner.calibration.ranks import gather_texts
+from planner.costs.profile import Profile, default_path, write_profile
+from planner.costs.transfers import as_lines
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.environment import env_int

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from planner.features import Floats
-from planner.judge import FLOOR_MS
-from planner.profile import Fusion
-from planner.records import Record
-from planner.simulate import KINDS, MOVES, PHASE, PHASES
+from planner.calibration.judge import FLOOR_MS
+from planner.calibration.records import Record
+from planner.costs.features import Floats
+from planner.costs.profile import Fusion
+from planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
 
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
 MEMBERS, EPOCHS = 5, 150

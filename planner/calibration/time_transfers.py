@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.measure import MoveTimer, lower_quartile, through_ms
-from planner.ranks import gather_texts
-from planner.transfers import (
+from planner.calibration.measure import MoveTimer, lower_quartile, through_ms
+from planner.calibration.ranks import gather_texts
+from planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,
     ROWS,

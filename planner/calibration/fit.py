@@ -1,7 +1,7 @@
 """From measurements to a profile: weights by least squares, corrections and overlap on top.
 
 Weights are non-negative, and relative errors count alike for short and long phases. Corrections are
-those of ``planner/corrections.py``. Errors are told for tasks that were held out.
+those of ``planner/calibration/corrections.py``. Errors are told for tasks that were held out.
 """
 
 import math
@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.corrections import examples_of, learn_corrections
-from planner.features import Floats
-from planner.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
-from planner.least_squares import nonnegative_least_squares
-from planner.profile import KernelPrices, Profile
-from planner.records import Record, on_one_clock
-from planner.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
-from planner.time_dense import DenseTime, dense_examples
-from planner.transfers import Transfer, examples, ms_per_byte
-from planner.work import INDEX, NUM_FEATURES
+from planner.calibration.corrections import examples_of, learn_corrections
+from planner.calibration.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
+from planner.calibration.least_squares import nonnegative_least_squares
+from planner.calibration.records import Record, on_one_clock
+from planner.calibration.time_dense import DenseTime, dense_examples
+from planner.costs.features import Floats
+from planner.costs.profile import KernelPrices, Profile
+from planner.costs.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
+from planner.costs.transfers import Transfer, examples, ms_per_byte
+from planner.costs.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,

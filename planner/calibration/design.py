@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from planner.features import zipf_mandelbrot
-from planner.measure import Rows, dense_work_of
+from planner.calibration.measure import Rows, dense_work_of
+from planner.costs.features import zipf_mandelbrot
 from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer

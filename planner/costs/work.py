@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.features import Floats
+from planner.costs.features import Floats
 from planner.task import Shape, Task
 from sbpflow.embedding.plan.group_plan import whole_gradients_are_less
 from sbpflow.embedding.plan.tables import TableConfig

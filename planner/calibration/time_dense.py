@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from planner.design import Law, Sample, draw_batches
-from planner.features import Floats, zipf_mandelbrot
-from planner.measure import dense_work_of, make_trainer, phases_of, time_moves
-from planner.ranks import gather_texts
-from planner.simulate import PHASE
+from planner.calibration.design import Law, Sample, draw_batches
+from planner.calibration.measure import dense_work_of, make_trainer, phases_of, time_moves
+from planner.calibration.ranks import gather_texts
+from planner.costs.features import Floats, zipf_mandelbrot
+from planner.costs.simulate import PHASE
+from planner.costs.work import NUM_FEATURES, base_work
 from planner.task import Choice, Shape, Task
-from planner.work import NUM_FEATURES, base_work
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig

@@ -18,20 +18,20 @@ from typing import Any, cast
 import numpy as np
 from tqdm import tqdm
 
-from planner.cost import CostModel, TaskCost
-from planner.design import Sample, draw_batches, draw_plans, draw_sample
-from planner.fit import fit
-from planner.kernels import measure_kernels
-from planner.measure import Measured, measure_in_turns
-from planner.optimizers import step_factors
-from planner.picks import picks
-from planner.profile import RANKS_HERE, KernelPrices, Profile
-from planner.ranks import gather_texts
-from planner.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
+from planner.calibration.design import Sample, draw_batches, draw_plans, draw_sample
+from planner.calibration.fit import fit
+from planner.calibration.measure import Measured, measure_in_turns
+from planner.calibration.optimizers import step_factors
+from planner.calibration.picks import picks
+from planner.calibration.ranks import gather_texts
+from planner.calibration.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
+from planner.calibration.time_dense import DenseTime, dense_time_of, time_dense
+from planner.calibration.time_kernels import measure_kernels
+from planner.calibration.time_transfers import time_transfers
+from planner.costs.cost import CostModel, TaskCost
+from planner.costs.profile import RANKS_HERE, KernelPrices, Profile
+from planner.costs.transfers import Transfer, transfer_of
 from planner.task import Plan
-from planner.time_dense import DenseTime, dense_time_of, time_dense
-from planner.time_transfers import time_transfers
-from planner.transfers import Transfer, transfer_of
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage.measure import cpu_name

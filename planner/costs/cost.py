@@ -1,9 +1,9 @@
 """The cost of a plan: counts of work, priced by what this machine was measured to take for them.
 
-A rank's time in a phase is a sum of counts (``planner/work.py``) with non-negative weights, times a
-correction learned from fused work that is bounded and rises with every count; the step is simulated
-from the phases of all ranks (``planner/simulate.py``). Everything takes batches of plans, so that a
-search can try thousands of moves a second.
+A rank's time in a phase is a sum of counts (``work.py`` beside this) with non-negative weights,
+times a correction learned from fused work that is bounded and rises with every count; the step is
+simulated from the phases of all ranks (``simulate.py``). Everything takes batches of plans, so that
+a search can try thousands of moves a second.
 """
 
 import hashlib
@@ -14,12 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from planner.features import Floats
-from planner.kernels import work_factors
-from planner.profile import Profile
-from planner.simulate import PHASES, SCHEDULES, TRANSFERS, max_of_sums, step_ms, sum_of_maxima
-from planner.task import Choice, Plan, Shape, Task
-from planner.work import (
+from planner.costs.features import Floats
+from planner.costs.kernels import work_factors
+from planner.costs.profile import Profile
+from planner.costs.simulate import PHASES, SCHEDULES, TRANSFERS, max_of_sums, step_ms, sum_of_maxima
+from planner.costs.work import (
     BUFFERS,
     FEATURES,
     INDEX,
@@ -30,6 +29,7 @@ from planner.work import (
     base_work,
     shape_work,
 )
+from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.plan.tables import TableConfig
 
 Objective = Literal["step", "sum_of_maxima", "max_of_sums"]
@@ -76,7 +76,7 @@ class TaskCost:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The names of the P phases; ``planner.simulate.KINDS`` says what each is a part of."""
+        """The names of the P phases; ``KINDS`` of ``simulate.py`` says what each is a part of."""
         return PHASES
 
     @property

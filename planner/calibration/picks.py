@@ -4,7 +4,7 @@ A search ends in plans that are much alike, so the next ones are taken only wher
 otherwise.
 """
 
-from planner.cost import TaskCost
+from planner.costs.cost import TaskCost
 from planner.planners import UNCORRECTED, Planned
 from planner.search.auto import Effort, search
 from planner.search.problem import Assignment, price_of

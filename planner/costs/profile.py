@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from planner.features import Floats
-from planner.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
-from planner.transfers import Transfer, transfer_of
-from planner.work import FEATURES, INDEX, NUM_FEATURES
+from planner.costs.features import Floats
+from planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
+from planner.costs.transfers import Transfer, transfer_of
+from planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.cache_dir import cache_dir

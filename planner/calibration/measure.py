@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from planner.process_memory import peak_bytes, reset_peak, resident_bytes
-from planner.ranks import gather_texts
-from planner.simulate import PHASES
+from planner.calibration.process_memory import peak_bytes, reset_peak, resident_bytes
+from planner.calibration.ranks import gather_texts
+from planner.costs.simulate import PHASES
 from planner.task import Choice, DenseWork, Task, dense_work, embedding_plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection

@@ -1,0 +1,89 @@
+"""Times the kernels of tables on this machine, by optimizer: a lookup and an update on three sizes.
+
+Whole steps are measured with the kernel that is taken unmeasured; ``planner/costs/kernels.py``
+prices the others by these.
+"""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+import torch
+
+from planner.calibration.least_squares import nonnegative_least_squares
+from planner.costs.profile import KernelPrices
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.storage.choose import (
+    KERNEL_NAMES,
+    KernelName,
+    StackFacts,
+    choose_kernel,
+    kernel_faults,
+    missing_kernels,
+)
+from sbpflow.embedding.storage.measure import StackShape, measure
+
+NAMES: tuple[SparseName, ...] = get_args(SparseName)
+ROWS = 100_000
+SHAPES = ((2_000, 16), (30_000, 16), (30_000, 64))  # ids of a batch, width
+
+
+def measure_kernels(
+    device: torch.device,
+    optimizers: Sequence[SparseName] = NAMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: int = ROWS,
+) -> dict[str, KernelPrices]:
+    """{optimizer: {kernel: (ms, ms per id, ms per element)}} of a lookup and an update.
+
+    The kernel that is taken unmeasured is the first of each. ``shapes`` are (ids, width).
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    missing = missing_kernels("auto")
+    found: dict[str, KernelPrices] = {}
+    for optimizer in optimizers:
+        rule = SparseOptimizer(name=optimizer, lr=0.05, beta=1.0 if optimizer == "ftrl" else 0.0)
+        facts = StackFacts(
+            width=4,
+            optimizer=rule,
+            dtype=torch.float32,
+            row_dtype=torch.float32,
+            column_split=False,
+            device_type=device.type,
+        )
+        faults = kernel_faults(facts, missing)
+        taken = choose_kernel("auto", facts, missing).name
+        others: list[KernelName] = [
+            kernel for kernel in KERNEL_NAMES if kernel != taken and faults[kernel] is None
+        ]
+        times = [measure(_shape(one, rule, rows, name), [taken, *others]) for one in shapes]
+        found[optimizer] = {
+            kernel: _line(shapes, [ms[kernel] for ms in times]) for kernel in (taken, *others)
+        }
+    return found
+
+
+def _shape(one: tuple[int, int], rule: SparseOptimizer, rows: int, device: str) -> StackShape:
+    ids, width = one
+    return StackShape(
+        rows=rows,
+        width=width,
+        dim=width,
+        ids=ids,
+        per_bag=1,
+        lists=0,
+        home_ids=0,
+        optimizer=rule,
+        dtype=torch.float32,
+        row_dtype=torch.float32,
+        device=device,
+    )
+
+
+def _line(shapes: Sequence[tuple[int, int]], ms: Sequence[float]) -> tuple[float, float, float]:
+    """Non-negative, by relative errors."""
+    counts = np.array([[1.0, ids, ids * width] for ids, width in shapes])
+    most, times = counts.max(0), np.array(ms)
+    weights = nonnegative_least_squares(counts / most / times[:, None], np.ones(len(ms)), 5000)
+    always, per_id, per_element = (weights / most).tolist()
+    return always, per_id, per_element
