@@ -20,6 +20,7 @@ from planner.costs.profile import Fusion
 from planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
 
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
+LEAST_GAIN = 0.05  # of the error on tasks left out: less is not worth what it says of larger ones
 MEMBERS, EPOCHS = 5, 150
 _POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
 
@@ -68,8 +69,8 @@ def learn_corrections(
 
 
 def _helps(said: Floats, linear: Floats, y: Floats, counted: Floats) -> bool:
-    """Whether corrections [members, n] are nearer to ``y`` than the plain sum is, on the examples
-    that a member was not trained on.
+    """Whether corrections [members, n] are nearer to ``y`` than the plain sum is, by a share of
+    ``LEAST_GAIN`` at least, on the examples that a member was not trained on.
     """
     others = counted == 0
     if not others.any():
@@ -77,7 +78,7 @@ def _helps(said: Floats, linear: Floats, y: Floats, counted: Floats) -> bool:
     target = np.log(y + FLOOR_MS)
     corrected = np.abs(np.log(said + FLOOR_MS) - target)[others].mean()
     plain = np.broadcast_to(np.abs(np.log(linear + FLOOR_MS) - target), others.shape)[others]
-    return bool(corrected < plain.mean())
+    return bool(corrected < (1.0 - LEAST_GAIN) * plain.mean())
 
 
 def _train(

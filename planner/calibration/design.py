@@ -25,6 +25,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 
 MOST_ELEMENTS = 1 << 24  # of all tables of a sample, which are allocated on each rank that has them
 DIMS = (4, 8, 16, 32, 64)
+LARGE_EVERY = 7  # samples there is one with as many ids as a large model's batch has
 _SPREAD = 7919  # a prime: rows that are hot lie all over a table, as prepared sets lay them
 
 
@@ -49,16 +50,19 @@ def draw_sample(
 ) -> Sample:
     """The task of this number."""
     random = np.random.default_rng([seed, 14])
-    count = round(float(np.exp(random.uniform(0.0, np.log(30.0)))))
-    batch = int(random.choice([512, 1024, 2048, 4096, 8192]))
+    large = seed % LARGE_EVERY == LARGE_EVERY - 1
+    count = round(float(np.exp(random.uniform(np.log(12.0) if large else 0.0, np.log(30.0)))))
+    batch = 4096 if large else int(random.choice([512, 1024, 2048, 4096, 8192]))
     mixed = bool(random.random() < 0.5)
     dims = random.choice(DIMS, count) if mixed else [int(random.choice(DIMS))] * count
     rows = np.exp(random.uniform(np.log(30), np.log(most_rows), count)).astype(int)
-    hotness = np.where(random.random(count) < 0.6, 1, np.clip(random.geometric(0.15, count), 1, 30))
+    single, more = (0.2, 0.06) if large else (0.6, 0.15)
+    many = np.clip(random.geometric(more, count), 1, 50 if large else 30)
+    hotness = np.where(random.random(count) < single, 1, many)
     total = float((rows * np.asarray(dims)).sum())
     if total > MOST_ELEMENTS:
         rows = np.maximum((rows * (MOST_ELEMENTS / total)).astype(int), 30)
-    most_ids = 400_000 // batch  # of a sample, so that steps stay short
+    most_ids = (1_600_000 if large else 400_000) // batch  # of a sample, so that steps stay short
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)
     tables = tuple(

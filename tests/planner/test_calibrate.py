@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from planner.calibration import corrections
 from planner.calibration.calibrate import QUICK, Journal, calibrate
 from planner.calibration.command import describe, keep
 from planner.calibration.design import draw_batches, draw_plans, draw_sample, shapes_for
@@ -126,6 +127,15 @@ def test_samples_are_the_same_wherever_they_are_drawn():
         for table in one.task.tables
         for shape in shapes_for(table, 4)
     )
+
+
+def test_one_sample_in_seven_has_as_many_ids_as_a_large_batch():
+    def ids(number):
+        task = draw_sample(number, 2, "cpu", "sgd").task
+        return sum(task.lookups(table) for table in task.tables)
+
+    assert all(ids(number) <= 400_000 for number in range(6))
+    assert all(600_000 < ids(number) <= 1_600_000 for number in (6, 13, 20, 27))
 
 
 def texts_of(world):
@@ -341,6 +351,16 @@ def test_a_correction_learns_what_the_sum_cannot_say(fitted):
 def test_a_correction_is_kept_only_where_it_helps_on_other_tasks(fitted):
     assert "update" in fitted.members[0]
     assert not {"look_up", "vectors"} & set(fitted.members[0])  # sums already, but for noise
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.04, False), (0.06, True)])
+def test_a_correction_that_helps_little_is_not_kept(gain, kept):
+    """What it says of larger tasks than were measured is worth less than a little."""
+    y, linear = np.full(8, 10.0), np.full(8, 12.0)
+    floor = corrections.FLOOR_MS
+    error = (1.0 - gain) * math.log((12.0 + floor) / (10.0 + floor))
+    said = np.full((1, 8), math.exp(error) * (10.0 + floor) - floor)
+    assert corrections._helps(said, linear, y, counted=np.zeros((1, 8))) is kept
 
 
 def test_sessions_are_judged_apart_and_brought_on_one_clock():
