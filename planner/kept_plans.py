@@ -2,12 +2,14 @@
 does not choose at all.
 
 A file is named by everything that a choice depends on: the task, the prices, the seed, and the code
-that chooses. Who finds it held waits, so that ranks which share cores do not all search.
+that chooses, with the packages that it searches by. Who finds it held waits, so that ranks which
+share cores do not all search.
 """
 
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -18,9 +20,10 @@ import planner
 import sbpflow
 from planner.calibration.records import plan_of_tree, plan_tree
 from planner.costs.cost import TaskCost
-from planner.task import Plan
+from planner.task import Plan, Task
 from sbpflow.runtime.cache_dir import cache_dir
 from sbpflow.runtime.file_lock import hold
+from sbpflow.runtime.versions import dist_version
 
 LOG = logging.getLogger(__name__)
 KEPT = 100  # plans, the newest
@@ -30,7 +33,8 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
     """What ``choose`` gives for these prices and this seed, called by one process of this machine.
 
     What ``choose`` raises is raised, and nothing is kept. Without a folder that can be written
-    every process chooses for itself, with a warning.
+    every process chooses for itself, with a warning. What is kept and is no plan of the task is
+    chosen anew.
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
@@ -40,22 +44,32 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
         LOG.warning("%s: no plan is kept, so every rank chooses its own (%s)", path, error)
         return choose()
     with file:
-        plan = _read(file)
+        plan = _read(file, cost.task)
         if plan is None:
             plan = choose()
-            file.truncate(0)
-            json.dump(plan_tree(plan), file)
-            _forget_oldest(path.parent)
+            _keep(file, path, plan)
         return plan
 
 
-def _read(file: IO[str]) -> Plan | None:
-    """The plan in it; None for a file that is fresh, or whose writer did not come to the end."""
+def _read(file: IO[str], task: Task) -> Plan | None:
+    """The task's plan in it; None for a file that is fresh, cut off, or of something else."""
     file.seek(0)
     try:
-        return plan_of_tree(json.load(file))
-    except ValueError:
+        plan = plan_of_tree(json.load(file))
+        task.check(plan)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
+    return plan
+
+
+def _keep(file: IO[str], path: Path, plan: Plan) -> None:
+    try:
+        # Past the buffer of ``file``, which would be written once more when it is closed.
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), json.dumps(plan_tree(plan)).encode())
+        _forget_oldest(path.parent)
+    except OSError as error:
+        LOG.warning("%s: the plan is not kept (%s)", path, error)
 
 
 def _forget_oldest(folder: Path) -> None:
@@ -64,11 +78,13 @@ def _forget_oldest(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another process forgot it first
             dated.append((path.stat().st_mtime, path))
     for _, old in sorted(dated)[:-KEPT]:
-        old.unlink(missing_ok=True)
+        with suppress(OSError):  # of another user, or no file
+            old.unlink()
 
 
 def _digest(cost: TaskCost, seed: int) -> str:
-    facts = "\n".join((_code(), repr(cost.task), cost.prices_digest, str(seed)))
+    packages = " ".join(f"{name} {dist_version(name)}" for name in ("numpy", "torch", "ortools"))
+    facts = "\n".join((_code(), packages, repr(cost.task), cost.prices_digest, str(seed)))
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 

@@ -15,7 +15,6 @@ ids repeat by one of three keys: ``zipf`` (the k-th row has a share proportional
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from sbpflow.errors import ConfigError
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
+MOST = 1e18  # of any number
 _WIDE = 256  # layers, where nothing is said of them
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
@@ -177,13 +177,9 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
 
 def _number(key: str, value: object, *, least: float) -> float:
     """Above ``least``, and finite."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not least < value < math.inf
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
-        raise ConfigError(f"{key}: {value!r}; use a number, {bound}")
+        raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
     return float(value)
 
 
@@ -192,10 +188,10 @@ def _whole(key: str, value: object) -> int:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not 1 <= value < math.inf
+        or not 1 <= value < MOST
         or value != int(value)
     ):
-        raise ConfigError(f"{key}: {value!r}; use a whole number, 1 or more")
+        raise ConfigError(f"{key}: {value!r}; use a whole number, 1 or more and below {MOST:g}")
     return int(value)
 
 

@@ -18,7 +18,13 @@ from typing import Any, cast
 import numpy as np
 from tqdm import tqdm
 
-from planner.calibration.design import Sample, draw_batches, draw_plans, draw_sample
+from planner.calibration.design import (
+    Sample,
+    draw_batches,
+    draw_plans,
+    draw_sample,
+    drawing,
+)
 from planner.calibration.fit import fit
 from planner.calibration.measure import Measured, measure_in_turns
 from planner.calibration.optimizers import step_factors
@@ -177,6 +183,7 @@ class _Run:
             "optimizer": settings.optimizer,
             "seed": str(settings.seed),
             "most_rows": str(settings.most_rows),
+            "tasks": drawing(),
             "waits": "from the last rank's start to the last one's end",
             "turns": f"{settings.turns} of {settings.serial} + {settings.overlapped} steps",
         }

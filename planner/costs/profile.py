@@ -306,8 +306,11 @@ def load(path: Path | None = None) -> Profile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    if tree["format"] != FORMAT or tuple(tree["features"]) != FEATURES:
+    if tree["format"] != FORMAT:
         raise ValueError(f"format {tree['format']}, this version has {FORMAT}")
+    if tuple(tree["features"]) != FEATURES:
+        others = ", ".join(sorted(set(tree["features"]) ^ set(FEATURES))) or "their order"
+        raise ValueError(f"it prices other counts: {others}")
     if tuple(tree["phases"]) != PHASES:
         raise ValueError("its phases are others")
     weights = tuple(tuple(float(x) for x in row) for row in tree["weights"])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from planner.calibration import corrections
+from planner.calibration import corrections, design
 from planner.calibration.calibrate import QUICK, Journal, calibrate
 from planner.calibration.command import describe, keep
-from planner.calibration.design import draw_batches, draw_plans, draw_sample, shapes_for
+from planner.calibration.design import draw_batches, draw_plans, draw_sample, drawing, shapes_for
 from planner.calibration.fit import TERMS, fit
 from planner.calibration.judge import judge, predicted_phases, predicted_steps
 from planner.calibration.least_squares import nonnegative_least_squares
@@ -73,6 +73,7 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     assert len(lines) == 3 * 2 + 3 * 2
     assert counts[0] == counts[1] == 2 + len(lines)  # nothing is measured twice
     assert len({(one["sample"], one["name"]) for one in lines}) == len(lines)
+    assert {one["facts"]["tasks"] for one in lines} == {drawing()}
     assert any(one["name"].startswith("pick 1.") for one in lines)
     assert any(one["name"].startswith("all ") for one in lines)
     again = [one for one in lines if one["name"].startswith("again 1 ")]
@@ -127,6 +128,14 @@ def test_samples_are_the_same_wherever_they_are_drawn():
         for table in one.task.tables
         for shape in shapes_for(table, 4)
     )
+
+
+def test_a_number_drawn_otherwise_is_another_task(monkeypatch, tmp_path):
+    """So that what was measured of a task is not taken for that of another."""
+    (tmp_path / "design.py").write_text("drawn otherwise")
+    before = drawing()
+    monkeypatch.setattr(design, "__file__", str(tmp_path / "design.py"))
+    assert drawing() != before == before.lower()
 
 
 def test_one_sample_in_seven_has_as_many_ids_as_a_large_batch():

@@ -1,6 +1,9 @@
 """Plans that were chosen are kept: one search for all ranks of a machine."""
 
+import errno
+import json
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -82,6 +85,45 @@ def test_half_a_file_is_chosen_anew_and_what_fails_is_not_kept():
     assert chosen_once(COST, 8, chooser) == PLAN
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "[]",
+            "null",
+            "{}",
+            "[" * 100_000,
+            '{"a": 1}',
+            '{"other": ["B", "columns", [1, 1], [0]]}',
+        ),
+        json.dumps({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
+        json.dumps({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
+    ],
+)
+def test_what_is_no_plan_of_the_task_is_chosen_anew(text):
+    chooser = Chooser()
+    chosen_once(COST, 7, chooser)
+    (file,) = (cache_dir() / "plans").iterdir()
+    file.write_text(text)
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chooser.asked == 2
+
+
+def test_a_full_disk_costs_the_next_start_its_plan_and_not_this_run(monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(kept_plans.os, "write", full)
+    chooser = Chooser()
+    with caplog.at_level(logging.WARNING):
+        assert chosen_once(COST, 7, chooser) == PLAN
+    assert "the plan is not kept ([Errno 28]" in caplog.text
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chooser.asked == 2
+
+
 def test_without_a_folder_each_chooses_and_says_so(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -99,3 +141,8 @@ def test_the_oldest_are_forgotten(monkeypatch):
     assert len(list((cache_dir() / "plans").iterdir())) == 2
     chosen_once(COST, 3, chooser)
     assert chooser.asked == 4
+    odd = cache_dir() / "plans" / "folder.json"
+    odd.mkdir()
+    os.utime(odd, (0, 0))
+    assert chosen_once(COST, 5, chooser) == PLAN
+    assert odd.is_dir(), "what cannot be forgotten stays"

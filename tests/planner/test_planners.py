@@ -418,6 +418,11 @@ def test_a_wrong_tables_file_is_refused_by_key(tmp_path, change, says):
         (3, r"dense: 3; use an object such as"),
         ({"macs_per_sample": 5}, "dense.parameters: None; use a whole number"),
         ({"parameters": 5, "macs_per_sample": -1}, "macs_per_sample: -1; use a number, above 0"),
+        (
+            {"parameters": 10**400},
+            "dense.parameters: 1000.*0; use a whole number, 1 or more and bel",
+        ),
+        ({"parameters": 5, "macs_per_sample": 10**400}, "use a number, above 0 and below 1e.18"),
         ({"parameters": 5, "elements_per_sample": "a"}, "elements_per_sample: 'a'; use a number"),
         ({"parameters": 5, "layers": 2}, "dense: layers not known; use parameters, macs_per_sa"),
     ],

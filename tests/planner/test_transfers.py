@@ -7,7 +7,9 @@ import pytest
 
 from planner.calibration.calibrate import Journal
 from planner.calibration.fit import fit
+from planner.calibration.records import empty_profile
 from planner.calibration.time_transfers import time_transfers
+from planner.costs.profile import load
 from planner.costs.simulate import PHASE, REST
 from planner.costs.transfers import (
     EVEN,
@@ -23,6 +25,7 @@ from planner.costs.transfers import (
 )
 from planner.costs.work import INDEX
 from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
 from tests.planner.test_calibrate import made_records
 
 SIZES = (4096, 16384)
@@ -174,13 +177,18 @@ def test_what_steps_take_beyond_their_moves_has_one_price_for_all_bytes():
 
 
 def test_a_profile_keeps_its_transfers(tmp_path):
-    from planner.calibration.records import empty_profile
-    from planner.costs.profile import load
-
     profile = replace(empty_profile(2, "gloo"), transfers=(made(ROWS, ONE_SENDS, 64),))
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json").transfers == profile.transfers
     assert asdict(profile)["transfers"][0]["skew"] == ONE_SENDS
+
+
+def test_a_profile_of_other_counts_says_which(tmp_path):
+    path = tmp_path / "profile.json"
+    empty_profile(2, "gloo").save(path)
+    path.write_text(path.read_text().replace('"dense_elements"', '"dense_things"'))
+    with pytest.raises(ConfigError, match=r"other counts: dense_elements, dense_things.*calibrate"):
+        load(path)
 
 
 def test_a_byte_costs_what_it_does_in_the_usual_large_transfer_of_all_ranks():
