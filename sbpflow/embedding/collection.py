@@ -1,8 +1,9 @@
 """An embedding collection: the tables of a model on one rank, run as an EmbeddingPlan says.
 
-A batch passes in moves (``begin``, ``advance``, ``look_up``, ``outputs``, ``push``, ``update``), so
-that a schedule can put other work between them; ``forward`` and ``apply_gradients`` make them one
-after the other. Outputs come laid out S(0) over the batch.
+A batch passes in moves (``begin``, ``advance``, ``receive``, ``look_up``, ``outputs``, ``push``,
+``collect``, ``update``), so that a schedule can put other work between them; ``forward`` and
+``apply_gradients`` make them one after the other. The first three depend on ids alone and may run
+any number of batches ahead of the others. Outputs come laid out S(0) over the batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from sbpflow.embedding.exchange.overflow import PaddedGroups
 from sbpflow.embedding.ids.ahead import IdStream
 from sbpflow.embedding.ids.batch_ids import Ids
 from sbpflow.embedding.ids.list_loops import warm_up_loops
-from sbpflow.embedding.ids.reader import IdReader
+from sbpflow.embedding.ids.reader import IdCheck, IdReader
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
@@ -92,6 +93,7 @@ class EmbeddingCollection:
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
+        self._flagged: list[IdCheck] = []  # of batches looked up since the last update, on CUDA
         self._assembly = {out.name: Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
             fill_shard(stored, seed=seed)
@@ -104,14 +106,15 @@ class EmbeddingCollection:
     def begin(self, ids: Ids, num_rows: int, *, training: bool) -> EmbeddingsInFlight:
         """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
 
-        ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError; of a
-        training batch on CUDA ids out of range are told by the next ``update``, before it changes
-        anything.
+        ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError; for an id
+        out of range of a training batch ``look_up`` does, or on CUDA the next ``update``, before
+        it changes anything.
         """
+        check = IdCheck(deferred=training)
         with self._stream.section(ids):
-            local = self._reader.read(ids)
+            local = self._reader.read(ids, check)
             if not training:
-                self._reader.check_late()
+                self._reader.raise_flagged(check)
             wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
             if local.num_samples != wanted:
                 raise DataError(
@@ -121,7 +124,7 @@ class EmbeddingCollection:
             under_way = self._transfer.begin(local, num_rows)
             groups = [group.begin(local, num_rows, training=training) for group in self._groups]
             counts = self._counts.start(under_way, groups)
-            batch = EmbeddingsInFlight(under_way, groups, counts)
+            batch = EmbeddingsInFlight(under_way, groups, counts, check)
             if counts.are_known:  # on CUDA: ids of fixed sizes, which may be sorted from now on
                 self._go_on(batch)
         return batch
@@ -138,37 +141,52 @@ class EmbeddingCollection:
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.advance(part)
         batch.advanced = True
-        if not self._stream.exists:
-            return
-        # It waits for the ids and sorts them; the host and the current stream do not.
+        if self._stream.exists:
+            # It waits for the ids and sorts them; the host and the current stream do not.
+            self._take_ids(batch)
+            for group, part in zip(self._groups, batch.groups, strict=True):
+                if part.training:
+                    group.sort_ahead(part)
+            batch.most_named = self._padded.ask(batch.groups)
+
+    def _take_ids(self, batch: EmbeddingsInFlight) -> None:
         everywhere = batch.ids.finish()
         for group, part in zip(self._groups, batch.groups, strict=True):
             part.everywhere = everywhere
             group.receive(part)
-            if part.training:
-                group.sort_ahead(part)
-        batch.most_named = self._padded.ask(batch.groups)
 
-    def look_up(self, batch: EmbeddingsInFlight) -> None:
-        """Wait for the ids, read the rows, and start the vectors on their way."""
-        self.arrive(batch)
-        self.read(batch)
-
-    def arrive(self, batch: EmbeddingsInFlight) -> None:
-        """The first half of ``look_up``: wait for the ids."""
+    def receive(self, batch: EmbeddingsInFlight) -> None:
+        """Wait for the ids. Which rows the batch looks up here is final afterwards."""
         self.advance(batch)
+        if batch.received:
+            return
         if late := batch.most_named:
             batch.most_named = None
             if over := self._padded.overflowing(batch.groups, late):
                 with self._stream.section():
                     self._padded.send_again(batch.groups, over)
+        if not self._stream.exists:
+            self._take_ids(batch)
+        batch.received = True
+
+    def cancel(self, batch: EmbeddingsInFlight) -> None:
+        """Forget a batch that was begun and will not be looked up; every rank calls it."""
+        self.receive(batch)
+
+    def look_up(self, batch: EmbeddingsInFlight) -> None:
+        """Read the rows, and start the vectors on their way. Raises DataError for an id out of
+        range.
+        """
+        self.arrive(batch)
+        self.read(batch)
+
+    def arrive(self, batch: EmbeddingsInFlight) -> None:
+        """The first half of ``look_up``: the batch's turn has come."""
+        self.receive(batch)
         self._stream.join()
-        if self._stream.exists:
-            return
-        everywhere = batch.ids.finish()
-        for group, part in zip(self._groups, batch.groups, strict=True):
-            part.everywhere = everywhere
-            group.receive(part)
+        self._reader.account(batch.check)
+        if batch.check.flagged:
+            self._flagged.append(batch.check)
 
     def read(self, batch: EmbeddingsInFlight) -> None:
         """The second half: read the rows, and send them."""
@@ -216,8 +234,10 @@ class EmbeddingCollection:
         self.apply(step)
 
     def check_late(self) -> None:
-        """DataError for ids out of range that were read since the last call, on CUDA."""
-        self._reader.check_late()
+        """DataError for ids out of range in batches looked up since the last call, on CUDA."""
+        flagged, self._flagged = self._flagged, []
+        for check in flagged:
+            self._reader.raise_flagged(check)
 
     def apply(self, step: int) -> None:
         """``update`` without its checks: only ops for the device."""
@@ -299,7 +319,9 @@ class EmbeddingCollection:
 
     @property
     def out_of_range(self) -> Tensor:
-        """[features] int64: ids that the policy clamp or hash replaced on this rank so far."""
+        """[features] int64: ids that the policy clamp or hash replaced on this rank, in the batches
+        looked up so far.
+        """
         self._stream.join()
         return self._reader.out_of_range
 

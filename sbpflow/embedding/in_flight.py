@@ -7,6 +7,7 @@ from torch import Tensor
 from sbpflow.embedding.exchange.base import GroupInFlight
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
+from sbpflow.embedding.ids.reader import IdCheck
 from sbpflow.runtime.late_read import LateRead
 
 
@@ -14,12 +15,17 @@ class EmbeddingsInFlight:
     """One batch on its way through a collection; made by ``EmbeddingCollection.begin``."""
 
     def __init__(
-        self, ids: IdsUnderWay, groups: list[GroupInFlight], counts: CountsUnderWay
+        self,
+        ids: IdsUnderWay,
+        groups: list[GroupInFlight],
+        counts: CountsUnderWay,
+        check: IdCheck,
     ) -> None:
         self.ids = ids
         self.groups = groups
         self.counts = counts
-        self.advanced = False
+        self.check = check
+        self.advanced = self.received = False
         self.most_named: LateRead | None = None  # of groups whose buffers may be too small
         self.outputs: dict[str, Tensor] = {}
 
@@ -33,6 +39,6 @@ class EmbeddingsInFlight:
             replace(part, accesses=[one.new_like() for one in part.accesses])
             for part in self.groups
         ]
-        made = EmbeddingsInFlight(self.ids, groups, self.counts)
-        made.advanced = True
+        made = EmbeddingsInFlight(self.ids, groups, self.counts, self.check)
+        made.advanced = made.received = True
         return made

@@ -1,8 +1,10 @@
-"""The order of a training step's moves as data: what travels while what is computed.
+"""The order of a training step's moves as data: which transfers run during which computation.
 
 A step takes one batch, or several as one, and updates once. Every batch makes the same moves, from
-its ids to its row gradients, and a schedule is the order of them; moves on ids alone may be made
-one batch ahead. ``print(OVERLAPPED)`` shows what each move has under way beside it.
+its ids to its row gradients, and a schedule is the order of them. The moves that depend on ids
+alone run K batches ahead, where K is the lookahead of the run; which batch such a move is of
+follows from K and from the order (``StepSchedule.distance``). ``print(OVERLAPPED)`` shows what is
+in flight during each move.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -16,18 +18,12 @@ from sbpflow.runtime.world import World
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Waits for transfers, computes, starts transfers; ``ahead`` is of the batch after this."""
+    """Waits for transfers, computes, starts transfers."""
 
     name: str
     says: str
     waits: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
-    ahead: bool = False
-
-
-def ahead(move: Move) -> Move:
-    """The same move, of the next batch."""
-    return replace(move, ahead=True)
 
 
 # Ids of a known number leave at once; of lists and of unique rows the counts go first.
@@ -37,7 +33,8 @@ TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 
 BEGIN = Move("begin", "ids checked, sorted, counted", starts=(IDS, COUNTS))
 ADVANCE = Move("advance", "room made for what comes", waits=(COUNTS,), starts=(COUNTED_IDS,))
-LOOK_UP = Move("look_up", "rows read, group by group", waits=(IDS, COUNTED_IDS), starts=(VECTORS,))
+RECEIVE = Move("receive", "ids here, as rows of the storage", waits=(IDS, COUNTED_IDS))
+LOOK_UP = Move("look_up", "rows read, group by group", starts=(VECTORS,))
 OUTPUTS = Move("outputs", "rows expanded, pooled, joined", waits=(VECTORS,))
 FORWARD = Move("forward", "dense forward, loss")
 BACKWARD = Move("backward", "dense backward")
@@ -52,7 +49,8 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-OF_A_BATCH = (BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
+OF_IDS = (BEGIN, ADVANCE, RECEIVE)  # they depend on nothing that training changes
+OF_A_BATCH = (*OF_IDS, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
 KNOWN = (*OF_A_BATCH, *OF_A_STEP, CLIP, CLIP_ROWS)
 _AFTER = {
@@ -75,7 +73,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     return (*_AFTER.get(move.name, ()), *((CLIP.name,) if scaled else ()))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BatchInFlight:
     """One batch's way through a step; ``made`` are the moves it has made."""
 
@@ -90,7 +88,10 @@ class StepSchedule:
     """``each_batch`` is made batch after batch; then ``each_step`` once, where a move of a batch
     is made for all of them. ``wait_at_once`` waits for every transfer where it starts.
 
-    Raises ValueError for an order in which something is used before it is there.
+    Moves of ``OF_IDS`` may stand before or after ``LOOK_UP``. Either way they bring a batch into
+    the window that is ``distance`` behind the one being trained; a cycle of them may begin in one
+    step and end in the next. Raises ValueError for an order in which something is used before it
+    is there.
     """
 
     each_batch: tuple[Move, ...]
@@ -104,53 +105,76 @@ class StepSchedule:
         made = (*OF_A_BATCH, *OF_A_STEP, *clips[:1])
         if sorted(names) != sorted(move.name for move in made):
             raise ValueError(f"a schedule makes every move once, not {', '.join(names)}")
-        for move in moves:
-            if replace(move, ahead=False) not in KNOWN:
-                raise ValueError(f"{move} is none of this module's; use {move.name.upper()}")
         for place, move in enumerate(moves):
+            if move not in KNOWN:
+                raise ValueError(f"{move} is none of this module's; use {move.name.upper()}")
             within = place < len(self.each_batch)
-            if move.ahead and move.name not in (BEGIN.name, ADVANCE.name):
-                raise ValueError(f"{move.name} ahead: it would use rows that are yet to be updated")
-            if move.ahead and not within:
-                raise ValueError(f"{move.name} ahead: goes beside the moves of a batch")
+            if move in OF_IDS and not within:
+                raise ValueError(f"{move.name} is a move of each batch, not of a step")
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and within:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
-            for before in _after(replace(move, ahead=False), moves):
-                earlier = names.index(before)
-                alike = moves[earlier].ahead == move.ahead
-                if not (earlier < place if alike else not move.ahead):
+            if move in (*OF_IDS, LOOK_UP):
+                continue  # of different batches; the order within a batch is checked below
+            for before in _after(move, moves):
+                if names.index(before) > place:
                     raise ValueError(f"{move.name} comes after {before}")
+        if self._cycle(RECEIVE) and names.index(RECEIVE.name) > names.index(LOOK_UP.name):
+            raise ValueError("look_up comes after receive")
+        if self._cycle(RECEIVE) > 1:
+            order = ", ".join(move.name for move in self.each_batch if move in OF_IDS)
+            raise ValueError(f"{order}: they take more than two steps; use begin, advance, receive")
+
+    def _cycle(self, move: Move) -> int:
+        """How many steps after its BEGIN a batch makes this move of ``OF_IDS``."""
+        places = [self.each_batch.index(one) for one in OF_IDS[: OF_IDS.index(move) + 1]]
+        return sum(later < earlier for earlier, later in pairwise(places))
+
+    def moves(self, lookahead: int) -> tuple[Move, ...]:
+        """``each_batch`` in the order of a step: without lookahead the ids come first."""
+        if lookahead:
+            return self.each_batch
+        return (*OF_IDS, *(move for move in self.each_batch if move not in OF_IDS))
+
+    def distance(self, move: Move, lookahead: int) -> int:
+        """How many batches after the one being trained the batch comes that makes ``move``."""
+        return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
 
     def run(
         self,
         of_batch: Mapping[str, Callable[[BatchT], None]],
         of_step: Mapping[str, Callable[[], None]],
         batches: Sequence[BatchT],
-        coming: BatchT | None,
+        window: Sequence[BatchT],
+        lookahead: int,
         world: World,
         watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Make the moves of one step over ``batches``; ``coming`` is the first of the next step.
+        """Make the moves of one step over ``batches``. ``window`` are the batches announced after
+        them; up to ``lookahead`` behind the one being trained make moves of ``OF_IDS``.
 
-        ``watch(name)`` is around each.
-
-        The functions make the moves, by name. A batch that none went before makes its moves ahead
-        now; a move made ahead is not made again.
+        The functions make the moves, by name, with ``watch(name)`` around each. A move that a batch
+        has made is not made again. A batch that was announced late makes up for it first, so
+        that on each channel transfers start in the order of the batches, whatever the lookahead.
         """
         world.wait_at_once = self.wait_at_once
-        early = [move for move in self.each_batch if move.ahead]
 
-        def make(move: Move, one: BatchT | None) -> None:
-            if one is not None and move.name not in one.made:
+        def make(move: Move, one: BatchT) -> None:
+            if move.name not in one.made:
                 with _named(move), watch(move.name):
                     of_batch[move.name](one)
                 one.made.add(move.name)
 
-        for this, following in zip(batches, [*batches[1:], coming], strict=True):
-            for move in early:
-                make(move, this)
-            for move in self.each_batch:
-                make(move, following if move.ahead else this)
+        queue = [*batches, *window]
+        for place, this in enumerate(batches):
+            ahead = queue[place : place + lookahead + 1]
+            for distance, one in enumerate(ahead):
+                for move in OF_IDS:
+                    if distance < self.distance(move, lookahead):  # due in an earlier step
+                        make(move, one)
+            for move in self.moves(lookahead):
+                distance = self.distance(move, lookahead)
+                if distance < len(ahead):
+                    make(move, ahead[distance])
         for move in self.each_step:
             if move.name in of_step:
                 with _named(move), watch(move.name):
@@ -168,38 +192,48 @@ class StepSchedule:
         """The same moves one after the other."""
         return SERIAL if self.clips is None else clipped(SERIAL, rows=self.clips == CLIP_ROWS)
 
-    def beside(self, made: Collection[str] = TRANSFERS) -> list[tuple[Move, tuple[str, ...]]]:
-        """Every move of a step of one batch, and what is under way while it computes.
+    def in_flight(
+        self, made: Collection[str] = TRANSFERS, lookahead: int = 1
+    ) -> list[tuple[Move, tuple[str, ...]]]:
+        """Every move of a step of one batch, and the transfers in flight while it computes.
 
-        ``made`` are the transfers that a run makes; one of a single rank makes none.
+        ``made`` are the transfers that a run makes; a run on a single rank makes none.
         """
-        moves = (*self.each_batch, *self.each_step)
+        moves = (*self.moves(lookahead), *self.each_step)
         found: list[tuple[Move, tuple[str, ...]]] = []
-        under_way: list[str] = []
-        for _ in range(2):  # the second time round with what the first left under way
+        flying: list[tuple[int, str]] = []  # (distance of the batch, transfer)
+        for _ in range(2):  # the second time with what the first left in flight
             found = []
-            under_way = [name.removeprefix("next ") for name in under_way]
+            flying = [(distance - 1, name) for distance, name in flying]
             for move in moves:
-                whose = "next " if move.ahead else ""
-                ended = [whose + name for name in move.waits]
-                under_way = [name for name in under_way if name not in ended]
-                found.append((move, tuple(under_way)))
+                distance = self.distance(move, lookahead)
+                ended = [(distance, name) for name in move.waits]
+                flying = [one for one in flying if one not in ended]
+                found.append((move, tuple(_of(*one) for one in flying)))
                 if not self.wait_at_once:
-                    under_way += [whose + name for name in move.starts if name in made]
+                    flying += [(distance, name) for name in move.starts if name in made]
         return found
 
-    def describe(self, made: Collection[str] = TRANSFERS) -> str:
-        """``beside`` as a table."""
-        lines = [f"{'move':<14} {'of':<11} {'what it does':<30} under way meanwhile"]
-        for move, under_way in self.beside(made):
+    def describe(self, made: Collection[str] = TRANSFERS, lookahead: int = 1) -> str:
+        """``in_flight`` as a table."""
+        lines = [f"{'move':<14} {'of':<11} {'what it does':<30} in flight meanwhile"]
+        for move, in_flight in self.in_flight(made, lookahead):
             step = move in self.each_step and move not in OF_A_BATCH
-            of = "the step" if step else "next batch" if move.ahead else "this batch"
-            beside = ", ".join(under_way) or "-"
-            lines.append(f"{move.name:<14} {of:<11} {move.says:<30} {beside}")
+            distance = self.distance(move, lookahead)
+            of = "the step" if step else _of(distance, "batch") if distance else "this batch"
+            flying = ", ".join(in_flight) or "-"
+            lines.append(f"{move.name:<14} {of:<11} {move.says:<30} {flying}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def _of(distance: int, name: str) -> str:
+    """``name`` of the batch that many behind the one being trained."""
+    if distance == 0:
+        return name
+    return f"next {name}" if distance == 1 else f"{name} +{distance}"
 
 
 @contextmanager
@@ -213,11 +247,11 @@ def _named(move: Move) -> Generator[None]:
 
 
 OVERLAPPED = StepSchedule(
-    each_batch=(LOOK_UP, ahead(BEGIN), OUTPUTS, FORWARD, ahead(ADVANCE), BACKWARD, PUSH),
+    each_batch=(RECEIVE, LOOK_UP, BEGIN, OUTPUTS, FORWARD, ADVANCE, BACKWARD, PUSH),
     each_step=(SEND_DENSE, COLLECT, UPDATE, RECEIVE_DENSE, UPDATE_DENSE),
 )
 SERIAL = StepSchedule(
-    each_batch=(BEGIN, ADVANCE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT),
+    each_batch=(BEGIN, ADVANCE, RECEIVE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT),
     each_step=(SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE),
     wait_at_once=True,
 )

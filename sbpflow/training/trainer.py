@@ -2,9 +2,11 @@
 
 The moves that a step consists of are here; their order, and so what overlaps, is a
 ``StepSchedule``. Nothing is used before the update it depends on, so the numbers are the same in
-every order. The loss rides in the dense exchange.
+every order. Batches that were announced form the window: their ids travel during earlier steps.
+The loss rides in the dense exchange.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +44,7 @@ from sbpflow.training.step_schedule import (
     CLIP,
     OF_A_BATCH,
     OF_A_STEP,
+    OF_IDS,
     OVERLAPPED,
     BatchInFlight,
     Move,
@@ -49,7 +52,7 @@ from sbpflow.training.step_schedule import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
     """A batch's way through a step, and what its moves leave for later ones."""
 
@@ -73,8 +76,8 @@ def _check_batch(given: object) -> None:
     missing = [name for name in ("labels", "dense", "ids", "num_rows") if not hasattr(given, name)]
     if missing:
         raise SbpError(
-            f"step: a {type(given).__name__} is no batch, for it has no {missing[0]}; pass one, "
-            "such as a loader gives, or a list of them; ahead is one"
+            f"step: {type(given).__name__} is not a batch: it has no attribute {missing[0]}; pass "
+            "a batch from a loader, or a list of them"
         )
 
 
@@ -88,6 +91,8 @@ class Trainer:
     dense gradients and the loss travel (``plan_gradients`` with a ``total``), as the plan of a run
     has it. ``planned`` are the rows of a batch and the conversions that its forward then makes,
     these and no others. With ``cuda_graph`` batches of so many rows are run by a ``GraphedStep``.
+    ``lookahead``, which may be set between steps, is how many announced batches exchange their ids
+    before their turn; no value of it changes a result.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class Trainer:
         gradients: GradientPlan | None = None,
         planned: tuple[int, Sequence[Conversion]] | None = None,
         cuda_graph: bool = False,
+        lookahead: int = 1,
     ) -> None:
         self._model = model
         self._embeddings = embeddings
@@ -147,7 +153,8 @@ class Trainer:
             )
         self._updated = False  # the dense part, beside its backward
         self._made: frozenset[str] = frozenset()  # moves of the step, likewise
-        self._coming: _BatchInFlight | None = None
+        self.lookahead = lookahead
+        self._window: deque[_BatchInFlight] = deque()  # announced, oldest first
         self._failure = ""
         self.num_steps = 0
 
@@ -156,27 +163,34 @@ class Trainer:
         """The plan of the tables, which says where a batch has the ids of a field."""
         return self._embeddings.plan
 
-    def step(self, batches: Batch | list[Batch], ahead: Batch | None = None) -> Tensor:
+    def announce(self, batch: Batch) -> None:
+        """Say which batch comes after those announced so far. Every rank announces the same.
+
+        The first ``lookahead`` of them exchange their ids during the steps before their own. Nothing
+        is sent here. A batch without rows is ignored. Raises SbpError for what is not a batch, and
+        TrainingError after a step that failed.
+        """
+        _check_batch(batch)
+        self._check_usable("announce")
+        if batch.num_rows:
+            self._window.append(_BatchInFlight(batch))
+
+    def step(self, batches: Batch | list[Batch]) -> Tensor:
         """Train on a batch, or on several as if they were one; returns the mean loss over all
         their rows, 0-d, on every rank.
 
-        Several batches are one step of the optimizers, of the mean gradient over all rows.
-        ``ahead`` is the first batch of the next step, whose ids may travel during this one.
-        Batches without rows are left out. SbpError, and nothing has happened, if all are, for what
-        is no batch, and for another batch than was announced. After a step that failed otherwise
-        there is none: TrainingError.
+        Several batches are one step of the optimizers, of the mean gradient over all rows. They are
+        the oldest ones announced; where fewer were announced, the others come after them. Batches
+        without rows are left out. Raises SbpError, and nothing has happened, if all are, for what
+        is not a batch, and for another batch than was announced. DataError for an id out of range in
+        these batches. After a step that failed otherwise there is none: TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
-        for batch in (*given, *(() if ahead is None else (ahead,))):
+        for batch in given:
             _check_batch(batch)
-        if self._failure:
-            raise TrainingError(
-                f"step: an earlier step failed ({self._failure}), and what it left half done would "
-                "be mixed in; build the trainer and its tables anew"
-            )
-        in_flight = self._batches_of([batch for batch in given if batch.num_rows])
+        self._check_usable("step")
+        in_flight = self._take([batch for batch in given if batch.num_rows])
         try:
-            self._coming = _BatchInFlight(ahead) if ahead is not None and ahead.num_rows else None
             self.num_steps += 1
             self._updated, self._made = False, frozenset()
             self._set_learning_rates()
@@ -189,12 +203,41 @@ class Trainer:
             raise RuntimeError("the loss did not come back from its exchange")
         return loss.squeeze(0)
 
+    def drain(self) -> None:
+        """Forget the batches that were announced and not trained; every rank calls it.
+
+        Ids that are in flight arrive first, so that all ranks have made the same transfers. After a
+        step that failed there is nothing that could still arrive.
+        """
+        window, self._window = self._window, deque()
+        if self._failure:
+            return
+        for one in window:
+            if one.embeddings is not None:
+                for move in OF_IDS:
+                    if move.name not in one.made:
+                        self._of_batch(move)(one)
+                self._embeddings.cancel(one.embeddings)
+
+    @property
+    def num_announced(self) -> int:
+        """Batches announced and not yet trained."""
+        return len(self._window)
+
+    def _check_usable(self, call: str) -> None:
+        if self._failure:
+            raise TrainingError(
+                f"{call}: an earlier step failed ({self._failure}), and what it left half done "
+                "would be mixed in; build the trainer and its tables anew"
+            )
+
     def _run(self, batches: list[_BatchInFlight]) -> None:
         self.schedule.run(
             {move.name: self._of_batch(move) for move in OF_A_BATCH},
             {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
             batches,
-            self._coming,
+            list(self._window),
+            self.lookahead,
             self._boxing.world,
             self.move_watch.move,
         )
@@ -217,19 +260,20 @@ class Trainer:
 
         return unless_made
 
-    def _batches_of(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """The first may have begun during the step before."""
+    def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
+        """Out of the window, as far as they are in it."""
         if not batches:
-            raise SbpError("step: no batch with rows; pass one, or a list with one at least")
-        coming = self._coming
-        if coming is not None and coming.batch is not batches[0]:
-            raise SbpError(
-                "step: the batch is not the one that the step before was told of as ahead, whose "
-                "ids are on their way; pass that one"
-            )
-        in_flight = [_BatchInFlight(batch) for batch in batches]
-        if coming is not None:
-            in_flight[0] = coming
+            raise SbpError("step: no batch with rows; pass one, or a list with at least one")
+        for place, (one, batch) in enumerate(zip(self._window, batches, strict=False)):
+            if one.batch is not batch:
+                raise SbpError(
+                    f"step: batch {place} of {len(batches)} is not the one announced in its place, "
+                    "whose ids may be in flight; pass the announced batches in their order, or call "
+                    "drain() first"
+                )
+        in_flight = [
+            self._window.popleft() if self._window else _BatchInFlight(batch) for batch in batches
+        ]
         num_rows = sum(batch.num_rows for batch in batches)
         for number, one in enumerate(in_flight):
             one.number, one.share = number, one.batch.num_rows / num_rows
@@ -241,9 +285,12 @@ class Trainer:
                 one.batch.ids, one.batch.num_rows, training=True
             )
         except DataError as error:
-            if one is self._coming:
-                raise DataError(f"the first batch of step {self.num_steps + 1}: {error}") from error
-            raise
+            if one not in self._window:
+                raise
+            place = self._window.index(one) + 1
+            raise DataError(
+                f"announced batch {place} after step {self.num_steps}: {error}"
+            ) from error
 
     def _look_up(self, one: _BatchInFlight) -> None:
         as_planned = one.batch.num_rows == self._planned_rows and one.share == 1.0

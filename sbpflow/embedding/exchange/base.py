@@ -2,7 +2,7 @@
 
     begin      ids are at hand: addresses, deduplication, first transfer of its own
     advance    sizes are known: the transfer that needed them
-    receive    ids are where they are looked up: addresses there
+    receive    ids are where they are looked up: addresses there, final
     look_up    rows out of the storage, vectors on their way
     vectors    they are home
     push       gradients on their way
@@ -10,7 +10,7 @@
     update     one optimizer step
 
 Between two moves the caller computes, or makes another group's move: that is all there is to
-overlap. The moves up to ``receive`` depend on ids alone, so they may run one batch ahead.
+overlap. The moves up to ``receive`` depend on ids alone, so they may run batches ahead.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,7 @@
 """A batch's ids: what a caller may pass, checked, as one matrix and one set of lists."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import ModuleType
 
@@ -24,12 +25,39 @@ from sbpflow.runtime.streams import mix
 _ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
 
 
+@dataclass(slots=True, kw_only=True)
+class IdCheck:
+    """What reading one batch's ids found.
+
+    A training batch is read before its turn, so an id out of range is kept as ``error`` until the
+    step that trains on it, with row 0 in its place: other ranks already wait for these ids.
+    """
+
+    deferred: bool  # whether a bad id may wait, else it raises
+    error: DataError | None = None  # for the first bad id
+    flagged: list[LateRead] = field(default_factory=list[LateRead])  # on CUDA, not yet on the host
+    replaced: Tensor | None = None  # [features] int64, under the policies clamp and hash
+
+    def fail(self, error: DataError) -> None:
+        """Raise ``error``, or keep it if it is the first."""
+        if not self.deferred:
+            raise error
+        self.error = self.error or error
+
+    def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
+        """``bad`` [n] int64 ids of ``features`` [n] were replaced."""
+        if self.replaced is None:
+            self.replaced = bad.new_zeros(num_features)
+        self.replaced.index_add_(0, features, bad)
+
+
 class IdReader:
     """Checks the ids of a batch and applies the policy for those that a table has no row for.
 
     An id must be a row of every table that looks its feature up, so the smallest decides. Under
     clamp and hash these tables are of one size, by ``plan_embeddings``.
-    ``out_of_range`` counts them per feature, on this rank, since the start.
+    ``out_of_range`` counts the ids that were replaced per feature, on this rank, since the start,
+    in batches that were accounted for.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
@@ -46,7 +74,6 @@ class IdReader:
         owner = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
         self._owners = owner
         self._owner = torch.tensor(owner, dtype=torch.int64, device=device)
-        self._late: list[LateRead] = []
         limits = [rows[n] for n in owner]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         top = torch.iinfo(plan.ids_dtype).max
@@ -64,10 +91,10 @@ class IdReader:
         self._known_to_fit = False
         self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
 
-    def read(self, ids: Ids) -> BatchIds:
+    def read(self, ids: Ids, check: IdCheck) -> BatchIds:
         """[samples, columns] in the plan's order, such a matrix with lists (``BatchIds``), or
         {feature: [samples], [samples, hotness] or Bags}. Raises DataError naming the feature for
-        what is missing, misshapen or, under the policy "error", out of range.
+        what is missing or misshapen; what is out of range goes to ``check``.
 
         ``BatchIds`` are passed on as they are where their bounds fit the tables.
         """
@@ -92,8 +119,8 @@ class IdReader:
                 f"[samples, {expected}], a column per id of {', '.join(self._by_name)}"
             )
         self._check_place("ids", matrix)
-        matrix = self._in_range(matrix)
-        lists = self._lists(matrix, bags) if self._plan.ids.lists else None
+        matrix = self._in_range(matrix, check)
+        lists = self._lists(matrix, bags, check) if self._plan.ids.lists else None
         return BatchIds(matrix, lists)
 
     def _fits(self, ids: BatchIds) -> bool:
@@ -263,7 +290,31 @@ class IdReader:
             )
         return Bags(bags.values, offsets, bags.weights)
 
-    def _in_range(self, matrix: Tensor) -> Tensor:
+    def account(self, check: IdCheck) -> None:
+        """When the batch's turn has come: raise the error of a bad id, or count what was replaced.
+
+        On CUDA a bad id in a matrix may still be on its way to the host: ``raise_flagged``.
+        """
+        if check.error is not None:
+            raise check.error
+        if check.replaced is not None:
+            if check.replaced.is_cuda:  # made on the stream of the ids
+                check.replaced.record_stream(torch.cuda.current_stream(self._device))
+            self.out_of_range += check.replaced
+            check.replaced = None
+
+    def raise_flagged(self, check: IdCheck) -> None:
+        """Raise DataError for an id out of range in a matrix on CUDA: there the host does not wait
+        when ids are read, so ask before anything that was looked up counts.
+        """
+        flagged, check.flagged = check.flagged, []
+        for found in flagged:
+            is_bad, place, id = found.wait().tolist()
+            if is_bad:
+                row, column = divmod(place, len(self._owners))
+                raise self._bad_id(self._owners[column], id, row)
+
+    def _in_range(self, matrix: Tensor, check: IdCheck) -> Tensor:
         """The matrix in the plan's dtype, every id a row of its table."""
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
@@ -274,34 +325,26 @@ class IdReader:
         wide = matrix.to(torch.int64)
         bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < _ANY_ID)
         if matrix.is_cuda and self._plan.out_of_range == "error":
-            return self._flagged(wide, bad)
+            self._flag(wide, bad, check)
+            return torch.where(bad, 0, wide).to(self._plan.ids_dtype)
         if not matrix.is_cuda and not bool(bad.any()):
             return matrix.to(self._plan.ids_dtype)
         if self._plan.out_of_range == "error":
             row, column = (int(place) for place in bad.nonzero()[0])
-            self._refuse(int(self._owner[column]), int(wide[row, column]), row)
-        self.out_of_range.index_add_(0, self._owner, bad.sum(0))
+            check.fail(self._bad_id(int(self._owner[column]), int(wide[row, column]), row))
+        else:
+            check.count(self._owner, bad.sum(0), len(self._plan.features))
         return self._replace(wide, bad, self._limits).to(self._plan.ids_dtype)
 
-    def _flagged(self, wide: Tensor, bad: Tensor) -> Tensor:
-        """Row 0 in place of bad ids, and the first of them on its way to the host."""
+    def _flag(self, wide: Tensor, bad: Tensor, check: IdCheck) -> None:
+        """Send the first of the bad ids on its way to the host."""
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
-        self._late.append(LateRead(torch.cat([bad.any().to(torch.int64).unsqueeze(0), first, id])))
-        return torch.where(bad, 0, wide).to(self._plan.ids_dtype)
+        check.flagged.append(
+            LateRead(torch.cat([bad.any().to(torch.int64).unsqueeze(0), first, id]))
+        )
 
-    def check_late(self) -> None:
-        """Raise DataError for ids in a matrix on CUDA that were read since the last call: there the
-        host does not wait for a check, so ask before what was looked up counts.
-        """
-        late, self._late = self._late, []
-        for found in late:
-            is_bad, place, id = found.wait().tolist()
-            if is_bad:
-                row, column = divmod(place, len(self._owners))
-                self._refuse(self._owners[column], id, row)
-
-    def _lists(self, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists:
+    def _lists(self, matrix: Tensor, bags: Mapping[int, Bags], check: IdCheck) -> Lists:
         """All lists of this rank's samples, interleaved: sample by sample."""
         plan = self._plan
         if self._loops is not None and (done := self._by_loop(self._loops, matrix, bags)):
@@ -316,7 +359,7 @@ class IdReader:
         weights = None
         if plan.weighted:
             weights = self._all_weights(found).index_select(0, source)
-        values = self._lists_in_range(values.index_select(0, source), lengths)
+        values = self._lists_in_range(values.index_select(0, source), lengths, check)
         return Lists(lengths.to(torch.int32), values, weights)
 
     def _all_weights(self, found: Sequence[Bags]) -> Tensor:
@@ -371,7 +414,7 @@ class IdReader:
         values = matrix[:, first : first + hotness].reshape(-1)
         return Bags(values, torch.arange(0, values.numel() + 1, hotness, device=self._device))
 
-    def _lists_in_range(self, values: Tensor, lengths: Tensor) -> Tensor:
+    def _lists_in_range(self, values: Tensor, lengths: Tensor, check: IdCheck) -> Tensor:
         flat = lengths.reshape(-1)
         place = torch.arange(lengths.shape[1], device=values.device).repeat(lengths.shape[0])
         place = torch.repeat_interleave(place, flat, output_size=values.numel())
@@ -383,18 +426,24 @@ class IdReader:
                 at = int(bad.nonzero()[0])
                 ends = torch.cumsum(flat, 0)
                 sample = int(torch.searchsorted(ends, at, right=True)) // lengths.shape[1]
-                self._refuse(int(owner[place[at]]), int(values[at]), sample)
-            self.out_of_range.index_add_(0, owner.index_select(0, place), bad.to(torch.int64))
+                check.fail(self._bad_id(int(owner[place[at]]), int(values[at]), sample))
+            else:
+                features = owner.index_select(0, place)
+                check.count(features, bad.to(torch.int64), len(self._plan.features))
             values = self._replace(values, bad, limits)
         return values.to(self._plan.ids_dtype)
 
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
-        if self._plan.out_of_range == "clamp":
-            return torch.minimum(ids.clamp(min=0), limits - 1)
-        return torch.where(bad, mix(ids).remainder(limits), ids)
+        match self._plan.out_of_range:
+            case "error":  # refused when its turn comes
+                return torch.where(bad, 0, ids)
+            case "clamp":
+                return torch.minimum(ids.clamp(min=0), limits - 1)
+            case "hash":
+                return torch.where(bad, mix(ids).remainder(limits), ids)
 
-    def _refuse(self, number: int, id: int, row: int) -> None:
-        raise DataError(
+    def _bad_id(self, number: int, id: int, row: int) -> DataError:
+        return DataError(
             f"field {self._plan.features[number].name}: id {id} in row {row} of rank "
             f"{self._rank}'s part of the batch; use 0..{self._rows[number] - 1}"
         )
