@@ -9,18 +9,20 @@ one fresh cache, so that measured kernel times are shared. The names of ``--only
             a training step of the model of ``benchmarks.vs_torchrec`` on 2 ranks; with every table
             whole; over a link of 1 Gbit/s (needs root, ip and tc)
   demo      the training of ``make demo``
-  loader    rows read into tensors; ``prepare``: TSV prepared
+  loader    rows of a shuffled set, read into tensors
+  prepare   ``python -m data prepare`` of generated TSV
   explain   ``python -m sbpflow explain``
   start     a run of 2 steps on 2 ranks: launch to the first step, and its CPU time
 Every figure comes with CPU time, which depends less on other work on the machine than the clock.
 
 The first turn warms up and compares the work: losses must agree to float32 rounding. Then each
 round runs both commits, in the order A B B A. A ratio is the cost of head over that of base in one
-round, and its interval is the 95 % interval of Student's t on the logarithms. A figure is slower if
-the interval is above 1 and the median above 1.02: code that does the same may still differ by 1 or
-2 % because of where it lies in memory and on disk. With 20 figures at 95 %, chance alone would
-find one slower in every second or third gate; so rows found slower are measured again, as many
-rounds, and only what is slower both times is reported as slower.
+round; the interval is the 95 % interval of Student's t on the logarithms of the ratios. A figure is
+slower if the interval is above 1 and the median above 1.02: paths, environment and place in memory
+shift the times of equal code, and rounds do not average that out (Mytkowicz et al., "Producing
+Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone
+finds one slower in every third gate; so rows found slower are measured again, as many rounds, and
+only what is slower both times is reported as slower.
 
 Exit status: 1 if something is slower, does different work, or fails; 0 otherwise. Where nothing is
 reported, the upper end of the interval says what could have been missed: use more ``--rounds``.
