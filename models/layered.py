@@ -28,7 +28,7 @@ from sbpflow.run.model import (
     schemes_of,
 )
 from sbpflow.run.torch_model import ShapesOnly, TorchPart, bce_rows
-from sbpflow.runtime.compiler import compiler_problem, half_time
+from sbpflow.runtime.compiler import compiler_problem, half_time, keep_compiled_privately
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
@@ -146,6 +146,7 @@ class LayeredSpec(ABC):
             return ShapesOnly(self.parameters, layouts, boxing, dtype)
         if problem := compiler_problem(device.type):
             raise ConfigError(f"model.compile: true, but {problem}; or use model.compile: false")
+        keep_compiled_privately()
         module = PlainModel(self, seed=seed, dtype=dtype).to(device)
         module.compile()
         return TorchPart(module, layouts, boxing, bce_rows)

@@ -69,7 +69,7 @@ def start_ranks(words: list[str], ranks: int) -> int:
     if ranks < 1:
         raise ConfigError(f"--ranks: {ranks}; use 1 or more, for example --ranks 2")
     with socket.socket() as sock:
-        sock.bind(("", 0))
+        sock.bind(("127.0.0.1", 0))
         port = int(sock.getsockname()[1])
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",

@@ -21,7 +21,7 @@ from planner.costs.transfers import Transfer, transfer_of
 from planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import cache_dir, make_private
 
 FORMAT = 2
 KernelPrices = Mapping[str, tuple[float, float, float]]
@@ -276,6 +276,8 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
 
 def write_profile(path: Path, text: str) -> None:
     """What ``as_json`` gave; the file is replaced as a whole."""
+    if path.parent == cache_dir():
+        make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_text(text, encoding="ascii")

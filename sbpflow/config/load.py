@@ -6,6 +6,7 @@ Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 import copy
 import dataclasses
 import difflib
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,9 @@ from sbpflow.config.table_rules import (
     TableRule,
 )
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.environment import env_int
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_config(
@@ -32,8 +36,7 @@ def load_config(
     overrides are the user's own command.
     """
     tree = read_yaml(Path(path))
-    for override in overrides:
-        _apply(tree, override)
+    _apply_all(tree, overrides)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
 
 
@@ -50,8 +53,7 @@ def config_from_tree(
     user's command names it, as ``own_model``. ConfigError otherwise.
     """
     kept: dict[str, Any] = copy.deepcopy(dict(tree))
-    for override in overrides:
-        _apply(kept, override)
+    _apply_all(kept, overrides)
     found, group = dict(models), kept.get("model")
     name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
     if isinstance(name, str) and name not in found:
@@ -178,6 +180,29 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds {type(tree).__name__}, not groups such as 'run: {{...}}'")
     return tree
+
+
+def _apply_all(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Write every ``key=value`` into the raw tree.
+
+    ``parallel.plan`` and ``parallel.scheme`` both say where all tables live, so one of them on the
+    command line replaces the other one of the file, with a warning from rank 0.
+    """
+    for override in overrides:
+        _apply(tree, override)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    group = tree.get("parallel")
+    if not isinstance(group, dict) or "parallel" in given:
+        return
+    parallel = cast("dict[str, object]", group)
+    for key, other in (("plan", "scheme"), ("scheme", "plan")):
+        if f"parallel.{key}" not in given or f"parallel.{other}" in given:
+            continue
+        if parallel.get(key) is None or parallel.get(other) is None:
+            continue
+        if env_int("RANK", 0) == 0:
+            _LOG.warning("parallel.%s replaces parallel.%s of the configuration", key, other)
+        parallel[other] = None
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

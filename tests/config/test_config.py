@@ -43,6 +43,40 @@ def test_shipped_configs_load_and_survive_a_dump(path, tmp_path):
     assert load_config(copy, models=MODELS) == config
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_plan_on_the_command_line_replaces_the_scheme_of_the_file(path, caplog):
+    found = load_config(path, ["parallel.plan=auto"], models=MODELS).parallel
+    assert (found.plan, found.scheme) == ("auto", None)
+    assert caplog.messages == ["parallel.plan replaces parallel.scheme of the configuration"]
+
+
+def test_a_scheme_on_the_command_line_replaces_the_plan_of_the_file(load, caplog):
+    found = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
+    assert (found.plan, found.scheme) == (None, "3")
+    assert caplog.messages == ["parallel.scheme replaces parallel.plan of the configuration"]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("parallel: {plan: auto, scheme: 1}", []),
+        ("", ["parallel.plan=auto", "parallel.scheme=1"]),
+        ("parallel: {scheme: 2}", ["parallel.plan=auto", "parallel.scheme=1"]),
+        ("", ["parallel={scheme: 1}", "parallel.plan=auto"]),
+    ],
+)
+def test_a_plan_and_a_scheme_of_one_place_are_refused(load, caplog, text, overrides):
+    message = refused(load, *overrides, text=text)
+    assert message.startswith("parallel.plan: auto beside parallel.scheme: 1")
+    assert not caplog.messages
+
+
+def test_null_on_the_command_line_replaces_nothing(load, caplog):
+    found = load("parallel: {scheme: 2}", "parallel.plan=null").parallel
+    assert (found.plan, found.scheme) == (None, "2")
+    assert not caplog.messages
+
+
 def test_shipped_configs_are_found():
     names = {path.stem for path in CONFIGS}
     assert {"dp", "scheme1", "scheme2", "scheme3", "demo", "dlperf"} <= names

@@ -95,7 +95,7 @@ def test_times_that_cannot_be_kept_are_a_warning(tmp_path, caplog):
     (record,) = caplog.records
     assert "not kept" in record.message
     assert str(tmp_path / "file") in record.message
-    assert "set XDG_CACHE_HOME to a folder that can be written" in record.message
+    assert "set XDG_CACHE_HOME to a folder of your own that can be written" in record.message
 
 
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:

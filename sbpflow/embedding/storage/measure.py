@@ -35,7 +35,7 @@ from sbpflow.embedding.storage.choose import (
     make_storage,
 )
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import cache_dir, make_private
 
 LOG = logging.getLogger(__name__)
 
@@ -136,13 +136,13 @@ class Profile:
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
         fresh = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path.parent)
             fresh.write_text(json.dumps(entries, indent=1))
             fresh.replace(self.path)
         except OSError as error:
             LOG.warning(
                 "times of kernels are not kept, so the next start measures them again: %s; set "
-                "XDG_CACHE_HOME to a folder that can be written, such as /tmp/cache",
+                "XDG_CACHE_HOME to a folder of your own that can be written",
                 error,
             )
 

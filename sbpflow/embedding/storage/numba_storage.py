@@ -17,7 +17,7 @@ from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import code_cache
 from sbpflow.runtime.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
@@ -265,4 +265,4 @@ def warm_up(
 
 def log_warm_up(seconds: float) -> None:
     """Say where the time went, if it was more than a moment."""
-    LOG.info("numba kernels ready in %.1f s, kept in %s", seconds, cache_dir() / "numba")
+    LOG.info("numba kernels ready in %.1f s, kept in %s", seconds, code_cache("numba") or "memory")
