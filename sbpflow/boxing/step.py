@@ -113,12 +113,6 @@ def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
     )
 
 
-def one_step_legal(src: Layout, dst: Layout) -> bool:
-    """A step combines terms with one operation: P(max) -> P must pass through B or S."""
-    ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
-    return len(ops) <= 1
-
-
 def make_step(
     id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> BoxingStep:
