@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from sbpflow.boxing.moves import Move, elements_sent, find_moves, numel
-from sbpflow.errors import SbpError
+from sbpflow.errors import SbpError, unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 
@@ -89,10 +89,14 @@ class BoxingStep:
             return tuple(sent.get(rank, 0) for rank in group)
         if self.collective == "all_gather":
             return ((size - 1) * padded_part(self.src, self.shape, group),) * size
-        # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
-        rounds = 2 if self.collective == "all_reduce" else 1
-        whole = numel(self.src.part_slices(self.shape, group[0]) or ())
-        return balanced_sizes(rounds * (size - 1) * whole, size)
+        if self.collective in ("reduce_scatter", "all_reduce"):
+            # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
+            rounds = 2 if self.collective == "all_reduce" else 1
+            whole = numel(self.src.part_slices(self.shape, group[0]) or ())
+            return balanced_sizes(rounds * (size - 1) * whole, size)
+        if self.collective == "none":
+            raise RuntimeError(f"{self.id}: ranks talk in groups without a collective")
+        raise unknown_value("collective", self.collective, Collective)
 
     def __str__(self) -> str:
         where = " ".join(str(list(group)) for group in self.groups)

@@ -372,9 +372,13 @@ def world_size_of_environment() -> int:
     return _meeting_from_environment().size
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "gloo"}
+"""By type of device; nothing is sent from meta tensors, those of a dry run."""
+
+
 def backend_of_device(device_type: str) -> str:
     """The c10d backend that moves tensors of this kind of device: "nccl" or "gloo"."""
-    return "nccl" if device_type == "cuda" else "gloo"
+    return BACKENDS[device_type]
 
 
 def device_type_of(device: str) -> str:

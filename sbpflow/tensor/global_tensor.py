@@ -79,7 +79,11 @@ class GlobalTensor:
                 "not; it speaks for ranks without a part. Use requires_grad_() on the result"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
-        return x if replicas == "equal" else _spread_first(x)
+        if replicas == "equal":
+            return x
+        if replicas == "first":
+            return _spread_first(x)
+        raise SbpError(f"from_local: replicas={replicas!r}; use equal or first")
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":

@@ -130,7 +130,7 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
         y = x.to(dst, grad_sbp)
     check_parts(world, y.part.detach(), dst, full, what)
     backend, stop = world.backend_of(dst), src
-    if differentiable and dst.has_extremum:
+    if differentiable and dst.has_extremum and src != dst:
         stop = last_linear_layout(src, dst, shape, dtype, backend)
     planned = [
         step
