@@ -35,7 +35,7 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
 )
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.world import backend_of_device
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp
 

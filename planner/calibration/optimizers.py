@@ -15,7 +15,7 @@ from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import choose_kernels, make_storage, warm_up_kernels
-from sbpflow.runtime.world import backend_of_device
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast

@@ -22,7 +22,7 @@ from planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.cache_dir import cache_dir
-from sbpflow.runtime.world import BACKENDS
+from sbpflow.runtime.devices import BACKENDS
 
 FORMAT = 2
 KernelPrices = Mapping[str, tuple[float, float, float]]
