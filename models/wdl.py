@@ -95,7 +95,7 @@ class WdlConfig(ModelOptions):
                 embedding_output("wide", wide, dim=1, combine="sum", rules=self, fixed_dim=one_each)
             )
         numbers = len(fields.dense)
-        each = self.embedding_dim if self.numeric == "vectors" else 1
+        each = {"vectors": self.embedding_dim, "values": 1}[self.numeric]
         inputs = numbers * each
         if self.deep and fields.sparse:
             deep = embedding_output("deep", fields.sparse, dim=self.embedding_dim, rules=self)

@@ -35,6 +35,7 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
 )
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp
 
@@ -187,7 +188,7 @@ class Task:
 
     @property
     def backend(self) -> str:
-        return "nccl" if self.device_type == "cuda" else "gloo"
+        return backend_of_device(self.device_type)
 
     @property
     def world(self) -> Placement:

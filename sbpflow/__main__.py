@@ -305,8 +305,10 @@ def checkpoint(argv: Sequence[str]) -> int:
         text, good = run.verify_text(args.path)
     elif args.command == "diff":
         text, good = run.diff_text(args.left, args.right)
-    else:
+    elif args.command == "prune":
         text = "\n".join(run.prune(args.path, args.keep, dry_run=args.dry_run))
+    else:
+        raise ValueError(f"checkpoint {args.command}; use ls, verify, diff or prune")
     print(text)
     return 0 if good else 1
 

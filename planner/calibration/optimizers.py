@@ -15,6 +15,7 @@ from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import choose_kernels, make_storage, warm_up_kernels
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
@@ -54,7 +55,7 @@ class _Turn:
             optimizer=rule,
             dtype=torch.float32,
             world=world,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=backend_of_device(device.type),
             batch_size=rows // 4,
         )
         kernels = choose_kernels(plan, "auto")

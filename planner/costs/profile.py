@@ -22,6 +22,7 @@ from planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.cache_dir import cache_dir, make_private
+from sbpflow.runtime.devices import BACKENDS
 
 FORMAT = 2
 KernelPrices = Mapping[str, tuple[float, float, float]]
@@ -331,6 +332,9 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         }
         for member in tree["members"]
     )
+    backend = str(tree["backend"])
+    if backend not in BACKENDS.values():
+        raise ValueError(f"backend is {backend!r}; use gloo or nccl")
     link = Link(**tree["link"]) if tree["link"] else None
     kernels: dict[str, KernelPrices] = {
         optimizer: {name: (ms[0], ms[1], ms[2]) for name, ms in prices.items()}
@@ -340,7 +344,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
     return Profile(
         weights=weights,
         world_size=int(tree["world_size"]),
-        backend=str(tree["backend"]),
+        backend=backend,
         members=members,
         buffer_factor=float(tree["buffer_factor"]),
         kernels=kernels,

@@ -31,7 +31,7 @@ from sbpflow.run.auto_scheme import candidates, rank_candidates
 from sbpflow.run.dense_steps import dense_steps
 from sbpflow.run.model import Fields, ModelConfig, ModelSpec
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
-from sbpflow.runtime.world import backend_of_device
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.clipping import clip_steps

@@ -24,8 +24,10 @@ def compiler_problem(device_type: str) -> str:
         if find_spec("triton") is None:
             return "triton is not installed, which compiles for CUDA: pip install triton"
         names, given, kind = C_COMPILERS, os.environ.get("CC"), "C"
-    else:
+    elif device_type == "cpu":
         names, given, kind = CPP_COMPILERS, os.environ.get("CXX"), "C++"
+    else:
+        raise ValueError(f"device {device_type!r}; use cpu or cuda")
     wanted = (given,) if given else names
     if any(shutil.which(name) for name in wanted):
         return ""

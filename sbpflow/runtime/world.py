@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
-from sbpflow.runtime.devices import choose_device, why_no_cuda
+from sbpflow.runtime.devices import backend_of_device, choose_device, why_no_cuda
 from sbpflow.runtime.draws import Draws
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.exit_messages import Meeting
@@ -379,11 +379,6 @@ def _local_rank() -> int:
 def world_size_of_environment() -> int:
     """How many ranks the launcher started; 1 without one. Needs no process group."""
     return _meeting_from_environment().size
-
-
-def backend_of_device(device_type: str) -> str:
-    """The c10d backend that moves tensors of this kind of device: "nccl" or "gloo"."""
-    return "nccl" if device_type == "cuda" else "gloo"
 
 
 def device_type_of(device: str) -> str:

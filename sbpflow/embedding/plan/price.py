@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.stack import Stack, Use
+from sbpflow.errors import unknown_value
 
 # Nanoseconds on one core, and milliseconds per call. The first five lines are rounded readings:
 # compiled kernels, rowwise Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX),
@@ -180,10 +182,12 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
             received = mine * size * load.held
             cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
             cost.copy(2 * ROW_PASSES * mine * stack.dim * item)
-        else:
+        elif group.exchange == "local":
             received = mine * size
             cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
             cost.copy(mine * size * stack.dim * item)
+        else:
+            raise unknown_value("exchange", group.exchange, Exchange)
         cost.read(received if group.exchange == "unique" else mine, width)
         cost.index_and_sum(received, width)
     else:

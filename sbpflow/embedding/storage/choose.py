@@ -24,7 +24,7 @@ from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
@@ -249,4 +249,6 @@ def _class_of(name: KernelName) -> type[TorchStorage]:
         from sbpflow.embedding.storage.triton_storage import TritonStorage
 
         return TritonStorage
-    return TorchStorage
+    if name in ("torch", "fbgemm"):  # FBGEMM's without rows
+        return TorchStorage
+    raise unknown_value("kernel", name, KernelName)

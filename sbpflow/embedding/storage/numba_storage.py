@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
+from sbpflow.errors import unknown_value
 from sbpflow.runtime.cache_dir import code_cache
 from sbpflow.runtime.streams import step_keys, stream_key
 
@@ -210,7 +211,7 @@ class NumbaStorage(TorchStorage):
                 number(1.0 - beta2),
                 number((1.0 - beta2**step) ** 0.5),
             )
-        else:
+        elif rule.name == "ftrl":
             compiled.step_ftrl(
                 w,
                 a,
@@ -223,6 +224,8 @@ class NumbaStorage(TorchStorage):
                 number(rule.l1),
                 number(rule.l2),
             )
+        else:
+            raise unknown_value("sparse optimizer", rule.name, SparseName)
 
 
 def warm_up(

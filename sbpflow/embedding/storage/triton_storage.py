@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.plan.optimizer import SparseName
 from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.step_numbers import StepNumbers
 from sbpflow.embedding.storage.torch_storage import TorchStorage
+from sbpflow.errors import unknown_value
 from sbpflow.runtime.streams import step_keys
 
 _launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
@@ -151,7 +153,9 @@ class TritonStorage(TorchStorage):
             return 1.0 - beta1, beta2, 1.0 - beta2, 0.0
         if optimizer.name == "ftrl":
             return optimizer.lr, optimizer.beta, optimizer.l1, optimizer.l2
-        return 0.0, 0.0, 0.0, 0.0
+        if optimizer.name in ("sgd", "adagrad", "rowwise_adagrad"):
+            return 0.0, 0.0, 0.0, 0.0
+        raise unknown_value("sparse optimizer", optimizer.name, SparseName)
 
     def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
         """The arguments that say how rows are rounded."""
