@@ -114,6 +114,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, required=True, metavar="DIR", help=saved)
     own = "the class of a model of your own, which is imported if it is named here"
     add("--model", metavar="package.module:Class", help=own)
+    own = "the class of an optimizer of your own for tables, likewise; once for each"
+    add("--optimizer", metavar="package.module:Class", action="append", default=[], help=own)
     instead = "in place of the run's, such as data.batch_size=4096"
     add("overrides", nargs="*", metavar="key=value", help=instead)
 
@@ -156,7 +158,13 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.training.report import setup_logging
 
     checkpoint = find_checkpoint(args.checkpoint)
-    config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
+    config = saved_config(
+        checkpoint,
+        args.overrides,
+        models=MODELS,
+        own_model=args.model,
+        own_optimizers=args.optimizer,
+    )
     like = load_manifest(data_folder(checkpoint.path))
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     world_size = world_size_of_environment()
@@ -227,7 +235,13 @@ def export(argv: Sequence[str]) -> int:
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint = find_checkpoint(args.checkpoint)
-    config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
+    config = saved_config(
+        checkpoint,
+        args.overrides,
+        models=MODELS,
+        own_model=args.model,
+        own_optimizers=args.optimizer,
+    )
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)

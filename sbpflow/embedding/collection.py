@@ -27,6 +27,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import KernelRequest, Shard
+from sbpflow.embedding.rules.base import SumOverColumns
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
@@ -36,7 +37,6 @@ from sbpflow.embedding.storage.choose import (
     warm_up_kernels,
 )
 from sbpflow.embedding.storage.initial import fill_shard
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import DataError, SbpError

@@ -63,7 +63,7 @@ def times_of_torch(world):
         per_bag=2,
         lists=2,
         home_ids=16,
-        optimizer=choose.SparseOptimizer(name="adagrad", lr=0.1),
+        optimizer=choose.sparse_optimizer("adagrad", lr=0.1),
         dtype=measure.torch.float32,
         row_dtype=measure.torch.bfloat16,
         device="rehearsed CUDA device",
