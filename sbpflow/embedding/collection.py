@@ -334,11 +334,12 @@ class EmbeddingCollection:
                 ranks = group.copy_ranks(index)
                 for table in stack.tables if ranks else ():
                     stored = mine.get(table.name)
-                    tensors = list(stored.state.values()) if stored else []
                     name = f"{table.name} (optimizer state)"
+                    state = stored.state if stored else {}
+                    tensors = [state[key] for key in state if stack.optimizer.state[key] == "row"]
                     if group.exchange == "local":
                         name = table.name
-                        tensors += [stored.weights] if stored else []
+                        tensors = [*state.values(), stored.weights] if stored else []
                     found.append(Copies(name, ranks, tensors))
         return found
 
