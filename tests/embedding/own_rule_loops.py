@@ -16,5 +16,5 @@ def loop(weights, at, rows, grads, velocity, scale, squares, rate, keep, momentu
 
 
 def scaled_momentum(rule, to):
-    numbers = map(to.number, (to.rate, to.decay, rule.momentum, rule.eps))
+    numbers = map(to.number, (to.numbers.rate, to.numbers.decay, rule.momentum, rule.eps))
     loop(to.weights, to.at, to.rows, to.grads, *to.state, to.squares, *numbers)

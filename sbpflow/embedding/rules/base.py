@@ -8,7 +8,7 @@ logical row, whatever part of its columns a rank stores.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args, get_type_hints
+from typing import ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -20,8 +20,7 @@ CompiledKernel = Literal["numba", "fbgemm", "triton"]
 SumOverColumns = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNumbers:
+class StepNumbers(NamedTuple):
     """What an optimizer takes of a step: numbers of the host, or 0-d tensors of the device.
 
     Those of the device, of the arithmetic's dtype and int64, are for CUDA graphs.
@@ -29,8 +28,8 @@ class StepNumbers:
 
     rate: float | Tensor  # what a step is multiplied by
     decay: float | Tensor  # what weights are multiplied by before it
-    correction: float | Tensor = 1.0  # whatever else depends on the step, as lazy Adam's
     step: int | Tensor  # of the job, counted from 1
+    correction: float | Tensor = 1.0  # whatever else depends on the step, as lazy Adam's
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +151,7 @@ class SparseOptimizer(ABC):
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
         """At the learning rate ``lr`` and a step of the job, on the host."""
-        return StepNumbers(rate=lr, decay=1.0 - lr * self.decay, step=step)
+        return StepNumbers(lr, 1.0 - lr * self.decay, step)
 
     def apply(self, block: RowBlock) -> None:
         """One step, weight decay included."""

@@ -27,12 +27,8 @@ class LazyAdam(SparseOptimizer):
     def numbers(self, lr: float, step: int) -> StepNumbers:
         """Bias is corrected by the job's count of steps: the mean's in the rate."""
         beta1, beta2 = self.betas
-        return StepNumbers(
-            rate=lr / (1.0 - beta1**step),
-            decay=1.0 - lr * self.weight_decay,
-            correction=math.sqrt(1.0 - beta2**step),
-            step=step,
-        )
+        rate, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
+        return StepNumbers(rate, 1.0 - lr * self.weight_decay, step, correction)
 
     def step(self, block: RowBlock) -> None:
         beta1, beta2 = self.betas

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from sbpflow.embedding.rules.adagrad import Adagrad
-from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
@@ -26,12 +27,10 @@ class RowArrays(NamedTuple):
     at: Array  # [touched] int: where in ``weights`` a row is
     rows: Array  # [touched] int: where in the states
     grads: Array  # [touched, width]
-    state: tuple[Array, ...]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
+    state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
     squares: Array  # [touched] as ``RowBlock.mean_squares``, [0] of those without state by row
-    number: Callable[[float], float]  # a number of the type of the arrays
-    rate: float  # as ``StepNumbers``
-    decay: float
-    step: int
+    numbers: StepNumbers  # of the host
+    number: Callable[[float | Tensor], float]  # makes one of the type of the arrays
 
 
 @compiled
@@ -44,7 +43,7 @@ def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -
 
 def sgd(optimizer: SparseOptimizer, to: RowArrays) -> None:
     del optimizer
-    _step_sgd(to.weights, to.at, to.grads, to.number(to.rate), to.number(to.decay))
+    _step_sgd(to.weights, to.at, to.grads, to.number(to.numbers.rate), to.number(to.numbers.decay))
 
 
 @compiled
@@ -69,7 +68,7 @@ def _step_adagrad(
 
 def adagrad(optimizer: Adagrad, to: RowArrays) -> None:
     (total,), number = to.state, to.number
-    constants = number(to.rate), number(optimizer.eps), number(to.decay)
+    constants = number(to.numbers.rate), number(optimizer.eps), number(to.numbers.decay)
     _step_adagrad(to.weights, to.at, total, to.rows, to.grads, *constants)
 
 
@@ -97,7 +96,7 @@ def _step_rowwise_adagrad(
 
 def rowwise_adagrad(optimizer: RowwiseAdagrad, to: RowArrays) -> None:
     (total,), number = to.state, to.number
-    constants = number(to.rate), number(optimizer.eps), number(to.decay)
+    constants = number(to.numbers.rate), number(optimizer.eps), number(to.numbers.decay)
     _step_rowwise_adagrad(to.weights, to.at, total, to.rows, to.grads, to.squares, *constants)
 
 
@@ -144,13 +143,13 @@ def lazy_adam(optimizer: LazyAdam, to: RowArrays) -> None:
         square,
         to.rows,
         to.grads,
-        number(-to.rate),
+        number(-to.numbers.rate),
         number(optimizer.eps),
-        number(to.decay),
+        number(to.numbers.decay),
         number(1.0 - beta1),
         number(beta2),
         number(1.0 - beta2),
-        number((1.0 - beta2**to.step) ** 0.5),
+        number((1.0 - beta2**to.numbers.step) ** 0.5),
     )
 
 

@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 MOST_BITS_PER_ID = 512
 # Floats as numba takes them, of the type of an array's.
 _NUMBERS = cast(
-    "dict[torch.dtype, Callable[[float], float]]",
+    "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
 _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32
@@ -184,19 +184,18 @@ class NumbaStorage(TorchStorage):
         squares: Tensor | None,
         numbers: StepNumbers,
     ) -> None:
+        of_rows = rows.numpy()
         self._rule(
             self.optimizer,
             RowArrays(
                 weights.numpy(),
-                at.numpy(),
-                rows.numpy(),
+                of_rows if at is rows else at.numpy(),
+                of_rows,
                 grads.numpy(),
-                tuple(state.numpy() for state in self.state.values()),
+                [state.numpy() for state in self.state.values()],
                 _NOTHING[self.dtype] if squares is None else squares.numpy(),
+                numbers,
                 _NUMBERS[self.dtype],
-                cast("float", numbers.rate),
-                cast("float", numbers.decay),
-                cast("int", numbers.step),
             ),
         )
 

@@ -29,5 +29,4 @@ class KeptNumbers:
     def read(self) -> StepNumbers:
         """What is there when the device comes to it."""
         rate, decay, correction = self.floats.to(self._dtype).unbind()
-        step = self._words[3]
-        return StepNumbers(rate=rate, decay=decay, correction=correction, step=step)
+        return StepNumbers(rate, decay, self._words[3], correction)
