@@ -60,6 +60,10 @@ def config_from_tree(
         _import_optimizers(kept, own_optimizers)
         _apply(kept, override)
     _import_optimizers(kept, own_optimizers)
+    if unused := set(own_optimizers) - {own for _, own in _own_optimizers(kept)}:
+        raise ConfigError(
+            f"--optimizer: {', '.join(sorted(unused))} was given, and no table has it; leave it out"
+        )
     found, group = dict(models), kept.get("model")
     name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
     if isinstance(name, str) and name not in found:
@@ -106,7 +110,7 @@ def import_model(name: str) -> type[Any]:
 
 
 def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key and name of every ``package.module:Class`` among the optimizers of tables."""
+    """Key and name of those optimizers of tables that are a user's own, or look so."""
     group = tree.get("optimizer")
     groups: dict[str, Any] = cast("dict[str, Any]", group) if isinstance(group, dict) else {}
     tables = groups.get("tables")
@@ -114,7 +118,7 @@ def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = {f"tables.{pattern}": entry for pattern, entry in entries.items()}
     for key, entry in {"sparse": groups.get("sparse"), **given}.items():
         name = cast("dict[str, Any]", entry).get("name") if isinstance(entry, dict) else None
-        if isinstance(name, str) and ":" in name:
+        if isinstance(name, str) and (":" in name or "." in name):
             yield f"optimizer.{key}.name", name
 
 

@@ -97,6 +97,7 @@ MISTAKES = {
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
     "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of same, sgd, adagrad"],
+    "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
     "optimizer.tables.wide.*.beta=1.0": ["optimizer.tables.wide.*.beta: same has no", "(ftrl has)"],
     "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
     "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],

@@ -245,10 +245,13 @@ def test_a_run_names_it_by_module_and_class(synth_set, tmp_path, capsys):
     with pytest.raises(ConfigError, match=f"--optimizer: .* add --optimizer {NAME}"):
         config_from_tree(kept, models=MODELS)
     assert config_from_tree(kept, models=MODELS, own_optimizers=[NAME]) == config
+    kept = plain(load_config(path, ["optimizer={}"], models=MODELS))
+    with pytest.raises(ConfigError, match=f"--optimizer: {NAME} was given, and no table has it"):
+        config_from_tree(kept, models=MODELS, own_optimizers=[NAME])
 
 
 MISTAKES = {
-    "tests.embedding.own_rule": r"sparse\.name: .* is not known; use one of sgd",
+    "tests.embedding.own_rule": r"sparse\.name: .* is not package\.module:Class",
     "no_such_module:Rule": r"optimizer\.sparse\.name: .* there is no module no_such_module",
     "tests.embedding.own_rule:ScaledMomentun": r"did you mean ScaledMomentum\?",
     "tests.embedding.own_rule:RowBlock": r"RowBlock is not a sparse optimizer",

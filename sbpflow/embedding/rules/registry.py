@@ -52,6 +52,10 @@ def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
 def rule_class(name: str) -> type[SparseOptimizer]:
     """The class of a name; ConfigError with near matches if there is none."""
     kinds = known_rules(name)
+    if name not in kinds and ":" in name:
+        raise ConfigError(
+            f"sparse optimizer {name!r}: no such class is imported here; import its module first"
+        )
     if name not in kinds:
         near = get_close_matches(name, kinds, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
