@@ -211,6 +211,16 @@ def test_a_kernel_without_the_rule_is_not_chosen():
         choose_kernels(plan, "fbgemm")
 
 
+def test_mistakes_in_what_a_class_says_of_its_kernels_are_named(monkeypatch):
+    place = "tests.embedding.own_rule_loops:scaled_momentun"
+    monkeypatch.setattr(ScaledMomentum, "kernels", {"numba": place})
+    with pytest.raises(SbpError, match=f"kernels names '{place}' for numba"):
+        kernel_function(RULE, "numba")
+    monkeypatch.setattr(ScaledMomentum, "kernels", {"nunba": place})
+    with pytest.raises(ConfigError, match=r"kernels has nunba; use numba, fbgemm, triton"):
+        ScaledMomentum()
+
+
 def test_it_is_planned_and_priced():
     _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
     assert plan.priced

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import cache
 from importlib import import_module
 from inspect import isabstract
 from typing import Any, TypeGuard
@@ -92,15 +91,16 @@ def _check_constants(
         )
 
 
-@cache
-def _function(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
 def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:
     """What a kernel calls for an optimizer; SbpError if it has nothing."""
     place = optimizer.kernels.get(kernel)
     if place is None:
         raise SbpError(f"kernel {kernel} has no rule {optimizer.name}; use parallel.kernel: torch")
-    return _function(place)
+    module, _, name = place.partition(":")
+    function = getattr(import_module(module), name, None)
+    if not callable(function):
+        raise SbpError(
+            f"sparse optimizer {optimizer.name}: kernels names {place!r} for {kernel}, and there "
+            "is no such function; write package.module:function"
+        )
+    return function
