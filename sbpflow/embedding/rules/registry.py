@@ -44,8 +44,10 @@ def import_rule(key: str, name: str) -> None:
 
 
 def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
-    is_one = isinstance(kind, type) and issubclass(kind, SparseOptimizer)
-    return is_one and "__dataclass_fields__" in vars(kind) and not isabstract(kind)
+    if not (isinstance(kind, type) and issubclass(kind, SparseOptimizer)) or isabstract(kind):
+        return False
+    own_fields = vars(kind).get("__dataclass_fields__", {})  # none of a plain subclass
+    return "name" in own_fields and isinstance(own_fields["name"].default, str)
 
 
 def rule_class(name: str) -> type[SparseOptimizer]:
