@@ -16,7 +16,7 @@ from models.layers import Layers, Norm, T
 from models.plain import PlainModel
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
@@ -29,6 +29,7 @@ from sbpflow.run.model import (
 )
 from sbpflow.run.torch_model import ShapesOnly, TorchPart, bce_rows
 from sbpflow.runtime.compiler import compiler_problem, half_time, keep_compiled_privately
+from sbpflow.runtime.ranges import Range
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor

@@ -148,7 +148,8 @@ class Profile:
         if optimizer not in self.step_factors:
             raise ConfigError(
                 f"planner: the profile has no times of {optimizer}, only of "
-                f"{', '.join(self.step_factors)}; run python -m planner calibrate again"
+                f"{', '.join(self.step_factors)}; run python -m planner calibrate --optimizer "
+                f"{optimizer}"
             )
         return self.step_factors[optimizer]
 

@@ -132,11 +132,9 @@ def _wire(task: Task) -> tuple[float, float]:
 
 def _memory(task: Task, table: TableConfig, rows: float, width: float) -> float:
     """Bytes of a shard: its rows, and the state of its optimizer."""
-    optimizer = task.optimizer_of(table)
-    state = optimizer.state_elements_per_row(table.dim)
-    rowwise = state > 0 and optimizer.state_shape(1, table.dim) == (1,)
-    per_row = state if rowwise else state * width / table.dim
-    return rows * (width * task.row_dtype.itemsize + per_row * task.dtype.itemsize)
+    by_row, by_element = task.optimizer_of(table).state_counts
+    state = by_row + by_element * width
+    return rows * (width * task.row_dtype.itemsize + state * task.dtype.itemsize)
 
 
 def _uses(table: TableConfig) -> float:

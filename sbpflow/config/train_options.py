@@ -6,8 +6,9 @@ Values with their own checks; ``schema`` has the groups that they belong to.
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.runtime.ranges import Range
 
 Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
 DecayShape = Literal["polynomial", "cosine"]

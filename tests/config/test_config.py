@@ -10,8 +10,10 @@ from models.registry import MODELS
 from models.wdl import WdlConfig
 from sbpflow.config.checks import check, data_path
 from sbpflow.config.load import config_facts, dump_config, load_config
-from sbpflow.config.schema import Config, LazyAdam, SparseSgd
+from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
+from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -118,7 +120,7 @@ def test_floats_as_people_write_them(load, text):
 
 
 def test_an_optimizer_name_brings_its_own_settings(load):
-    assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == SparseSgd()
+    assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == Sgd()
     message = refused(load, "optimizer.sparse={name: sgd, betas: [0.9, 0.99]}")
     assert "optimizer.sparse.betas: sgd has no such setting (lazy_adam has)" in message
 
@@ -129,6 +131,7 @@ MISTAKES = {
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
     "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of same, sgd, adagrad"],
+    "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
     "optimizer.tables.wide.*.beta=1.0": ["optimizer.tables.wide.*.beta: same has no", "(ftrl has)"],
     "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
     "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],

@@ -12,7 +12,6 @@ import torch
 
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import GroupPlan, whole_gradients_are_less
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
@@ -20,6 +19,7 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement

@@ -166,8 +166,6 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
     """
     cost = _Rank()
     size = group.world.size
-    rule = stack.optimizer
-    states = len(rule.state_names) if rule.name != "rowwise_adagrad" else 1
     table, lookups, mine, width = use.table, load.lookups, load.mine, load.width
     all_touched = load.touched * load.held
     if size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients:
@@ -199,7 +197,7 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
     if group.whole_gradients and size > 1:
         num_bytes = table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize
         cost.copy(WHOLE_PASSES * num_bytes)
-    cost.step(all_touched, width, states)
+    cost.step(all_touched, width, len(stack.optimizer.state))
     if shared:
         cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
     return cost

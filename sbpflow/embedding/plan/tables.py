@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.frequencies import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
