@@ -47,7 +47,7 @@ def test_a_rule_that_a_kernel_does_not_know():
     choice = KernelChoice("numba", "for the test")
     options = {
         "dim": 4,
-        "optimizer": Momentum(name="momentum", lr=0.1),
+        "optimizer": Momentum(name="mine:Momentum", lr=0.1),
         "dtype": torch.float32,
         "device": CPU,
     }
