@@ -22,6 +22,7 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import KernelChoice, make_storage
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.row_formats import make_rows
@@ -51,8 +52,11 @@ def test_a_rule_that_a_kernel_does_not_know():
         "dtype": torch.float32,
         "device": CPU,
     }
-    with pytest.raises((ValueError, KeyError), match=r"(?i)numba.*momentum|momentum.*numba"):
-        make_storage(choice, 5, 4, **options)
+    storage = make_storage(choice, 5, 4, **options)
+    access = Access(torch.tensor([1, 2]), None, None)
+    with pytest.raises(SbpError, match=r"kernel numba has no rule mine:Momentum"):
+        storage.update(access, torch.ones(2, 4), 0.1, 1)
+    assert not storage.weights.any()
 
 
 def test_a_metric_of_which_nobody_says_whether_more_is_better():
