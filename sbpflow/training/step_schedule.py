@@ -165,7 +165,7 @@ class StepSchedule:
                 one.made.add(move.name)
 
         queue = [*batches, *window]
-        for place, this in enumerate(batches):
+        for place in range(len(batches)):
             ahead = queue[place : place + lookahead + 1]
             for distance, one in enumerate(ahead):
                 for move in OF_IDS:

@@ -166,9 +166,9 @@ class Trainer:
     def announce(self, batch: Batch) -> None:
         """Say which batch comes after those announced so far. Every rank announces the same.
 
-        The first ``lookahead`` of them exchange their ids during the steps before their own. Nothing
-        is sent here. A batch without rows is ignored. Raises SbpError for what is not a batch, and
-        TrainingError after a step that failed.
+        The first ``lookahead`` of them exchange their ids during the steps before their own.
+        Nothing is sent here. A batch without rows is ignored. Raises SbpError for what is not a
+        batch, and TrainingError after a step that failed.
         """
         _check_batch(batch)
         self._check_usable("announce")
@@ -182,8 +182,8 @@ class Trainer:
         Several batches are one step of the optimizers, of the mean gradient over all rows. They are
         the oldest ones announced; where fewer were announced, the others come after them. Batches
         without rows are left out. Raises SbpError, and nothing has happened, if all are, for what
-        is not a batch, and for another batch than was announced. DataError for an id out of range in
-        these batches. After a step that failed otherwise there is none: TrainingError.
+        is not a batch, and for another batch than was announced; DataError for an id out of range
+        in these batches. After a step that failed otherwise there is none: TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -267,9 +267,9 @@ class Trainer:
         for place, (one, batch) in enumerate(zip(self._window, batches, strict=False)):
             if one.batch is not batch:
                 raise SbpError(
-                    f"step: batch {place} of {len(batches)} is not the one announced in its place, "
-                    "whose ids may be in flight; pass the announced batches in their order, or call "
-                    "drain() first"
+                    f"step: batch {place} of {len(batches)} is not the one announced in its "
+                    "place, whose ids may be in flight; pass the announced batches in their "
+                    "order, or call drain() first"
                 )
         in_flight = [
             self._window.popleft() if self._window else _BatchInFlight(batch) for batch in batches

@@ -17,8 +17,8 @@ from sbpflow.embedding.ids.batch_ids import (
     positions,
 )
 from sbpflow.embedding.ids.list_loops import find_loops
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.errors import DataError
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
+from sbpflow.errors import DataError, unknown_value
 from sbpflow.runtime.late_read import LateRead
 from sbpflow.runtime.streams import mix
 
@@ -434,13 +434,14 @@ class IdReader:
         return values.to(self._plan.ids_dtype)
 
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
-        match self._plan.out_of_range:
-            case "error":  # refused when its turn comes
-                return torch.where(bad, 0, ids)
-            case "clamp":
-                return torch.minimum(ids.clamp(min=0), limits - 1)
-            case "hash":
-                return torch.where(bad, mix(ids).remainder(limits), ids)
+        policy = self._plan.out_of_range
+        if policy == "clamp":
+            return torch.minimum(ids.clamp(min=0), limits - 1)
+        if policy == "hash":
+            return torch.where(bad, mix(ids).remainder(limits), ids)
+        if policy == "error":
+            return torch.where(bad, 0, ids)  # refused when its turn comes
+        raise unknown_value("out_of_range", policy, OutOfRange)
 
     def _bad_id(self, number: int, id: int, row: int) -> DataError:
         return DataError(
