@@ -91,12 +91,9 @@ class ClickTrainer:
 
     def pipelined(self, steps: int) -> list[float]:
         """As ``plain``, with the ids of the next batch exchanged during the step."""
-        losses = []
-        for step in range(steps):
-            ahead = self._batch(self._place + 1) if step + 1 < steps else None
-            losses.append(self.job.trainer.step(self._batch(self._place), ahead))
-            self._place += 1
-        return [float(loss) for loss in losses]
+        batches = [self._batch(self._place + step) for step in range(steps)]
+        self._place += steps
+        return [float(loss) for loss in list(self.job.trainer.train_on(batches))]
 
     def dense_alone(self, steps: int) -> None:
         """Forward and backward of the dense part on this rank's rows."""

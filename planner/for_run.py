@@ -165,6 +165,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         dense=_dense_work(plan),
         overlap=not plan.schedule.wait_at_once,
         accumulate=plan.accumulate,
+        lookahead=plan.lookahead,
         pinned=pinned,
     )
 

@@ -137,7 +137,7 @@ class Task:
 
     ``stats`` is per table; ``ids_per_sample`` per feature where it is below ``hotness`` (ragged).
     ``device_bytes`` is what each rank may fill, ``None`` for no limit; ``batch_size`` is global,
-    and a step is of ``accumulate`` such batches.
+    a step is of ``accumulate`` such batches, and ids are exchanged ``lookahead`` batches ahead.
     ``pinned`` tables keep the choice that is given for them. ``kernel`` is asked for by the run;
     tables may ask for one of their own.
     """
@@ -157,6 +157,7 @@ class Task:
     dense: DenseWork = DenseWork()
     overlap: bool = True
     accumulate: int = 1
+    lookahead: int = 1
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
     kernel: KernelRequest = "auto"
 

@@ -56,10 +56,6 @@ class Loader(Protocol):
         """Deliver the epoch, or what a restored state has left of it."""
         ...
 
-    def peek(self, num_batches: int, epoch: int | None = None) -> list[Ids]:
-        """The ids of the next batches; the cursor does not move."""
-        ...
-
     def state_dict(self, cursor: Cursor | None = None) -> State:
         """Where the read is, or was at ``cursor``, for any world size."""
         ...

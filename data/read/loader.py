@@ -18,7 +18,7 @@ import torch
 from data.format.manifest import Manifest
 from data.format.shards import SplitRows, Words
 from data.numbers import MAX_SEED
-from data.read.batch import Batch, Cursor, Ids, State
+from data.read.batch import Batch, Cursor, State
 from data.read.blocks import Block, BlockReader, Parts
 from data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from data.read.order import SHUFFLES, RowOrder, Shuffle
@@ -211,24 +211,6 @@ class RowLoader:
     def _no_rows(self) -> Parts:
         words = self._rows.read(self._order(0).runs(0, 0), _new)
         return self._rows.split(torch.from_numpy(words).to(self._device), (0,))[0]
-
-    def peek(self, num_batches: int, epoch: int | None = None) -> list[Ids]:
-        """``Batch.ids``, on the CPU, of this rank's next batches; fewer where the epoch ends.
-
-        Of the epoch that is being read or was restored (epoch 0 on a new loader), from the cursor
-        on: none when it is over. Another ``epoch`` is shown from its start.
-        """
-        _check_integer("num_batches", num_batches, 0, MAX_SEED)
-        self._check_open("peek")
-        epoch = self._epoch if epoch is None else epoch
-        _check_integer("epoch", epoch, 0, MAX_SEED)
-        order = self._order(epoch)
-        steps = self._steps(self._cursor if epoch == self._epoch else 0)[:num_batches]
-        ids: list[Ids] = []
-        for step in steps:
-            words = torch.from_numpy(self._rows.read(order.runs(step.start, step.stop), _new))
-            ids.append(self._rows.split(words, (step.stop - step.start,))[0].ids)
-        return ids
 
     def _identity(self) -> State:
         return {

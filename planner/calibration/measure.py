@@ -29,7 +29,7 @@ from sbpflow.run.torch_model import TorchModel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.training.move_times import MoveTimes
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+from sbpflow.training.step_schedule import LOOK_UP, OVERLAPPED, RECEIVE, SERIAL
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -103,12 +103,10 @@ class MoveTimer:
         start = self._worked()
         yield
         worked, waited = self._worked() - start - self._worked_in_waits, self._waited
-        self.times[name] += 1e3 * worked
+        phase = LOOK_UP.name if name == RECEIVE.name else name
+        self.times[phase] += 1e3 * worked
         kinds = _FIRST_WAITS[name]
-        if kinds:
-            self.times[kinds[0]] += 1e3 * waited
-        else:
-            self.times[name] += 1e3 * waited
+        self.times[kinds[0] if kinds else phase] += 1e3 * waited
 
 
 class _Layers(nn.Module):
@@ -197,12 +195,11 @@ class _Turn:
     def _steps(self, count: int) -> list[float]:
         """ms of each step; all but the last have another batch's ids ahead."""
         times: list[float] = []
-        for number in range(count):
-            coming = self._batches[(number + 1) % len(self._batches)]
+        batches = [self._batches[number % len(self._batches)] for number in range(count)]
+        losses = self._trainer.train_on(batches)
+        for _ in range(count):
             start = time.perf_counter()
-            loss = self._trainer.step(
-                self._batches[number % len(self._batches)], coming if number + 1 < count else None
-            )
+            loss = next(losses)
             if loss.device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))

@@ -22,6 +22,7 @@ from sbpflow.training.step_schedule import (
     OF_A_BATCH,
     OF_A_STEP,
     OVERLAPPED,
+    RECEIVE,
     ROW_GRADIENTS,
     SERIAL,
     UPDATE,
@@ -31,7 +32,8 @@ from sbpflow.training.step_schedule import (
 )
 
 REST = "rest"  # what a step takes beside its moves: calls, threads that take turns
-MOVES = (*(move.name for move in (*OF_A_BATCH, *OF_A_STEP)), REST)
+# ``receive`` waits for ids; what it computes is measured with the lookup that follows.
+MOVES = (*(move.name for move in (*OF_A_BATCH, *OF_A_STEP) if move is not RECEIVE), REST)
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 PHASES = (*MOVES, *TRANSFERS)
 PHASE = {name: place for place, name in enumerate(PHASES)}
@@ -88,13 +90,15 @@ def _make(
     schedule: StepSchedule,
     times: int = 1,
 ) -> None:
+    of_next = schedule.distance(move, lookahead=1) > 0
     for kind in move.waits:
-        at = clock.over.pop((kind, move.ahead), None)
+        at = clock.over.pop((kind, of_next), None)
         if at is not None:
             clock.now = np.maximum(clock.now, at[:, None])
-    clock.now = clock.now + times * phases[:, :, PHASE[move.name]]
+    if move.name in PHASE:
+        clock.now = clock.now + times * phases[:, :, PHASE[move.name]]
     for kind in reversed(move.starts):  # counts before the ids, which are long
-        _start(clock, phases[:, :, PHASE[kind]], kind, move.ahead, hidden, schedule)
+        _start(clock, phases[:, :, PHASE[kind]], kind, of_next, hidden, schedule)
 
 
 def _start(

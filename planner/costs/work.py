@@ -88,6 +88,11 @@ class _Row:
             self.values[INDEX[name]] += value
 
 
+def _window(task: Task) -> int:
+    """Batches whose ids are in memory: the one being trained and those announced behind it."""
+    return 1 + task.lookahead
+
+
 def base_work(task: Task) -> Floats:
     """[F] of every rank before any table: its samples, their dense part, the ids it reads."""
     row = _Row()
@@ -104,7 +109,7 @@ def base_work(task: Task) -> Floats:
         dense_parameters=float(task.dense.parameters),
         batch_ids=samples * ids,
         memory_bytes=4.0 * item * task.dense.parameters,  # value, gradient, two of Adam
-        buffer_bytes=samples * (2 * 8 * ids + 3 * item * width),
+        buffer_bytes=samples * (_window(task) * 8 * ids + 3 * item * width),
     )
     return row.values
 
@@ -186,7 +191,7 @@ def _boxed(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
             out = batch * width * uses
             shard.add(
                 memory_bytes=_memory(task, table, rows, width),
-                buffer_bytes=2 * 8 * lookups
+                buffer_bytes=_window(task) * 8 * lookups
                 + 16 * reads
                 + out * (vector_item + gradient_item + item),
                 seen_ids=lookups,
@@ -286,7 +291,7 @@ def _unique(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
         counted_bytes=4.0 * wanted,
         gradient_bytes=wanted * dim * gradient_item,
         vector_in_bytes=wanted * dim * vector_item,
-        buffer_bytes=2 * 24 * mine
+        buffer_bytes=_window(task) * 24 * mine
         + wanted * dim * (vector_item + gradient_item + 2 * item)
         + 3 * item * dim * task.batch_size / size * _uses(table),
     )
@@ -331,7 +336,7 @@ def _unique_columns(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
         counted_bytes=4.0 * wanted * (size - 1),
         gradient_bytes=wanted * dim * gradient_item,
         vector_in_bytes=wanted * dim * vector_item,
-        buffer_bytes=2 * 24 * mine
+        buffer_bytes=_window(task) * 24 * mine
         + wanted * dim * (2 * vector_item + 2 * gradient_item + 2 * item)
         + 3 * item * dim * task.batch_size / size * _uses(table),
     )
@@ -402,7 +407,9 @@ def _copied(task: Task, table: TableConfig) -> ShapeCost:
         gradient_in_bytes=wanted * dim * (size - 1) * gradient_item,
         update_ids=wanted * size,
         update_elements=wanted * size * dim,
-        buffer_bytes=2 * 24 * mine + 3 * out * item + wanted * size * (12 + dim * 3 * item),
+        buffer_bytes=_window(task) * 24 * mine
+        + 3 * out * item
+        + wanted * size * (12 + dim * 3 * item),
     )
     return ShapeCost(np.zeros((0, NUM_FEATURES)), home.values, _row_keys(task, table, "local"))
 

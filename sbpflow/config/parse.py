@@ -146,10 +146,15 @@ def _tagged(item: object, name: str) -> object:
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
-    """``T | None``, ``int | tuple``, or dataclasses told apart by their ``name`` key."""
+    """``T | None``, ``int | tuple``, ``int | Literal``, or dataclasses told apart by ``name``."""
     kinds = [arg for arg in args if arg is not types.NoneType]
     if value is None and len(kinds) < len(args):
         return None
+    words = [kind for kind in kinds if typing.get_origin(kind) is Literal]
+    if len(kinds) > 1 and words:
+        if isinstance(value, str):
+            return _parse_literal(value, typing.get_args(words[0]), key)
+        kinds = [kind for kind in kinds if kind not in words]
     if len(kinds) == 1:
         return parse(value, kinds[0], key, example)
     if dataclasses.is_dataclass(kinds[0]):

@@ -204,11 +204,14 @@ class TrainConfig:
     ``eval_rows`` are scored of val on the way, the first ones; the end scores all. Up to
     ``exact_auc_rows`` rows the AUC is exact, of more it comes from a histogram with its bound of
     error. ``slices`` names columns of ids by whose values AUC is shown as well. ``profile`` are the
-    first and the last step of a Chrome trace.
+    first and the last step of a Chrome trace. ``lookahead`` is how many batches ahead of the one
+    being trained their ids are exchanged; it changes no result, and ``auto`` is 1 as long as all
+    rows are in the device's memory.
     """
 
     epochs: Count = 1
     accumulate: Count = 1
+    lookahead: Annotated[int, Range(low=0, high=1024)] | Literal["auto"] = 1
     max_steps: Annotated[Count | None, Example(100)] = None
     eval_every: Annotated[int, Range(low=0)] = 1000
     eval_rows: Annotated[Count | None, Example(1_000_000)] = None
@@ -220,6 +223,11 @@ class TrainConfig:
     profile: Annotated[tuple[Count, Count] | None, Example((10, 15))] = None
     log_every: Count = 100
     progress: bool = True
+
+    @property
+    def num_ahead(self) -> int:
+        """``lookahead`` as a number."""
+        return 1 if self.lookahead == "auto" else self.lookahead
 
     def __post_init__(self) -> None:
         for key, given in (("stop", self.stop), ("plateau", self.plateau)):

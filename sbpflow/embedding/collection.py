@@ -93,7 +93,7 @@ class EmbeddingCollection:
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
-        self._flagged: list[IdCheck] = []  # of batches looked up since the last update, on CUDA
+        self._flagged: list[IdCheck] = []  # of batches looked up since the last update
         self._assembly = {out.name: Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
             fill_shard(stored, seed=seed)
@@ -110,11 +110,9 @@ class EmbeddingCollection:
         out of range of a training batch ``look_up`` does, or on CUDA the next ``update``, before
         it changes anything.
         """
-        check = IdCheck(deferred=training)
+        check = IdCheck() if training else None
         with self._stream.section(ids):
             local = self._reader.read(ids, check)
-            if not training:
-                self._reader.raise_flagged(check)
             wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
             if local.num_samples != wanted:
                 raise DataError(
@@ -184,8 +182,8 @@ class EmbeddingCollection:
         """The first half of ``look_up``: the batch's turn has come."""
         self.receive(batch)
         self._stream.join()
-        self._reader.account(batch.check)
-        if batch.check.flagged:
+        if batch.check is not None:
+            self._reader.account(batch.check)
             self._flagged.append(batch.check)
 
     def read(self, batch: EmbeddingsInFlight) -> None:

@@ -19,7 +19,7 @@ class EmbeddingsInFlight:
         ids: IdsUnderWay,
         groups: list[GroupInFlight],
         counts: CountsUnderWay,
-        check: IdCheck,
+        check: IdCheck | None,
     ) -> None:
         self.ids = ids
         self.groups = groups

@@ -150,6 +150,7 @@ def plan_run(
         schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
+        lookahead=config.train.num_ahead,
         priced=priced,
         skew=_skew(embeddings, fields, config.data.batch_size),
     )

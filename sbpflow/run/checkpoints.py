@@ -117,8 +117,15 @@ class Checkpoints:
         else:
             self._saver.save(step, documents)
             self._prune(step, self._best)
-        if self._stopping and self._stop is not None:
-            self._stop.leave()
+
+    @property
+    def stops(self) -> bool:
+        return self._stopping
+
+    def leave(self) -> None:
+        if self._stop is None:
+            raise RuntimeError("nobody asked this run to stop")
+        self._stop.leave()
 
     def _prune(self, step: int, best: Mapping[str, Any] | None) -> None:
         if self._saver is None or self._world.rank:

@@ -36,7 +36,11 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "compared": [{"plan": one.name, "priced_ms": one.ms} for one in plan.priced],
         "tables": tables,
         "steps": steps,
-        "schedule": [_describe_move(*move) for move in plan.schedule.beside(plan.transfers())],
+        "lookahead": plan.lookahead,
+        "schedule": [
+            _describe_move(plan, *move)
+            for move in plan.schedule.in_flight(plan.transfers(), plan.lookahead)
+        ],
         "ranks": _describe_ranks(plan, tables),
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
@@ -105,10 +109,11 @@ def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
     }
 
 
-def _describe_move(move: Move, under_way: Sequence[str]) -> dict[str, Any]:
+def _describe_move(plan: RunPlan, move: Move, under_way: Sequence[str]) -> dict[str, Any]:
+    distance = plan.schedule.distance(move, plan.lookahead)
     return {
         "move": move.name,
-        "batch": "next" if move.ahead else "this",
+        "batch": ("this", "next")[distance] if distance < 2 else f"+{distance}",
         "what": move.says,
         "under_way": list(under_way),
     }
@@ -117,6 +122,7 @@ def _describe_move(move: Move, under_way: Sequence[str]) -> dict[str, Any]:
 def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Memory of each rank."""
     itemsize = plan.embeddings.dtype.itemsize
+    window_bytes = plan.window_bytes()
     ranks: dict[int, dict[str, Any]] = {}
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
@@ -128,6 +134,7 @@ def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[
             "dense_bytes": dense * itemsize,
             "dense_gradient_bytes": dense * itemsize,
             "dense_state_bytes": dense_state * itemsize,
+            "window_bytes": window_bytes[rank],
         }
     for table in tables:
         for shard in table["shards"]:
@@ -153,10 +160,11 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         *_step_lines(facts["steps"]),
         _total_line(facts),
         "",
-        plan.schedule.describe(plan.transfers()),
+        plan.schedule.describe(plan.transfers(), plan.lookahead),
         "",
         *_rank_lines(facts["ranks"]),
-        "batches, activations and exchange buffers come on top",
+        f"ids: at most, of the {1 + plan.lookahead} batches in the window (train.lookahead "
+        f"{plan.lookahead}); dense values, activations and exchange buffers come on top",
     ]
     return "\n".join(lines)
 
@@ -254,9 +262,10 @@ def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         "dense_bytes",
         "dense_gradient_bytes",
         "dense_state_bytes",
+        "window_bytes",
     )
     rows: list[tuple[str, ...]] = [
-        ("rank", "tables", "their state", "dense", "gradients", "their state", "sum")
+        ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum")
     ]
     for sizes, alike in groupby(ranks, key=lambda rank: [rank[name] for name in names]):
         numbers = [rank["rank"] for rank in alike]

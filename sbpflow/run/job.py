@@ -112,6 +112,7 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         gradients=plan.dense_gradients,
         planned=(plan.batch_size, plan.dense_conversions),
         cuda_graph=captured,
+        lookahead=plan.lookahead,
     )
     if boxing.world.rank == 0:
         _say_what_is_fixed(config, trainer, embeddings)

@@ -1,5 +1,6 @@
 """Everything static about a run, as one value: what ``explain`` prints and the trainer executes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.tensor.gradient_sync import GradientPlan
 from sbpflow.training.step_schedule import (
     CLIP,
@@ -69,6 +71,7 @@ class RunPlan:
     schedule: StepSchedule
     batch_size: int
     accumulate: int
+    lookahead: int = 1  # batches whose ids are exchanged ahead of the one being trained
     priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
     # By table, where it is known: how ids repeat, as ``plan.frequencies.touched`` takes it.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -97,6 +100,24 @@ class RunPlan:
             *update,
         )
         return tuple((phase, step) for phase, steps in phases for step in steps)
+
+    def window_bytes(self) -> list[int]:
+        """Memory for the ids of the batches in the window, by rank: those of the rank's samples,
+        and at most those that it receives.
+        """
+        tables, rows = self.embeddings, self.batch_size
+        steps = tables.ahead_steps(rows)
+        bounds = sum(step.bound_bytes for step in steps if isinstance(step, ExchangeStep))
+        sample = tables.ids.num_columns * tables.ids_dtype.itemsize
+        found: list[int] = []
+        for rank, mine in enumerate(balanced_sizes(rows, self.world_size)):
+            total = mine * sample + bounds
+            for step in steps:
+                if not isinstance(step, ExchangeStep):
+                    part = step.dst.part_shape(step.shape, rank)
+                    total += 0 if part is None else math.prod(part) * step.dtype.itemsize
+            found.append((1 + self.lookahead) * total)
+        return found
 
     def transfers(self) -> frozenset[str]:
         """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""

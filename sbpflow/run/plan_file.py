@@ -30,9 +30,17 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.tensor.gradient_sync import GradientBucket, GradientPlan
 from sbpflow.training.run_folder import PLAN_FILE
-from sbpflow.training.step_schedule import Move, StepSchedule
+from sbpflow.training.step_schedule import (
+    CLIP,
+    CLIP_ROWS,
+    OVERLAPPED,
+    SERIAL,
+    Move,
+    StepSchedule,
+    clipped,
+)
 
-FORMAT = 2
+FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # the older one has the next batch's moves marked as ahead
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -82,7 +90,8 @@ def plan_from_json(text: str) -> RunPlan:
         found = content["format"]
         if _digest(content["plan"]) != content["sha256"]:
             raise ValueError("its checksum does not fit: it was changed")
-        plan = _decode(content["plan"]) if found is not True and found == FORMAT else None
+        known = found is not True and found in (FORMAT, WITHOUT_LOOKAHEAD)
+        plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"plan: is not what a run wrote into {PLAN_FILE} ({type(error).__name__}: {error})"
@@ -125,6 +134,16 @@ def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
     return kind(**{key: _decode(content[key]) for key in names})
 
 
+def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
+    """Format 2 knew two orders, each with or without a move that clips."""
+    schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
+    said = {move["says"] for move in content["each_step"]}
+    for clip in (CLIP, CLIP_ROWS):
+        if clip.says in said:
+            return clipped(schedule, rows=clip == CLIP_ROWS)
+    return schedule
+
+
 def _decode(value: object) -> object:
     if isinstance(value, list):
         return tuple(_decode(item) for item in cast("list[object]", value))
@@ -140,5 +159,7 @@ def _decode(value: object) -> object:
         return {_decode(key): _decode(item) for key, item in content["map"]}
     if content["is"] == "SparseOptimizer":
         return _decode_rule(content)
+    if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
+        return _decode_older_schedule(content)
     kind = _CLASSES[content["is"]]
     return kind(**{key: _decode(item) for key, item in content.items() if key != "is"})

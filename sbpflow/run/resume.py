@@ -37,7 +37,7 @@ TRAINING, FINISHED = "training", "finished"
 # Keys that change how a run is made, or how long it is, but no loss of any step beyond the rounding
 # of sums in another order. All others must be equal for a run to go on by itself.
 _FREE = re.compile(
-    r"run\.dir|data\.(path|loader)|checkpoint\..*|train\.(epochs|max_steps|log_every|progress"
+    r"run\.dir|data\.(path|loader)|checkpoint\..*|train\.(epochs|max_steps|lookahead|log_every|progress"
     r"|profile.*)|parallel\.(?!dtype|table_dtype|exchange_dtype|tables\..*\.exchange_dtype).*"
 )
 # These are free unless something is decided from the scores.

@@ -2,9 +2,11 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from sbpflow.boxing.executor import Boxing
@@ -150,44 +152,46 @@ def fit(
     pace, times, step = Pace(), MoveTimes(), keeper.step
     every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
-    for epoch in range(keeper.epoch, train.epochs):
-        if step >= last or watchers.stops:
+    steps = _Steps(loaders["train"], range(keeper.epoch, train.epochs), train.accumulate)
+    window = _Window(steps.first(0 if watchers.stops else last - step), trainer)
+    while (now := window.next_step()) is not None:
+        batches = now.batches
+        pace.got_batch()
+        step += 1
+        # The end scores all of val: where evaluations do, too, it is one of them.
+        due = step % every == 0 if step < last else train.eval_rows is None
+        scored = bool(train.eval_every) and due
+        with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
+            loss = trainer.step(batches)
+        watch.push(step, loss, batches, trainer.gradient_norm)
+        logged = is_logged(step, train.log_every) or step == last
+        if logged:
+            watch.flush()
+        pace.stepped(sum(batch.num_rows for batch in batches))
+        if step == keeper.step + 1:  # it allocates and connects
+            times.take()
+        reporter.advance(step, watch.last)
+        if logged:
+            rate, split = pace.interval(times.take())
+            extra = {"epoch": now.epoch + 1, **split, **watch.figures(), **watchers.figures()}
+            reporter.step(step, watch.last, rate, extra)
+        if scored:
+            watch.flush()
+            evaluation = score("val", step, train.eval_rows)
+            watchers.push(step, evaluation, boxing)
+            keeper.scored(step, evaluation)
+            trainer.rate_scale = watchers.rate_scale
+        over = step == last or watchers.stops
+        if keeper.is_due(step, last=over):
+            watch.flush()
+            keeper.save(step, batches[-1], watchers.state())
+            if keeper.stops:
+                trainer.drain()
+                keeper.leave()
+        if over:
             break
-        for batches, ahead in with_next(loaders["train"].epoch(epoch), train.accumulate):
-            pace.got_batch()
-            step += 1
-            # The end scores all of val: where evaluations do, too, it is one of them.
-            due = step % every == 0 if step < last else train.eval_rows is None
-            scored = bool(train.eval_every) and due
-            # What travels ahead must be trained on: nothing does where the run may end.
-            may_end = step == last or (scored and watchers.stop is not None)
-            with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
-                loss = trainer.step(batches, None if may_end else ahead)
-            watch.push(step, loss, batches, trainer.gradient_norm)
-            logged = is_logged(step, train.log_every) or step == last
-            if logged:
-                watch.flush()
-            pace.stepped(sum(batch.num_rows for batch in batches))
-            if step == keeper.step + 1:  # it allocates and connects
-                times.take()
-            reporter.advance(step, watch.last)
-            if logged:
-                rate, split = pace.interval(times.take())
-                extra = {"epoch": epoch + 1, **split, **watch.figures(), **watchers.figures()}
-                reporter.step(step, watch.last, rate, extra)
-            if scored:
-                watch.flush()
-                evaluation = score("val", step, train.eval_rows)
-                watchers.push(step, evaluation, boxing)
-                keeper.scored(step, evaluation)
-                trainer.rate_scale = watchers.rate_scale
-            over = step == last or watchers.stops
-            if keeper.is_due(step, last=over):
-                watch.flush()
-                keeper.save(step, batches[-1], watchers.state())
-            if over:
-                break
-            pace.resume()
+        pace.resume()
+    trainer.drain()  # of a run that stopped early
     _close(profiler, step)
     return Result(
         steps=step,
@@ -256,18 +260,57 @@ def _named(step: int) -> Generator[None]:
         raise
 
 
-def with_next(
-    batches: Iterable[Batch], accumulate: int
-) -> Iterator[tuple[list[Batch], Batch | None]]:
-    """The batches of each step, and the first one of the next step; ``None`` after the last."""
-    held: list[Batch] = []
-    for batch in batches:
-        if len(held) == accumulate:
-            yield held, batch
-            held = []
-        held.append(batch)
-    if held:
-        yield held, None
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The batches of one step, and their epoch, counted from 0."""
+
+    epoch: int
+    batches: list[Batch]
+
+
+class _Steps:
+    """The steps of several epochs; the last one of an epoch may have fewer batches."""
+
+    def __init__(self, loader: Loader, epochs: Iterable[int], accumulate: int) -> None:
+        self._loader, self._epochs, self._accumulate = loader, epochs, accumulate
+
+    def first(self, count: int) -> Iterator[Step]:
+        """The first ``count``; no batch behind them is read."""
+        return islice(self._all(), max(count, 0))
+
+    def _all(self) -> Iterator[Step]:
+        for epoch in self._epochs:
+            batches = iter(self._loader.epoch(epoch))
+            while held := list(islice(batches, self._accumulate)):
+                yield Step(epoch, held)
+
+
+class _Window:
+    """Reads steps as far ahead as the trainer exchanges ids, and announces their batches.
+
+    The window runs on over the end of an epoch. It holds no batch that the run will not come to,
+    unless an evaluation or a signal stops the run.
+    """
+
+    def __init__(self, steps: Iterator[Step], trainer: Trainer) -> None:
+        self._steps, self._trainer = steps, trainer
+        self._held: deque[Step] = deque()
+
+    def next_step(self) -> Step | None:
+        """The step to train now; ``None`` when all are trained."""
+        while not self._held or self._num_behind < self._trainer.lookahead:
+            step = next(self._steps, None)
+            if step is None:
+                break
+            self._held.append(step)
+            for batch in step.batches:
+                self._trainer.announce(batch)
+        return self._held.popleft() if self._held else None
+
+    @property
+    def _num_behind(self) -> int:
+        """Batches behind those of the next step."""
+        return sum(len(step.batches) for step in islice(self._held, 1, None))
 
 
 class _Scores:

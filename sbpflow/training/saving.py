@@ -45,11 +45,26 @@ class Checkpoints(Protocol):
         """
         ...
 
+    @property
+    def stops(self) -> bool:
+        """Whether the run was asked to stop after the last step that ``is_due`` was called with;
+        equal on all ranks.
+        """
+        ...
+
+    def leave(self) -> None:
+        """End the run that was asked to stop, once its last transfers are over."""
+        ...
+
 
 class NoCheckpoints:
     """A run from its first step on, which is not saved."""
 
     step = epoch = steps_of_before = 0
+    stops = False
+
+    def leave(self) -> None:
+        raise RuntimeError("a run that is not saved was not asked to stop")
 
     @property
     def loop(self) -> Mapping[str, Any]:

@@ -7,8 +7,9 @@ The loss rides in the dense exchange.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -202,6 +203,18 @@ class Trainer:
         if loss is None:
             raise RuntimeError("the loss did not come back from its exchange")
         return loss.squeeze(0)
+
+    def train_on(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        """A step on each batch; yields the losses. Announces ``lookahead`` batches ahead."""
+        source = iter(batches)
+        held: deque[Batch] = deque()
+        while True:
+            for batch in islice(source, self.lookahead + 1 - len(held)):
+                held.append(batch)
+                self.announce(batch)
+            if not held:
+                return
+            yield self.step(held.popleft())
 
     def drain(self) -> None:
         """Forget the batches that were announced and not trained; every rank calls it.

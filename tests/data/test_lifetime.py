@@ -179,7 +179,6 @@ def test_every_call_on_a_closed_loader_says_so(row_set):
     loader.close()
     for call in (
         lambda: loader.epoch(0),
-        lambda: loader.peek(1),
         lambda: loader.load_state_dict(state),
     ):
         with pytest.raises(DataError, match="this loader was closed; open another"):

@@ -122,16 +122,6 @@ def test_another_batch_size_goes_on_from_the_row_cursor(row_set):
     assert sorted([*chain.from_iterable(rest), *first]) == list(range(9000))
 
 
-def test_peek_leaves_the_cursor_and_shows_what_comes(row_set):
-    loader = open_loader(row_set(9000), batch_size=700, shuffle="rows", rank=1, world_size=2)
-    batches = loader.epoch(0)
-    next(batches)
-    state, peeked = loader.state_dict(), loader.peek(3)
-    assert loader.state_dict() == state
-    assert all(torch.equal(ids, next(batches).ids) for ids in peeked)
-    assert len(peeked) == 3
-
-
 def test_a_dropped_tail_is_counted(row_set):
     loader = open_loader(row_set(9000), batch_size=700, tail="drop", backend="memmap")
     assert loader.num_steps == 12
@@ -265,33 +255,6 @@ def ids_of(loader, epoch):
     return [batch.ids for batch in loader.epoch(epoch)]
 
 
-def test_peek_on_a_new_loader_at_the_end_and_of_another_epoch(row_set):
-    loader = open_loader(row_set(9000), batch_size=700, backend="memmap", shuffle="rows")
-    want = {epoch: ids_of(loader, epoch) for epoch in (0, 1, 4)}
-    loader = open_loader(row_set(9000), batch_size=700, backend="memmap", shuffle="rows")
-
-    def shows(peeked, batches):
-        return len(peeked) == len(batches) and all(map(torch.equal, peeked, batches))
-
-    assert shows(loader.peek(2), want[0][:2])
-    assert shows(loader.peek(2, epoch=4), want[4][:2])
-    batches = loader.epoch(4)  # peek knows the epoch before the first batch is asked for
-    assert shows(loader.peek(2), want[4][:2])
-    for _ in range(12):
-        next(batches)
-    assert shows(loader.peek(3), want[4][12:])
-    assert shows(loader.peek(2, epoch=1), want[1][:2])
-    assert shows([next(batches).ids], want[4][12:])
-    assert loader.peek(3) == []
-    assert loader.peek(0) == []
-    restored = open_loader(row_set(9000), batch_size=700, backend="memmap", shuffle="rows")
-    next(batches := loader.epoch(1))
-    restored.load_state_dict(loader.state_dict())
-    assert shows(restored.peek(2), want[1][1:3])
-    with pytest.raises(ConfigError, match="num_batches: -1"):
-        loader.peek(-1)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_read_ends_the_first(row_set, backend):
     loader = open_loader(row_set(9000), batch_size=700, backend=backend)
@@ -317,15 +280,6 @@ def test_a_closed_loader_says_so(row_set):
         next(batches)
     with pytest.raises(DataError, match="was closed"):
         loader.epoch(1)
-
-
-def test_peek_on_a_rank_without_rows_shows_batches_without_rows(row_set):
-    """The last step has 5 rows for 7 ranks."""
-    for shuffle in SHUFFLES:
-        loader = open_loader(
-            row_set(9000), batch_size=8995, rank=6, world_size=7, shuffle=shuffle, backend="memmap"
-        )
-        assert [tuple(ids.shape) for ids in loader.peek(5)] == [(1285, 3), (0, 3)]
 
 
 def test_a_dropped_tail_is_that_of_the_steps_from_the_restored_cursor_on(row_set):
@@ -354,3 +308,20 @@ def test_a_dropped_tail_is_that_of_the_steps_from_the_restored_cursor_on(row_set
     smaller.load_state_dict(state)
     with pytest.raises(DataError, match="finish that epoch first"):
         smaller.epoch(1)
+
+
+@pytest.mark.parametrize("shuffle", ["none", "rows"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_of_batches_over_the_end_of_an_epoch_keeps_its_values(row_set, backend, shuffle):
+    """A run holds the batches of its lookahead while the loader reads on."""
+    options = {"batch_size": 300, "backend": backend, "shuffle": shuffle}
+    loader = open_loader(row_set(9000), **options)
+    held = [batch for epoch in (0, 1) for batch in loader.epoch(epoch)]
+    again = open_loader(row_set(9000), **options)
+    number = 0
+    for epoch in (0, 1):
+        for batch in again.epoch(epoch):
+            assert torch.equal(held[number].ids, batch.ids)
+            assert torch.equal(held[number].labels, batch.labels)
+            number += 1
+    assert number == len(held) == 60

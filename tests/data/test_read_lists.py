@@ -88,17 +88,6 @@ def test_a_rank_without_rows_has_empty_columns(full_set, backend):
     assert batch.num_rows == 5
 
 
-def test_peek_shows_lists(full_set):
-    manifest, _ = full_set
-    loader = open_loader(manifest, batch_size=900, backend="memmap")
-    batches = loader.epoch(0)
-    next(batches)
-    (peeked,) = loader.peek(1)
-    coming = next(batches).ids
-    assert torch.equal(peeked.matrix, coming.matrix)
-    assert torch.equal(peeked.lists.values, coming.lists.values)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
     """A trainer holds the next batch when it saves: that one must come again."""

@@ -49,10 +49,7 @@ def train_ahead(world, config):
         to_device(batch.part(world.rank, world.size), world.device)
         for batch in make_batches(STEPS, config.data.batch_size)
     ]
-    losses = [
-        float(job.trainer.step(batch, ahead))
-        for batch, ahead in zip(batches, [*batches[1:], None], strict=True)
-    ]
+    losses = [float(loss) for loss in job.trainer.train_on(batches)]
     logger.removeHandler(handler)
     return losses, dense_of(job), pieces_of(job), said
 

@@ -185,10 +185,7 @@ def train(
 
 def run(job: Job, world: World) -> list[float]:
     parts = [batch.part(world.rank, world.size) for batch in batches()]
-    return [
-        float(job.trainer.step(batch, ahead))
-        for batch, ahead in zip(parts, [*parts[1:], None], strict=True)
-    ]
+    return [float(loss) for loss in job.trainer.train_on(parts)]
 
 
 def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[str, Tensor]]:

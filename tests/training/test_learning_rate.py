@@ -71,8 +71,12 @@ def run(world: World, config: Any, together: int, announce: bool) -> dict[str, A
     losses = []
     for start in range(0, 12, together):
         group = batches[start : start + together]
-        ahead = batches[start + together] if start + together < 12 else None
-        losses.append(float(job.trainer.step(group, ahead if announce else None)))
+        if announce and start == 0:
+            job.trainer.announce(batches[0])
+        if announce:
+            for batch in batches[start + 1 : start + together + 1]:
+                job.trainer.announce(batch)
+        losses.append(float(job.trainer.step(group)))
     return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
 
 

@@ -91,7 +91,7 @@ def test_the_moves_of_an_interval_add_up_to_less_than_its_steps(ranks, tmp_path)
     extra = ranks(2, traced, make_config("3", "sgd"), str(tmp_path), (1, 1), 20)[0]["extra"]
     for figures in extra[-3:]:
         parts = [value for name, value in figures.items() if name.startswith("move_")]
-        assert len(parts) == 12
+        assert len(parts) == 13
         assert 0.5 * figures["step_ms"] < sum(parts) + figures["data_ms"] < figures["step_ms"]
 
 

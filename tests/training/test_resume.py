@@ -52,10 +52,10 @@ def interrupt(monkeypatch, step):
     """Before the step: what was trained since the last checkpoint is lost."""
     real = Trainer.step
 
-    def until(self, batches, ahead=None):
+    def until(self, batches):
         if self.num_steps == step:
             raise Interrupted
-        return real(self, batches, ahead)
+        return real(self, batches)
 
     monkeypatch.setattr(Trainer, "step", until)
 

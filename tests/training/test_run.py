@@ -79,7 +79,7 @@ def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_
     ]
     assert tables == scores
     moves = [name for name in events[0] if name.startswith("move_")]
-    assert len(moves) == 12
+    assert len(moves) == 13
     assert len(final["peak_memory_bytes"]) == 1
     assert final["best_auc"] == pytest.approx(load_manifest(synth_set).bayes.auc)
 
@@ -197,6 +197,14 @@ class Recorder:
         self.last = 0.0
         self.embedding_plan = self.gradient_norm = None
         self.rate_scale = 1.0
+        self.lookahead, self.drained = 1, 0
+        self.announced: list[Any] = []
+
+    def announce(self, batch: Any) -> None:
+        self.announced.append(batch)
+
+    def drain(self) -> None:
+        self.drained += 1
 
     def figures(self) -> dict[str, float]:
         return {}
@@ -350,18 +358,28 @@ def test_explained_bounds_are_what_a_batch_can_reach(synth_set, capsys):
     assert steps["deep/unique/fwd/ids"]["total_bytes"] == 1024 * 26 * 4
 
 
-def test_a_step_gets_its_batches_and_the_first_of_the_next():
-    steps = list(loop.with_next(iter("abcde"), 2))
-    assert steps == [(["a", "b"], "c"), (["c", "d"], "e"), (["e"], None)]
-    assert list(loop.with_next(iter(""), 2)) == []
+class Letters:
+    def epoch(self, epoch: int) -> Any:
+        return iter(["abcde", "", "fg"][epoch])
+
+
+def test_an_epoch_ends_with_a_step_of_fewer_batches():
+    read: Any = loop._Steps(Letters(), range(3), 2)  # type: ignore[arg-type]
+    want = [(0, ["a", "b"]), (0, ["c", "d"]), (0, ["e"]), (2, ["f", "g"])]
+    assert [(step.epoch, step.batches) for step in read.first(9)] == want
+    assert [(step.epoch, step.batches) for step in read.first(2)] == want[:2]
+    assert list(read.first(-1)) == []
     assert loop.num_train_steps(TrainConfig(epochs=3, accumulate=2), 5) == 9
 
 
-def test_the_last_step_announces_nothing(monkeypatch):
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 16])
+def test_nothing_is_announced_past_the_last_step(monkeypatch, lookahead):
     monkeypatch.setattr(loop, "score_split", lambda *args: None)
     it: Any = Recorder(4)
-    train = TrainConfig(max_steps=3, eval_every=0)
+    it.lookahead = lookahead
+    train = TrainConfig(max_steps=7, eval_every=0, accumulate=2, epochs=9)
     loop.fit(it, {"train": it}, train, boxing=it, watch=it, reporter=it)
-    assert [ahead is None for _, ahead in it.batches] == [False, False, True]
-    for (_, ahead), (batches, _) in zip(it.batches, it.batches[1:], strict=False):
-        assert ahead is batches[0]
+    trained = [batch for (batches,) in it.batches for batch in batches]
+    assert len(trained) == 14
+    assert [id(batch) for batch in it.announced] == [id(batch) for batch in trained]
+    assert it.drained == 1

@@ -15,7 +15,7 @@ from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, ahead
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule
 from tests.training.wdl_case import (
     FIELDS,
     dense_of,
@@ -28,10 +28,11 @@ from tests.training.wdl_case import (
 # The next ids sorted before anything else, gradients waited for where they start.
 ANOTHER = StepSchedule(
     each_batch=(
-        ahead(moves.BEGIN),
+        moves.BEGIN,
+        moves.RECEIVE,
         moves.LOOK_UP,
         moves.OUTPUTS,
-        ahead(moves.ADVANCE),
+        moves.ADVANCE,
         moves.FORWARD,
         moves.BACKWARD,
         moves.PUSH,
@@ -48,8 +49,10 @@ def train(world: World, config: Any, schedules: list[StepSchedule], announce: bo
     losses = []
     for step in range(6):
         job.trainer.schedule = schedules[step % len(schedules)]
-        coming = batches[2 * step + 2] if announce and step < 5 else None
-        losses.append(float(job.trainer.step(batches[2 * step : 2 * step + 2], coming)))
+        if announce:
+            for batch in batches[2 * step + bool(step) : 2 * step + 3]:
+                job.trainer.announce(batch)
+        losses.append(float(job.trainer.step(batches[2 * step : 2 * step + 2])))
     return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
 
 
@@ -74,8 +77,10 @@ def test_no_schedule_changes_a_bit(ranks, scheme):
                 np.testing.assert_array_equal(weights, others, err_msg=name)
 
 
-def order_of(schedule: StepSchedule, batches: int, coming: bool) -> list[str]:
-    """The moves as they are made, with the batch's number, for a step of that many batches."""
+def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int = 1) -> list[str]:
+    """The moves as they are made, with the batch's number, for a step of that many batches with
+    ``window`` announced behind them.
+    """
     made: list[str] = []
 
     class Numbered(moves.BatchInFlight):
@@ -91,38 +96,64 @@ def order_of(schedule: StepSchedule, batches: int, coming: bool) -> list[str]:
 
     world: Any = SimpleNamespace()
     schedule.run(
-        {move.name: of_batch(move.name) for move, _ in SERIAL.beside()},
+        {move.name: of_batch(move.name) for move in moves.OF_A_BATCH},
         {
             name: lambda name=name: made.append(name)
             for name in ("send_dense", "receive_dense", "update", "update_dense")
         },
         [numbered(n) for n in range(batches)],
-        numbered(batches) if coming else None,
+        [numbered(batches + n) for n in range(window)],
+        lookahead,
         world,
     )
     return made
 
 
 def test_the_moves_of_two_batches_in_one_step():
-    assert " ".join(order_of(OVERLAPPED, 2, True)) == (
-        "begin 0 advance 0 look_up 0 begin 1 outputs 0 forward 0 advance 1 backward 0 push 0 "
-        "look_up 1 begin 2 outputs 1 forward 1 advance 2 backward 1 push 1 "
+    assert " ".join(order_of(OVERLAPPED, 2, 1)) == (
+        "begin 0 advance 0 receive 0 look_up 0 begin 1 outputs 0 forward 0 advance 1 backward 0 "
+        "push 0 receive 1 look_up 1 begin 2 outputs 1 forward 1 advance 2 backward 1 push 1 "
         "send_dense collect 0 collect 1 update receive_dense update_dense"
     )
-    assert " ".join(order_of(SERIAL, 1, True)) == (
-        "begin 0 advance 0 look_up 0 outputs 0 forward 0 backward 0 push 0 collect 0 "
+    assert " ".join(order_of(SERIAL, 1, 0)) == (
+        "begin 0 advance 0 receive 0 look_up 0 outputs 0 forward 0 backward 0 push 0 collect 0 "
         "send_dense receive_dense update update_dense"
     )
 
 
-def test_what_is_under_way_beside_a_move():
-    beside = {move.name: under_way for move, under_way in OVERLAPPED.beside()}
-    assert beside["begin"] == ("vectors",)
-    assert beside["forward"] == ("next ids", "next counts")
-    assert beside["backward"] == ("next ids", "next counted ids")
-    assert beside["update"] == ("next ids", "next counted ids", "dense gradients")
-    assert not any(under_way for _, under_way in SERIAL.beside())
-    only = {move.name: under_way for move, under_way in OVERLAPPED.beside({moves.IDS})}
+def test_the_window_fills_batch_by_batch():
+    made = " ".join(order_of(OVERLAPPED, 1, 5, lookahead=3))
+    assert made.startswith(
+        "begin 0 advance 0 receive 0 begin 1 advance 1 receive 1 begin 2 advance 2 receive 2 "
+        "look_up 0 begin 3 outputs 0 forward 0 advance 3 backward 0 "
+    )
+    assert "4" not in made, "it is beyond the lookahead"
+    without = " ".join(order_of(OVERLAPPED, 1, 5, lookahead=0))
+    assert without.startswith("begin 0 advance 0 receive 0 look_up 0 outputs 0 forward 0 backward")
+    assert "1" not in without
+
+
+def test_ids_must_be_received_before_the_lookup():
+    for order in (
+        (moves.LOOK_UP, moves.RECEIVE, moves.BEGIN, moves.ADVANCE),
+        (moves.RECEIVE, moves.ADVANCE, moves.BEGIN, moves.LOOK_UP),
+    ):
+        rest = (moves.OUTPUTS, moves.FORWARD, moves.BACKWARD, moves.PUSH)
+        with pytest.raises(ValueError, match="receive"):
+            replace(OVERLAPPED, each_batch=(*order, *rest))
+
+
+def test_what_is_in_flight_during_a_move():
+    during = {move.name: flying for move, flying in OVERLAPPED.in_flight()}
+    assert during["begin"] == ("vectors",)
+    assert during["forward"] == ("next ids", "next counts")
+    assert during["backward"] == ("next ids", "next counted ids")
+    assert during["update"] == ("next ids", "next counted ids", "dense gradients")
+    assert not any(flying for _, flying in SERIAL.in_flight())
+    far = {move.name: flying for move, flying in OVERLAPPED.in_flight(lookahead=4)}
+    assert far["backward"] == ("ids +4", "counted ids +4")
+    assert far["look_up"] == ()
+    only = {move.name: flying for move, flying in OVERLAPPED.in_flight({moves.IDS})}
     assert only["look_up"] == only["begin"] == ()
     assert only["outputs"] == ("next ids",)
     assert "update         the step    one optimizer step on the rows next ids, " in str(OVERLAPPED)
@@ -172,7 +203,9 @@ def test_there_is_no_step_after_one_that_failed(ranks):
 def another_than_announced(world: World, config: Any) -> tuple[list[float], list[str]]:
     job = make_job(world, config)
     first, second = (b.part(world.rank, world.size) for b in make_batches(6, 30)[:2])
-    losses, said = [float(job.trainer.step(first, second))], []
+    job.trainer.announce(first)
+    job.trainer.announce(second)
+    losses, said = [float(job.trainer.step(first))], []
     for _ in range(2):
         try:
             job.trainer.step(first)
@@ -189,22 +222,43 @@ def test_another_batch_than_announced_is_refused_and_nothing_happens(ranks):
     ):
         assert losses == expected
         assert len(said) == 2
-        assert all(text.startswith("step: the batch is not the one that") for text in said)
+        assert all(text.startswith("step: batch 0 of 1 is not the one announced") for text in said)
 
 
 def bad_ids_ahead(world: World, config: Any) -> str:
     job = make_job(world, config)
     good, bad = make_batches(4, 30)[:2]
+    bad = replace(bad, ids=torch.full_like(bad.ids, 1000))
+    job.trainer.announce(good)
+    job.trainer.announce(bad)
+    job.trainer.step(good)
     try:
-        job.trainer.step(good, replace(bad, ids=torch.full_like(bad.ids, 1000)))
+        job.trainer.step(bad)
     except DataError as error:
         return str(error)
     return "nothing"
 
 
-def test_a_bad_id_says_which_step_it_is_of(ranks):
+def test_a_bad_id_fails_in_its_own_step(ranks):
     (said,) = ranks(1, bad_ids_ahead, make_config("3", "sgd"))
-    assert said.startswith("the first batch of step 2: field C1: id 1000 in row 0")
+    assert said.startswith("field C1: id 1000 in row 0")
+
+
+def misshapen_ahead(world: World, config: Any) -> str:
+    job = make_job(world, config)
+    good, bad = make_batches(4, 30)[:2]
+    job.trainer.announce(good)
+    job.trainer.announce(replace(bad, ids=bad.ids[:, :2]))
+    try:
+        job.trainer.step(good)
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ids_that_cannot_be_sent_name_their_batch(ranks):
+    (said,) = ranks(1, misshapen_ahead, make_config("3", "sgd"))
+    assert said.startswith("announced batch 1 after step 1: ids are torch.int32[30, 2]")
 
 
 def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]:
@@ -212,8 +266,9 @@ def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]
     batches = [b.part(world.rank, world.size) for b in make_batches(6, 30)[:2]]
     none = replace(batches[0], labels=torch.empty(0), dense=torch.empty(0, 3),
                    ids=torch.empty(0, 6, dtype=torch.int32), num_rows=0)  # fmt: skip
+    job.trainer.announce(none)
     losses = [
-        job.trainer.step([none, batches[0], none], none),
+        job.trainer.step([none, batches[0], none]),
         job.trainer.step([batches[1], none]),
     ]
     said = []
@@ -230,9 +285,9 @@ def test_batches_without_rows_are_left_out(ranks):
     want = ranks(2, train_two, config)
     for (losses, said), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):
         assert losses == expected
-        assert said[:3] == ["step: no batch with rows; pass one, or a list with one at least"] * 3
-        assert said[3].startswith("step: a tuple is no batch, for it has no labels")
-        assert said[4].startswith("step: a NoneType is no batch")
+        assert said[:3] == ["step: no batch with rows; pass one, or a list with at least one"] * 3
+        assert said[3].startswith("step: tuple is not a batch: it has no attribute labels")
+        assert said[4].startswith("step: NoneType is not a batch")
 
 
 def train_two(world: World, config: Any) -> list[float]:
@@ -245,9 +300,8 @@ def train_two(world: World, config: Any) -> list[float]:
     ("each_batch", "each_step", "said"),
     [
         (OVERLAPPED.each_batch[:-1], OVERLAPPED.each_step, "every move once"),
-        ((ahead(moves.LOOK_UP), *OVERLAPPED.each_batch[1:]), OVERLAPPED.each_step, "look_up ahead"),
         (
-            (*OVERLAPPED.each_batch[:4], moves.BACKWARD, ahead(moves.ADVANCE), moves.PUSH),
+            (*OVERLAPPED.each_batch[:5], moves.BACKWARD, moves.ADVANCE, moves.PUSH),
             (
                 moves.COLLECT,
                 moves.UPDATE,
@@ -258,19 +312,19 @@ def train_two(world: World, config: Any) -> list[float]:
             "receive_dense comes after send_dense",
         ),
         (
-            (moves.LOOK_UP, moves.BEGIN, moves.ADVANCE, *SERIAL.each_batch[3:]),
+            (moves.LOOK_UP, moves.RECEIVE, moves.BEGIN, moves.ADVANCE, *SERIAL.each_batch[4:]),
             SERIAL.each_step,
-            "look_up comes after advance",
+            "look_up comes after receive",
         ),
         (
-            (ahead(moves.ADVANCE), ahead(moves.BEGIN), *SERIAL.each_batch[2:]),
+            (moves.OUTPUTS, *SERIAL.each_batch[:4], *SERIAL.each_batch[5:]),
             SERIAL.each_step,
-            "advance comes after begin",
+            "outputs comes after look_up",
         ),
         (
-            (ahead(moves.ADVANCE), *SERIAL.each_batch[:1], *SERIAL.each_batch[2:]),
+            (moves.RECEIVE, moves.ADVANCE, moves.LOOK_UP, moves.BEGIN, *SERIAL.each_batch[4:]),
             SERIAL.each_step,
-            "advance comes after begin",
+            "more than two steps; use begin, advance, receive",
         ),
         (
             (*SERIAL.each_batch, moves.UPDATE),
@@ -279,8 +333,8 @@ def train_two(world: World, config: Any) -> list[float]:
         ),
         (
             SERIAL.each_batch[2:],
-            (*SERIAL.each_step, ahead(moves.BEGIN), ahead(moves.ADVANCE)),
-            "begin ahead: goes beside",
+            (*SERIAL.each_step, moves.BEGIN, moves.ADVANCE),
+            "begin is a move of each batch",
         ),
         (
             (*OVERLAPPED.each_batch[:-1], moves.Move("push", "mine")),

@@ -27,8 +27,8 @@ def signal_in_step(monkeypatch, step, *numbers):
     """Send these while the step is under way."""
     real = Trainer.step
 
-    def signalled(self, batches, ahead=None):
-        loss = real(self, batches, ahead)
+    def signalled(self, batches):
+        loss = real(self, batches)
         if self.num_steps == step:
             for number in numbers:
                 signal.raise_signal(number)

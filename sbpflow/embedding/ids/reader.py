@@ -33,15 +33,12 @@ class IdCheck:
     step that trains on it, with row 0 in its place: other ranks already wait for these ids.
     """
 
-    deferred: bool  # whether a bad id may wait, else it raises
     error: DataError | None = None  # for the first bad id
     flagged: list[LateRead] = field(default_factory=list[LateRead])  # on CUDA, not yet on the host
     replaced: Tensor | None = None  # [features] int64, under the policies clamp and hash
 
     def fail(self, error: DataError) -> None:
-        """Raise ``error``, or keep it if it is the first."""
-        if not self.deferred:
-            raise error
+        """Keep ``error`` if it is the first."""
         self.error = self.error or error
 
     def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
@@ -91,13 +88,22 @@ class IdReader:
         self._known_to_fit = False
         self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
 
-    def read(self, ids: Ids, check: IdCheck) -> BatchIds:
+    def read(self, ids: Ids, check: IdCheck | None = None) -> BatchIds:
         """[samples, columns] in the plan's order, such a matrix with lists (``BatchIds``), or
         {feature: [samples], [samples, hotness] or Bags}. Raises DataError naming the feature for
-        what is missing or misshapen; what is out of range goes to ``check``.
+        what is missing or misshapen. What is out of range goes to ``check``, for the batch's turn;
+        without one its turn is now.
 
         ``BatchIds`` are passed on as they are where their bounds fit the tables.
         """
+        found = check or IdCheck()
+        read = self._read(ids, found)
+        if check is None:
+            self.raise_flagged(found)
+            self.account(found)
+        return read
+
+    def _read(self, ids: Ids, check: IdCheck) -> BatchIds:
         if isinstance(ids, BatchIds):
             if self._fits(ids):
                 return BatchIds(ids.matrix, self._looked_up(ids.lists))
