@@ -105,11 +105,25 @@ def test_tensorboard_has_each_step_once_after_interruptions(synth_set, tmp_path,
     assert [one.value for one in shown] == pytest.approx([event["loss"] for event in told])
 
 
-def interrupted(synth_set, folder, monkeypatch, at=9):
+def interrupted(synth_set, folder, monkeypatch, at=9, *more):
     with monkeypatch.context() as patch:
         interrupt(patch, at)
         with pytest.raises(Interrupted):
-            run(synth_set, folder)
+            run(synth_set, folder, *more)
+
+
+@pytest.mark.parametrize("lookaheads", [(16, 0), (0, 4)])
+def test_a_run_goes_on_bit_for_bit_under_another_lookahead(
+    synth_set, whole, tmp_path, monkeypatch, lookaheads
+):
+    """The window runs over the end of the epoch (step 10) and over evaluations."""
+    before, after = (f"train.lookahead={number}" for number in lookaheads)
+    interrupted(synth_set, tmp_path, monkeypatch, 9, before)
+    assert run(synth_set, tmp_path, after) == 0
+    assert events(tmp_path) == events(whole)
+    one, two = (open_checkpoint(folder / "checkpoints" / "step-20") for folder in (whole, tmp_path))
+    for name in one.tensors:
+        assert one.tensor(name).equal(two.tensor(name)), name
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(

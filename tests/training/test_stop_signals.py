@@ -55,6 +55,23 @@ def test_a_signal_saves_the_step_under_way_and_ends(
     assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == list(range(1, 10))
 
 
+def test_the_window_is_drained_before_the_run_leaves(synth_set, tmp_path, monkeypatch, watched):
+    drained = []
+    real = Trainer.drain
+
+    def drain(self):
+        drained.append((self.num_steps, self.num_announced))
+        real(self)
+
+    with monkeypatch.context() as patch:
+        signal_in_step(patch, 6, signal.SIGTERM)
+        patch.setattr(Trainer, "drain", drain)
+        with pytest.raises(launch.Terminated):
+            run(synth_set, tmp_path, "train.lookahead=4")
+    assert drained == [(6, 4)]
+    assert saved(tmp_path)[0] == "step-6"
+
+
 def test_a_second_signal_ends_it_without_a_save(synth_set, tmp_path, monkeypatch, watched):
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(launch.Terminated):
