@@ -10,6 +10,7 @@ first rows are read, at any moment of the start (imports, the meeting of the ran
 SIGINT to all ranks, which save and end. The losses of every step and the final scores must equal,
 bit for bit, those of a run that nobody interrupts; no checkpoint that was complete may be lost,
 every rank must leave, and a run that came to its end leaves neither process nor temporary file.
+Each start takes another ``train.lookahead``.
 """
 
 import argparse
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
+LOOKAHEADS = (0, 1, 4, 16)
 START_S, END_S = 120.0, 60.0  # limits: for a first step, and for ranks to leave after a kill
 
 
@@ -176,6 +178,11 @@ class Campaign:
     def log(self) -> Path:
         return self.folder.with_suffix(".log")
 
+    def _start(self) -> Ranks:
+        """Each start of a run may exchange ids another number of batches ahead."""
+        lookahead = f"train.lookahead={self.chance.choice(LOOKAHEADS)}"
+        return start(self.data, self.folder, self.log, self.size, lookahead)
+
     def saved(self) -> int:
         """The step of the newest checkpoint, every byte of which is as it was written; 0: none."""
         found = list_checkpoints(self.folder / "checkpoints")
@@ -189,7 +196,7 @@ class Campaign:
         if kind in ("load", "read") and not saved:
             kind = "one"  # there is nothing to load yet
         said = self._told_to_go_on()
-        ranks = start(self.data, self.folder, self.log, self.size)
+        ranks = self._start()
         if not self._came(kind, ranks, before, said):
             ranks.signal(signal.SIGKILL)
             ranks.codes(END_S)
@@ -245,7 +252,7 @@ class Campaign:
 
     def finish(self) -> None:
         """Let it run to its end; RuntimeError if it fails."""
-        codes = start(self.data, self.folder, self.log, self.size).codes(300.0)
+        codes = self._start().codes(300.0)
         if any(codes):
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
 
