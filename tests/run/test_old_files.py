@@ -1,0 +1,293 @@
+"""Files that earlier versions wrote are read, or refused with a message that says what to do.
+
+``tests/fixtures/COMMIT`` has them, and ``expected.json`` there what they gave at that commit. A
+change that cannot read one any more says so in its message, and the test then expects that message
+and the way it names.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data import fields_of, load_manifest
+from data.__main__ import main as data_main
+from data.read.loaders import open_loaders
+from models.registry import MODELS
+from planner.choose import choose
+from planner.costs.cost import CostModel
+from planner.costs.profile import load as load_profile
+from planner.tables_file import read_tables
+from planner.task import plan_from_yaml
+from sbpflow.__main__ import checkpoint as checkpoint_command
+from sbpflow.__main__ import predict, report
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.config.load import load_config
+from sbpflow.run import resume
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import build_job
+from sbpflow.run.plan_file import plan_from_json
+from sbpflow.run.saved_model import saved_config, saved_layouts, saved_plan
+from sbpflow.runtime.versions import minor
+from sbpflow.runtime.world import World
+from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_digest
+
+OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
+EXPECTED = json.loads((OLD / "expected.json").read_text())
+LAYOUTS = EXPECTED["layouts"]
+# The files may have been made on another CPU, whose exp and log differ in the last of 53 bits, and
+# whose sums go in another order; a few steps of training make some 1e3 times as much of it.
+FLOAT64 = 1e-10
+# Rows and vectors of 8 bits: a value at the middle between two may be rounded to the other one.
+BFLOAT16 = 1e-3
+# Logits of float32, by sums in another order.
+FLOAT32 = 1e-5
+
+
+@pytest.mark.parametrize("name", EXPECTED["sets"])
+def test_a_set_is_verified_and_gives_the_rows_it_had(name):
+    assert data_main(["verify", str(OLD / name)]) == 0
+    assert row_digests(rows_of(OLD / name)) == EXPECTED["sets"][name]
+
+
+def test_new_rows_get_the_ids_of_an_old_vocabulary(tmp_path):
+    words = ["encode", "--like", OLD / "set", "--input", OLD / "input/tomorrow.csv", "--output"]
+    assert data_main([*map(str, words), str(tmp_path / "set")]) == 0
+    found, expected = rows_of(tmp_path / "set")["test"], rows_of(OLD / "tomorrow")["test"]
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        # Logarithms of another CPU may differ in the last bit.
+        bound = 1e-6 if name == "dense" else 0
+        np.testing.assert_allclose(found[name], values, rtol=bound, atol=0, err_msg=name)
+
+
+def test_an_old_set_grows(tmp_path):
+    like = ["prepare", "--input", OLD / "input/more.csv", "--like", OLD / "set", "--grow"]
+    words = [*like, "--split", "time:ts<2024-04-14,ts<2024-04-16", "--output", tmp_path / "set"]
+    assert data_main([*map(str, words)]) == 0
+    found, expected = rows_of(tmp_path / "set"), rows_of(OLD / "grown")
+    for split, arrays in expected.items():
+        for name in ("ids", "values", "lengths", "group", "time"):
+            np.testing.assert_array_equal(found[split][name], arrays[name], err_msg=name)
+
+
+def _go_on(world: World, name: str, steps: int, data: str = "set"):
+    """Restore a checkpoint on these ranks; what they hold then, losses from there on, and what
+    they hold at the end. Where it was saved on as many, under the plan that it has.
+    """
+    path = OLD / "checkpoints" / name
+    saved, manifest = open_checkpoint(path), load_manifest(OLD / data)
+    config = saved_config(saved, [f"data.path={OLD / data}"], models=MODELS, own_model=None)
+    config, planned = saved_layouts(saved, config, world.size)
+    spec, plan = plan_run(
+        config, fields_of(manifest), world_size=world.size, device_type="cpu", planned=planned
+    )
+    if saved.documents["world_size"] == world.size:
+        plan = saved_plan(saved, plan, config.parallel.kernel)
+        assert plan is not None, f"{name}: the plan that was saved is not the plan of today"
+    boxing = Boxing(world)
+    job = build_job(config, spec, plan, boxing)
+    facts = resume.DataFacts(
+        path=str(manifest.path),
+        fingerprint=manifest.fingerprint,
+        vocabulary_digest=manifest.vocabulary_digest,
+        ancestors=tuple(one.digest for one in manifest.ancestors),
+    )
+    decision = resume.Decision(folder=path.parent, run="", newest=path)
+    start = resume.load(decision, job, facts, boxing)
+    before = _held(job)
+    loaders = open_loaders(
+        manifest,
+        config.data,
+        world.rank,
+        world.size,
+        seed=config.run.seed,
+        device=world.device,
+        crosses=spec.hashed_columns,
+    )
+    loader = loaders["train"]
+    if start.cursor is not None:
+        loader.load_state_dict(start.cursor)
+    batches = zip(range(steps), loader.epoch(start.epoch), strict=False)
+    losses = [float(job.trainer.step(batch)) for _, batch in batches]
+    after = _held(job)
+    for one in loaders.values():
+        one.close()
+    return before, losses, after
+
+
+def _held(job):
+    """This rank's rectangles by name: shape of the whole, and place and values of each part."""
+    return {
+        name: (
+            tuple(tensor.shape),
+            [
+                (slice(r.row_start, r.row_stop), slice(r.col_start, r.col_stop), _sent(r.values))
+                for r in tensor.rectangles
+            ],
+        )
+        for name, tensor in job.state().items()
+    }
+
+
+def _sent(values):
+    """As numpy, which has no bfloat16, can send it between processes: bits, and what they are."""
+    own = values.detach().clone()
+    return own.view(torch.int16).numpy() if own.dtype == torch.bfloat16 else own.numpy()
+
+
+def whole(held):
+    """The logical tensors from what all ranks hold; copies must be equal."""
+    tensors = {}
+    for name, (shape, _) in held[0].items():
+        pieces = [piece for of_rank in held for piece in of_rank[name][1]]
+        flat = np.zeros((shape[0] if shape else 1, int(np.prod(shape[1:]))), pieces[0][2].dtype)
+        filled = np.zeros(flat.shape, dtype=bool)
+        for rows, columns, values in pieces:
+            part, seen = values.reshape(flat[rows, columns].shape), filled[rows, columns]
+            assert (part[seen] == flat[rows, columns][seen]).all(), f"{name}: copies differ"
+            flat[rows, columns], filled[rows, columns] = part, True
+        assert filled.all(), f"{name}: a part is on no rank"
+        tensor = torch.from_numpy(flat.reshape(shape))
+        tensors[name] = tensor.view(torch.bfloat16) if flat.dtype == np.int16 else tensor
+    return tensors
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "per-shard"])
+def test_a_checkpoint_has_the_values_it_had_and_training_goes_on(ranks, name, size):
+    expected = LAYOUTS[name]
+    results = ranks(size, _go_on, name, len(expected["losses"]))
+    restored = whole([before for before, _, _ in results])
+    digests = {key: tensor_digest(tensor) for key, tensor in restored.items()}
+    assert digests == expected["tensors"]
+    for _, losses, _ in results:
+        assert losses == pytest.approx(expected["losses"], rel=FLOAT64)
+    assert norms(whole([after for _, _, after in results])) == pytest.approx(
+        expected["norms"], rel=FLOAT64, abs=FLOAT64
+    )
+
+
+def test_state_by_column_shard_goes_on_under_these_shards_alone(ranks):
+    """And rows of bfloat16, which travel as bfloat16."""
+    expected = LAYOUTS["per-shard"]
+    results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
+    restored = whole([before for before, _, _ in results])
+    assert {key: tensor_digest(t) for key, t in restored.items()} == expected["tensors"]
+    assert restored["tables/deep.code"].dtype == torch.bfloat16
+    assert results[0][1] == pytest.approx(expected["losses"], rel=BFLOAT16)
+    found = norms(whole([after for _, _, after in results]))
+    assert found == pytest.approx(expected["norms"], rel=BFLOAT16, abs=1e-6)
+    with pytest.raises(AssertionError, match="use the layout and row_state of then"):
+        ranks(1, _go_on, "per-shard", 1)
+
+
+def test_an_old_checkpoint_goes_on_with_the_set_that_grew(ranks):
+    ((before, losses, _),) = ranks(1, _go_on, "rowwise-reduce", 1, "grown")
+    assert np.isfinite(losses).all()
+    found, saved = whole([before]), open_checkpoint(OLD / "checkpoints/rowwise-reduce")
+    grew = [name for name in found if found[name].shape != saved.saved(name).shape]
+    assert {"tables/deep.shop", "tables/deep.shop/sum"} <= set(grew)
+    for name in grew:
+        old = saved.tensor(name)
+        assert torch.equal(found[name][: len(old)], old), name
+
+
+@pytest.mark.parametrize("name", ["run", "interrupted", "planned"])
+def test_the_files_of_a_run_are_read(name, tmp_path, capsys):
+    assert report([str(OLD / name), "--output", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    assert checkpoint_command(["verify", str(OLD / name)]) == 0
+    assert "step-" in capsys.readouterr().out
+    kept = json.loads((OLD / name / "plan.json").read_text())
+    assert plan_from_json(json.dumps(kept)).world_size == (1 if name == "interrupted" else 2)
+
+
+def test_an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not(tmp_path):
+    expected = EXPECTED["interrupted"]
+    shutil.copytree(OLD / "interrupted", tmp_path / "run")
+    stopped = events(tmp_path / "run")
+    assert stopped[-1]["step"] == 11, "it is interrupted behind its last checkpoint"
+    words = [f"data.path={OLD / 'set'}", f"run.dir={tmp_path / 'run'}", *expected["words"]]
+    assert train.main(["--config", str(OLD / "input/base.yaml"), *words]) == 0
+    found = events(tmp_path / "run")
+    assert [one["step"] for one in found if one["event"] == "step"] == list(range(1, 21))
+    assert len(found) == len(expected["events"])
+    for one, other in zip(found, expected["events"], strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            same = value if isinstance(value, str) else pytest.approx(value, rel=FLOAT64)
+            assert one[key] == same, (other, key)
+    assert not list(tmp_path.glob("run/previous-*"))
+
+
+def test_predictions_of_a_finished_run_are_what_they_were(tmp_path):
+    pl = pytest.importorskip("polars")
+    words = ["--checkpoint", str(OLD / "run"), "--output"]
+    for kind, source in (("scores", "set"), ("raw_scores", "input/tomorrow.csv")):
+        file = tmp_path / f"{kind}.parquet"
+        assert predict([*words, str(file), "--input", str(OLD / source)]) == 0
+        scores = pl.read_parquet(file)["score"].to_list()
+        assert scores == pytest.approx(EXPECTED["finished"][kind], abs=FLOAT32)
+
+
+def test_an_exported_model_scores_as_its_run():
+    writer = json.loads((OLD / "export/model.json").read_text())
+    wrote = writer["versions"]["torch"]
+    mine, its = (tuple(map(int, minor(one).split("."))) for one in (torch.__version__, wrote))
+    if mine < its:
+        pytest.skip(f"torch {torch.__version__} reads no model.pt2 of the newer torch {wrote}")
+    model = torch.export.load(OLD / "export/model.pt2").module()
+    rows = {name: torch.from_numpy(array) for name, array in rows_of(OLD / "set")["test"].items()}
+    lengths, bags = rows["lengths"], {}
+    starts = rows["lengths"].reshape(-1).cumsum(0).reshape(lengths.shape) - lengths
+    names = ["tags", "words", "seen"]
+    assert sorted(names) == sorted(writer["inputs"]["bags"])
+    for place, name in enumerate(names):
+        pieces = [
+            slice(int(start), int(start + length))
+            for start, length in zip(starts[:, place], lengths[:, place], strict=True)
+        ]
+        own = [torch.cat([rows[kind][p] for p in pieces]) for kind in ("values", "value_weights")]
+        weighted = len(writer["inputs"]["bags"][name]) == 3
+        bags[name] = (own[0], lengths[:, place].contiguous(), *own[1:][:weighted])
+    scores = model(rows["ids"], rows["dense"], bags).sigmoid().tolist()
+    assert scores == pytest.approx(EXPECTED["finished"]["scores"], abs=FLOAT32)
+
+
+def test_exported_tensors_are_those_of_the_checkpoint():
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    (path,) = (OLD / "run/checkpoints").glob("step-*")
+    saved = open_checkpoint(path)
+    same, half = (load_file(OLD / f / "model.safetensors") for f in ("export", "export-float16"))
+    assert {"tables/deep.code", "tables/wide.shop", "dense/mlp.0.weight"} <= same.keys()
+    for name, tensor in same.items():
+        assert torch.equal(tensor, saved.tensor(name)), name
+        if name.startswith("tables/"):
+            assert torch.equal(half[name], tensor.half()), name
+
+
+def test_an_old_calibration_plans_and_an_old_plan_is_priced():
+    profile = load_profile(OLD / "profile.json")
+    cost = CostModel(profile).of(read_tables(OLD / "tables.json").task(2))
+    given = plan_from_yaml(OLD / "plan.yaml", cost.task)
+    old, new = cost.predict(given).step_ms, cost.predict(choose(cost)).step_ms
+    assert 0 < old < 1000
+    assert new <= old * (1 + 1e-9), "a search of today finds nothing worse"
+
+
+def test_a_run_takes_the_plan_that_an_old_run_was_given():
+    tables = OLD / "planned/tables.yaml"
+    saved = plan_from_json((OLD / "planned/plan.json").read_text())
+    words = [f"parallel.plan={tables}", "model={name: wdl, hidden: [6], wide: {crosses: []}}"]
+    config = load_config(OLD / "input/base.yaml", words, models=MODELS)
+    fields = fields_of(load_manifest(OLD / "plain"))
+    _, plan = plan_run(config, fields, world_size=2, device_type="cpu")
+    assert {n: str(layout.layout) for n, layout in plan.layouts.items()} == {
+        n: str(layout.layout) for n, layout in saved.layouts.items()
+    }
