@@ -231,12 +231,7 @@ class RowLoader:
         return ids
 
     def _identity(self) -> State:
-        return {
-            "fingerprint": self._manifest.fingerprint,
-            "split": self._split,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
+        return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
         """Epoch and row cursor, and what must be equal for them to mean the same rows.
@@ -245,16 +240,23 @@ class RowLoader:
         it has not trained on yet passes ``batch.cursor`` of the last one that it has.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
-        return {"epoch": epoch, "cursor": row, **self._identity()}
+        made = self._manifest
+        digests = {"fingerprint": made.fingerprint, "content_id": made.content_id}
+        return {"epoch": epoch, "cursor": row, **digests, **self._identity()}
 
     def state_after(self, batch: Batch) -> State:
         """The state with which a read goes on after ``batch``, whatever was delivered since."""
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
+        """Go on from ``state``; DataError when it is of other rows, split, seed or shuffle."""
         self._check_open("load_state_dict")
-        for key, value in self._identity().items():
+        wanted = self._identity()
+        if state.get("fingerprint") != self._manifest.fingerprint:
+            # States of earlier versions have the fingerprint alone.
+            key = "content_id" if "content_id" in state else "fingerprint"
+            wanted = {key: getattr(self._manifest, key), **wanted}
+        for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
                     f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, this one "
