@@ -9,6 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,20 @@ def _power(sizes: NDArray[np.int64]) -> Words:
     """x to the number of bits of so many bytes: what moves a checksum past them."""
     exponents = (sizes % _ORDER) * 8 % _ORDER
     powers = np.full(len(sizes), _ONE)
-    factor = np.array([1 << 30], dtype=np.uint32)  # x
-    for bit in range(32):
+    for bit, factor in enumerate(_squares()):
         chosen = np.flatnonzero(exponents >> bit & 1)
-        powers[chosen] = _times(powers[chosen], factor)
-        factor = _times(factor, factor)
+        if len(chosen):
+            powers[chosen] = _times(powers[chosen], factor)
     return powers
+
+
+@cache
+def _squares() -> tuple[Words, ...]:
+    """x, and each the square of the one before it: the powers 1, 2, 4, ... of x."""
+    squares = [np.array([1 << 30], dtype=np.uint32)]
+    while len(squares) < 32:
+        squares.append(_times(squares[-1], squares[-1]))
+    return tuple(squares)
 
 
 def _times(a: Words, b: Words) -> Words:

@@ -186,7 +186,8 @@ class Manifest:
         """A digest of rows, their order, splits and vocabularies: of what a run reads.
 
         It follows from the manifest alone, so sets of earlier versions have one too. Inputs,
-        options, versions and the places where shards end do not count.
+        options, versions and the places where shards end do not count. Row keys of text count as
+        one text, whatever the places where one key ends.
         """
         return digest(
             {
