@@ -8,6 +8,7 @@ checksums of all these files included, and so guards one set of files; the conte
 the rows are, and is equal for the same rows from other inputs, versions or shards.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -317,6 +318,24 @@ def check_unchanged(manifest: Manifest) -> None:
             f"{str(now)[:16]}, opened as {manifest.fingerprint[:16]}); load its manifest again and "
             "start a new read, or put the old set back"
         )
+
+
+class UnchangedSet:
+    """``check_unchanged`` where it is asked often: reads the manifest only if its file changed."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._seen: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """DataError unless the set in the folder still is the one that was opened."""
+        now: tuple[int, ...] = ()
+        with contextlib.suppress(OSError):
+            found = (self._manifest.path / MANIFEST).stat()
+            now = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+        if not now or now != self._seen:
+            check_unchanged(self._manifest)
+            self._seen = now
 
 
 def _checked(file: Path, raw: object) -> Mapping[str, Any]:
