@@ -1,7 +1,6 @@
 """Splits with more shards than a process may map: equal batches, and a bounded number of maps."""
 
 import gc
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,13 @@ import torch
 from data import open_loader
 from data.format.manifest import write_manifest
 from data.format.shards import SplitRows
+from data.prepare.options import PrepareOptions
 from data.read.order import SHUFFLES
 from sbpflow.errors import DataError
 from tests.data import full_set
 from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
+from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.data.test_read_lists import check
 
 MAPS = 40
@@ -93,9 +94,7 @@ def test_a_set_replaced_while_its_files_are_read_ends_the_read(tmp_path, shuffle
     loader = open_loader(manifest, batch_size=100, backend="memmap", shuffle=shuffle)
     batches = loader.epoch(0)
     next(batches)
-    shutil.rmtree(tmp_path / "set")
-    other = make_set(tmp_path / "set", 1500, shard_rows=5)
-    write_manifest(other.path, {**other.content, "source": "another"})
+    write_manifest(manifest.path, {**manifest.content, "source": "another"})
     with pytest.raises(DataError, match="replaced since it was opened"):
         list(batches)
 
@@ -107,8 +106,8 @@ def test_an_equal_set_put_in_its_place_is_read_on(tmp_path):
     expected = [batch.ids.clone() for batch in loader.epoch(0)]
     batches = loader.epoch(0)
     found = [next(batches).ids]
-    shutil.rmtree(tmp_path / "set")
-    make_set(tmp_path / "set", 1500, shard_rows=5)
+    for path in make_set(tmp_path / "again", 1500, shard_rows=5).path.iterdir():
+        path.replace(manifest.path / path.name)
     found += [batch.ids for batch in batches]
     assert all(map(torch.equal, found, expected))
 
@@ -147,3 +146,16 @@ def test_rows_of_a_split_are_read_by_ranges_whatever_is_mapped(tiny_shards):
     assert out[:, 3].tolist() == [10 * row for row in range(20, 120)]
     assert rows.view(30, 35) is not None
     assert rows.view(35, 40) is None  # the first file that is not mapped
+
+
+def test_pieces_grow_with_the_input():
+    options = PrepareOptions(inputs=(Path("day_0"),), output=Path("set"))
+    sizes = [options.sized_for(total).piece_bytes for total in (0, 1 << 38, (1 << 38) + 1, 1 << 40)]
+    assert sizes == [32 << 20, 32 << 20, 64 << 20, 128 << 20]
+
+
+def test_a_large_input_has_few_large_shards(tmp_path, monkeypatch):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(600))  # 170 kB
+    monkeypatch.setattr("data.prepare.options.MOST_PIECES", 4)
+    made = run_prepare(tmp_path / "set", rows, piece_bytes=4096)
+    assert 2 <= sum(len(made.shards(split)) for split in ("train", "val", "test")) <= 6
