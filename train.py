@@ -71,6 +71,7 @@ def train(
     data = resume.DataFacts(
         path=str(manifest.path),
         fingerprint=manifest.fingerprint,
+        content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,
         ancestors=tuple(one.digest for one in manifest.ancestors),
     )

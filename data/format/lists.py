@@ -7,29 +7,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest, Shard, check_unchanged
-from data.format.mapped_rows import MappedItems, MappedRows, Places
-from data.format.npy import map_array
+from data.format.manifest import Manifest, UnchangedSet, check_unchanged
+from data.format.mapped_rows import (
+    MappedItems,
+    MappedRows,
+    Places,
+    Rows,
+    mapped_of,
+    most_maps,
+    open_rows,
+)
 
 
-def _map_part(manifest: Manifest, split: str, name: str) -> "list[NDArray[Any]]":
-    """The maps of a part, one for each shard with rows."""
-    kind = manifest.part_types[name]
-
-    def one(shard: Shard) -> "NDArray[Any]":
-        part = shard.parts[name]
-        return map_array(manifest.path / part.file, kind.dtype, kind.shape(shard.rows, part.count))
-
-    return [one(shard) for shard in manifest.shards(split) if shard.rows]
+def _open_part(manifest: Manifest, split: str, name: str, most: int) -> list[Rows]:
+    """The files of a part, one for each shard with rows; the first ``most`` are mapped."""
+    kind, folder = manifest.part_types[name], manifest.path
+    found = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
+    files = [
+        (folder / part.file, kind.dtype, kind.shape(shard.rows, part.count))
+        for shard, part in found
+    ]
+    return open_rows(files, most, UnchangedSet(manifest).check)
 
 
 class SplitPart(MappedRows):
     """A part with an entry per row of a split, such as ``lengths``, ``weight`` or ``time``."""
 
-    def __init__(self, manifest: Manifest, split: str, name: str) -> None:
+    def __init__(self, manifest: Manifest, split: str, name: str, most: int | None = None) -> None:
         kind = manifest.part_types[name]
         none = np.empty((0, *kind.tail), dtype=kind.dtype)
-        super().__init__(_map_part(manifest, split, name), none)
+        most = most_maps() if most is None else most
+        super().__init__(_open_part(manifest, split, name, most), none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +61,39 @@ class SplitLists:
 
     That is the order in which the engine takes them. Row numbers count from the split's first row,
     and maps are copy-on-write, as those of ``SplitRows``. Not for a set without ragged fields.
+    ``most`` files of each part are mapped.
     """
 
-    def __init__(self, manifest: Manifest, split: str) -> None:
+    def __init__(self, manifest: Manifest, split: str, most: int | None = None) -> None:
+        if most is None:
+            most = max(1, most_maps() // (3 + manifest.weighted))
         try:
-            self.lengths = SplitPart(manifest, split, "lengths")
-            starts = _map_part(manifest, split, "starts")
-            self._values = _map_part(manifest, split, "values")
+            self.lengths = SplitPart(manifest, split, "lengths", most)
+            self._starts = _open_part(manifest, split, "starts", most)
+            self._values = _open_part(manifest, split, "values", most)
             self._weights = (
-                _map_part(manifest, split, "value_weights") if manifest.weighted else None
+                _open_part(manifest, split, "value_weights", most) if manifest.weighted else None
             )
         finally:
             check_unchanged(manifest)
-        self._starts = MappedItems(starts)
+        self._mapped_starts = MappedItems(mapped_of(self._starts))
 
     def find(self, firsts: Places, lengths: Places) -> Extents:
         """Where the ids of the rows of these runs are."""
         pieces, counts = self._within_maps(firsts, lengths)
         maps, local = self.lengths.maps_of(pieces)
         ends = np.empty((2, len(pieces)), dtype=np.int64)
-        if len(pieces):
-            places = self._starts.offsets[maps] + local
-            self._starts.copy(np.concatenate([places, places + counts]), ends.reshape(-1), 1)
+        offsets = self._mapped_starts.offsets
+        mapped = np.flatnonzero(maps < len(offsets))
+        if len(mapped):
+            places = offsets[maps[mapped]] + local[mapped]
+            found = np.empty(2 * len(mapped), dtype=np.int64)
+            self._mapped_starts.copy(np.concatenate([places, places + counts[mapped]]), found, 1)
+            ends[:, mapped] = found.reshape(2, -1)
+        for index in np.flatnonzero(maps >= len(offsets)).tolist():
+            row, count = int(local[index]), int(counts[index])
+            starts = self._starts[int(maps[index])][row : row + count + 1]
+            ends[:, index] = starts[0], starts[-1]
         return Extents((firsts, lengths), maps, ends[0], ends[1])
 
     def _within_maps(self, firsts: Places, lengths: Places) -> tuple[Places, Places]:
@@ -103,10 +122,11 @@ class SplitLists:
     def close(self) -> None:
         """Drop the maps."""
         self.lengths.close()
-        self._values, self._weights, self._starts = [], None, MappedItems([])
+        self._values, self._weights, self._starts = [], None, []
+        self._mapped_starts = MappedItems([])
 
 
-def _copy(maps: "list[NDArray[Any]]", found: Extents, out: "NDArray[Any]") -> None:
+def _copy(maps: list[Rows], found: Extents, out: "NDArray[Any]") -> None:
     done = 0
     for index, low, high in _each(found):
         out[done : done + high - low] = maps[index][low:high]

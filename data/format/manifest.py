@@ -4,11 +4,12 @@ A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 w
 [rows, 1 + dense + fixed ids]: label, dense values (both float32 bit patterns), the ids of fields
 with a fixed number of them; beside each shard its lists and side columns (``data.format.parts``),
 in ``vocabulary/`` which value has which id. The fingerprint covers everything in the manifest, the
-checksums of all these files included.
+checksums of all these files included, and so guards one set of files; the content ID covers what
+the rows are, and is equal for the same rows from other inputs, versions or shards.
 """
 
+import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,8 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from data.format.content_id import digest, rows_crc32
 from data.format.manifest_check import SPLITS, check_content
-from data.format.parts import LENGTH_TYPES, PartType, Role, SideColumn, part_types
+from data.format.parts import LENGTH_TYPES, PLACES_IN_SHARD, PartType, Role, SideColumn, part_types
 from data.format.remake import how_to_remake
 from data.format.schema import Field
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
@@ -180,6 +182,44 @@ class Manifest:
         """A digest of the manifest; equal only for equal sets."""
         return cast("str", self.content["fingerprint"])
 
+    @cached_property
+    def content_id(self) -> str:
+        """A digest of rows, their order, splits and vocabularies: of what a run reads.
+
+        It follows from the manifest alone, so sets of earlier versions have one too. Inputs,
+        options, versions and the places where shards end do not count. Row keys of text count as
+        one text, whatever the places where one key ends.
+        """
+        return digest(
+            {
+                "dense": [
+                    [entry["name"], entry.get("transform")] for entry in self.content["dense"]
+                ],
+                "fields": [asdict(field) for field in self.fields],
+                "side": [asdict(column) for column in self.side],
+                "labelled": self.labelled,
+                "vocabulary": self.vocabulary_digest,
+                "splits": {split: self._rows_facts(split) for split in SPLITS},
+            }
+        )
+
+    def _rows_facts(self, split: str) -> dict[str, int]:
+        """The number of rows of a split, and the crc32 of all of its words and of each part."""
+        shards = self.shards(split)
+        shapes = [(shard.rows, self.num_words) for shard in shards]
+        facts = {
+            "rows": self.splits[split],
+            "words": rows_crc32("<i4", shapes, [shard.crc32 for shard in shards]),
+        }
+        for name, kind in self.part_types.items():
+            if name in PLACES_IN_SHARD:
+                continue
+            parts = [shard.parts[name] for shard in shards]
+            pairs = zip(shards, parts, strict=True)
+            shapes = [kind.shape(shard.rows, part.count) for shard, part in pairs]
+            facts[name] = rows_crc32(kind.dtype, shapes, [part.crc32 for part in parts])
+        return facts
+
     @property
     def bayes(self) -> Bayes | None:
         """The known ceiling of a generated set; None for real rows."""
@@ -230,8 +270,7 @@ def shard_entry(shard: Shard) -> dict[str, Any]:
 
 def fingerprint_of(content: Mapping[str, Any]) -> str:
     """sha256 of the canonical JSON of ``content`` without its own fingerprint."""
-    rest = {key: value for key, value in content.items() if key != "fingerprint"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return digest({key: value for key, value in content.items() if key != "fingerprint"})
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
@@ -279,6 +318,24 @@ def check_unchanged(manifest: Manifest) -> None:
             f"{str(now)[:16]}, opened as {manifest.fingerprint[:16]}); load its manifest again and "
             "start a new read, or put the old set back"
         )
+
+
+class UnchangedSet:
+    """``check_unchanged`` where it is asked often: reads the manifest only if its file changed."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._seen: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """DataError unless the set in the folder still is the one that was opened."""
+        now: tuple[int, ...] = ()
+        with contextlib.suppress(OSError):
+            found = (self._manifest.path / MANIFEST).stat()
+            now = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+        if not now or now != self._seen:
+            check_unchanged(self._manifest)
+            self._seen = now
 
 
 def _checked(file: Path, raw: object) -> Mapping[str, Any]:

@@ -28,6 +28,8 @@ of which there may be several; of the others there is one at most."""
 LENGTH_TYPES = ("|u1", "<u2")
 COUNTED_PARTS = ("values", "value_weights", "row_key_bytes")
 """Parts whose length the number of rows does not say."""
+PLACES_IN_SHARD = ("starts", "row_key_ends")
+"""Parts that count from the first row of their shard: the same rows in other shards differ here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest, Part, Shard, check_unchanged
-from data.format.mapped_rows import MappedRows
-from data.format.npy import check_array, map_array, read_array, write_array
+from data.format.manifest import Manifest, Part, Shard, UnchangedSet, check_unchanged
+from data.format.mapped_rows import MappedRows, most_maps, open_rows
+from data.format.npy import check_array, read_array, write_array
 from data.format.parts import COUNTED_PARTS
 
 Words = NDArray[np.int32]
@@ -49,20 +49,39 @@ class SplitRows(MappedRows):
 
     The maps are copy-on-write: who writes into a view changes no file, but does change what this
     object reads afterwards. They are of the set that ``manifest`` describes: one that was put in
-    its place since raises DataError.
+    its place since raises DataError. Of the shards ``most`` are mapped (as many as a reader of a
+    split may, if not said), and the others are read from.
     """
 
-    def __init__(self, manifest: Manifest, split: str) -> None:
-        shards = [shard for shard in manifest.shards(split) if shard.rows]
+    def __init__(self, manifest: Manifest, split: str, most: int | None = None) -> None:
         try:
-            maps = [
-                map_array(manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
-                for shard in shards
-            ]
+            maps = open_rows(
+                _word_files(manifest, split),
+                most_maps() if most is None else most,
+                UnchangedSet(manifest).check,
+            )
         finally:  # also where a shard does not fit: that the set was replaced says more
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
+
+
+def check_shards(manifest: Manifest, split: str) -> None:
+    """DataError unless the set is the one opened, and its shards of ``split`` have their sizes."""
+    try:
+        for file in _word_files(manifest, split):
+            check_array(*file)
+    finally:
+        check_unchanged(manifest)
+
+
+def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[int, ...]]]:
+    """Path, dtype and shape of the shards that have rows."""
+    return [
+        (manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
+        for shard in manifest.shards(split)
+        if shard.rows
+    ]
 
 
 class RowFiles:

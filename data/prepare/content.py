@@ -10,12 +10,12 @@ import polars as pl
 
 from data.format.manifest import SPLITS, Manifest
 from data.format.vocabulary import HOW_TO_HAVE_VALUES
+from data.prepare.bad_rows import Staged, bad_counts
 from data.prepare.encode import Record, length_type
 from data.prepare.options import PrepareOptions
 from data.prepare.pieces import columns_of
 from data.prepare.schema_file import schema_from
 from data.prepare.source import Input
-from data.prepare.stage import Staged, bad_counts
 from sbpflow import __version__
 from sbpflow.errors import ConfigError
 

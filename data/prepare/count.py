@@ -21,12 +21,13 @@ from data.format.vocabulary import (
     Vocabulary,
     open_vocabularies,
 )
+from data.prepare.bad_rows import Staged
 from data.prepare.counts_file import COUNTS_KEYS, counts_record, read_counts, write_counts
 from data.prepare.distinct import FieldCounts, count_fields, spilled
 from data.prepare.fit import Values, fit
 from data.prepare.keep import Kept, keep_values, load, save
 from data.prepare.options import PrepareOptions
-from data.prepare.stage import Staged, list_file
+from data.prepare.stage import list_file
 from data.prepare.workspace import DamagedWork, read_record, write_record
 
 

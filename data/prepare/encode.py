@@ -17,8 +17,9 @@ from data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from data.format.schema import CHECK, MISSING_ID, RARE_ID, SPLIT_COLUMN, Number
 from data.format.shards import Words, write_shard
 from data.format.vocabulary import Vocabulary
+from data.prepare.bad_rows import Staged
 from data.prepare.options import PrepareOptions
-from data.prepare.stage import ENCODED_KEYS, Staged, encoded_record, list_file, staged_files
+from data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
 from data.prepare.transforms import bucket_ids, transform
 from data.prepare.workspace import DamagedWork, read_record, write_record
 

@@ -11,6 +11,10 @@ from data.prepare.split import SplitRule
 from data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
+MOST_PIECES = 8192
+"""A piece becomes a shard per split, and every shard a memory map of a run: Linux lets a process
+have 65,530 maps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
@@ -27,6 +31,7 @@ class PrepareOptions:
     """Table rows of the fields that are hashed instead of getting a vocabulary."""
     seed: int = 7
     piece_bytes: int = 32 << 20
+    """Of text; doubled until the input has no more than ``MOST_PIECES`` pieces."""
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
@@ -70,6 +75,13 @@ class PrepareOptions:
         """What the keys of a field are made of; None for a cross."""
         names = self.schema.sparse
         return self.schema.kind(field_name) if field_name in names else None
+
+    def sized_for(self, num_bytes: int) -> "PrepareOptions":
+        """With pieces so large that an input of ``num_bytes`` does not have too many."""
+        size = self.piece_bytes
+        while size * MOST_PIECES < num_bytes:
+            size *= 2
+        return replace(self, piece_bytes=size)
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot work, before anything is read."""

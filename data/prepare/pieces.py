@@ -4,16 +4,18 @@ Piece k of a plain file is found by its place (``data.prepare.source``); packed 
 quotes, whose line ends may be parts of cells, is read from the start on.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import IO
 
-from data.format.schema import Schema
+from data.format.schema import SEPARATORS, Schema
 from data.prepare.csv_text import count_byte, split_cells
 from data.prepare.remote import InputPath
 from data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
 from data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
+_SHOWN_COLUMNS = 8
 _MOST_QUOTED_BYTES = 1 << 16
 """A quoted cell ends within so many bytes of a piece's end, or its quote has no partner."""
 
@@ -26,7 +28,14 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     if source.is_table:
         columns = table_columns(source.path)
     elif schema.header:
-        columns = tuple(split_cells(_first_line(source.path), schema))
+        line = _first_line(source.path)
+        if not line:
+            what = "its first line is empty" if source.num_bytes else "is empty"
+            raise DataError(
+                f"{source.path}: {what}; with `header: true` in the --schema file the first line "
+                f"names the columns, such as {schema.separator.join(schema.used[:4])!r}"
+            )
+        columns = tuple(split_cells(line, schema))
     else:
         columns = schema.columns
         if may_lack_labels:
@@ -39,11 +48,24 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     labels = (schema.label, *schema.labels) if may_lack_labels else ()
     wanted = [name for name in schema.used if name not in labels]
     if absent := [name for name in wanted if name not in columns]:
+        more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
         raise DataError(
-            f"{source.path}: no column {absent[0]!r}; it has {', '.join(columns[:8])}, ...; "
-            "name its columns in a --schema file"
+            f"{source.path}: no column {absent[0]!r}; it has "
+            f"{', '.join(columns[:_SHOWN_COLUMNS])}{more}; "
+            f"{_how_to_find(absent[0], columns, schema)}"
         )
     return columns
+
+
+def _how_to_find(name: str, columns: Sequence[str], schema: Schema) -> str:
+    """What in the schema may keep a column from being found."""
+    for mark in SEPARATORS:
+        cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
+        if mark != schema.separator and len(columns) == 1 and name in cells:
+            return f"write `separator: {json.dumps(mark)}` in the --schema file"
+    if schema.quote is None and f'"{name}"' in columns:
+        return "write `quote: '\"'` in the --schema file"
+    return "name its columns in a --schema file"
 
 
 def _first_line(path: InputPath) -> str:

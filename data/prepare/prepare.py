@@ -21,6 +21,7 @@ from data.format.ids import Counts, HashedIds
 from data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, write_manifest
 from data.format.verify import verify_set
 from data.format.vocabulary import vocabulary_content
+from data.prepare.bad_rows import describe_bad
 from data.prepare.content import manifest_content
 from data.prepare.count import build_vocabularies, field_entry, fit_columns
 from data.prepare.encode import FieldIds, all_records, encode_all
@@ -30,7 +31,7 @@ from data.prepare.options import PrepareOptions
 from data.prepare.remote import version, written
 from data.prepare.report import report_values
 from data.prepare.source import Input, find_inputs
-from data.prepare.stage import describe_bad, stage_inputs
+from data.prepare.stage import stage_inputs
 from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
 from data.stats import compute_stats, stats_json
 from sbpflow import __version__
@@ -51,6 +52,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     options.check()
     like = None if options.like is None else load_manifest(options.like)
     inputs = find_inputs(options.inputs)
+    options = options.sized_for(sum(source.num_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
     with only_run(options.output, "" if options.part.is_first else f".{options.part.number}"):
         if options.part.is_first:

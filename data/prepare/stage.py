@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from data.format.npy import file_crc32
 from data.format.schema import SPLIT_COLUMN, Schema
+from data.prepare.bad_rows import Staged, check_bad
 from data.prepare.csv_text import parse_table
 from data.prepare.options import PrepareOptions
 from data.prepare.parse import parse_piece
@@ -39,25 +40,6 @@ _EARLY_BAD = 0.5
 """A file of another format is refused after its first lines, not after its last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """One piece on disk: its rows, the lines it came from and what was left out."""
-
-    path: Path
-    file: InputPath
-    num_rows: int
-    num_train: int
-    """Rows for train by ratio or by file; all of them where the split is by time."""
-    num_lines: int
-    num_names: int
-    """Lines before them that hold the names of the columns."""
-    bad: BadLines
-    cut: Mapping[str, int]
-    """Values left out beyond the most of a row, by column."""
-    part: int
-    """Which machine has it."""
-
-
 def stage_inputs(
     inputs: Sequence[Input], options: PrepareOptions, work: Path, plan: str, advance: Advance
 ) -> tuple[Staged, ...]:
@@ -78,7 +60,7 @@ def stage_inputs(
         staged.append(future.result())
         advance(num_bytes)
         if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
-            check_bad(staged, options.max_bad_fraction, early=_EARLY_BAD)
+            check_bad(staged, options, early=_EARLY_BAD)
 
     columns = {source.order: columns_of(source, options.schema, options.is_encode)
                for source in mine}  # fmt: skip
@@ -102,7 +84,7 @@ def stage_inputs(
         part.wait(work, plan, files, "staged rows")
         staged = _all_staged(inputs, owners, has_labels, staged, work)
     _check_labels(inputs, has_labels, options.schema)
-    check_bad(staged, options.max_bad_fraction)
+    check_bad(staged, options)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
     if not options.is_encode:
         options.split.check_train(sum(piece.num_rows for piece in staged), num_train)
@@ -313,42 +295,3 @@ def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.
         keys = (a * np.uint64(GAMMA)) ^ (b + (a >> np.uint64(29)))
     missing = left.is_null() | right.is_null()
     return pl.select(pl.when(~missing).then(pl.Series(keys))).to_series().alias("x".join(pair))
-
-
-def check_bad(staged: Sequence[Staged], limit: float, early: float = 0.0) -> None:
-    """Raise DataError, with counts and the first bad lines, when more than ``limit`` are bad.
-
-    ``early``: not before so many of the lines read so far are.
-    """
-    num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
-    num_bad = sum(piece.bad.total for piece in staged)
-    if num_lines - num_bad == 0:
-        raise DataError(f"--input: no usable row in {num_lines} lines{describe_bad(staged)}")
-    if num_bad > max(limit, early) * num_lines:
-        so_far = "of the first " if early else "of "
-        raise DataError(
-            f"--input: {num_bad} {so_far}{num_lines} lines are bad, more than --max-bad-fraction "
-            f"{limit:g}{describe_bad(staged)}"
-        )
-
-
-def bad_counts(staged: Sequence[Staged]) -> dict[str, int]:
-    """Bad lines by reason over all pieces."""
-    counts: dict[str, int] = {}
-    for piece in staged:
-        for reason, number in piece.bad.counts.items():
-            counts[reason] = counts.get(reason, 0) + number
-    return dict(sorted(counts.items()))
-
-
-def describe_bad(staged: Sequence[Staged], shown: int = 5) -> str:
-    """Counts per reason and the first bad lines with file and line number; empty if none."""
-    text = "".join(f"\n  {count} x {reason}" for reason, count in bad_counts(staged).items())
-    line_of_file: dict[InputPath, int] = {}
-    for piece in staged:
-        first = line_of_file.get(piece.file, 1) + piece.num_names
-        line_of_file[piece.file] = first + piece.num_lines
-        for number, reason, line in piece.bad.examples[:shown]:
-            text += f"\n  {piece.file}:{first + number}: {reason}: {line!r}"
-        shown -= min(shown, len(piece.bad.examples))
-    return text

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.format.lists import SplitLists, SplitPart
 from data.format.manifest import Manifest
+from data.format.mapped_rows import most_maps
 from data.format.shards import SplitRows
 from data.read.batch import Ids
 from data.read.crosses import CrossColumns
@@ -55,16 +56,19 @@ class BlockReader:
     def __init__(
         self, manifest: Manifest, split: str, crosses: Sequence[HashedColumn] = ()
     ) -> None:
-        self._words = SplitRows(manifest, split)
+        types = manifest.part_types
+        self._manifest, self._split_name = manifest, split
+        # Each kind of file has its share; words alone may be mapped a second time, for views.
+        self._most_maps = max(1, most_maps() // (1 + max(1, len(types))))
+        self._words = SplitRows(manifest, split, self._most_maps)
         self._crosses = CrossColumns(manifest, crosses)
         self.num_rows = self._words.num_rows
-        types = manifest.part_types
 
         def part(name: str) -> SplitPart:
-            return SplitPart(manifest, split, name)
+            return SplitPart(manifest, split, name, self._most_maps)
 
         self._wide = {name: part(name) for name in _WIDE_COLUMNS if name in types}
-        self._lists = SplitLists(manifest, split) if manifest.lists else None
+        self._lists = SplitLists(manifest, split, self._most_maps) if manifest.lists else None
         self._weighted = manifest.weighted
         self._labels = part("labels") if "labels" in types else None
         self._weight = part("weight") if "weight" in types else None
@@ -88,9 +92,19 @@ class BlockReader:
         """Rows of a block of several batches; lists make a block of each batch."""
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
+    def new_views(self) -> SplitRows | None:
+        """Maps of their own for ``view``; None where a block is never a view."""
+        if not self._only_words:
+            return None
+        return SplitRows(self._manifest, self._split_name, self._most_maps)
+
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Rows [start, stop) as ranges that each lie in one shard."""
+        return self._words.pieces(start, stop)
+
     def view(self, words: SplitRows, runs: Runs) -> Words | None:
         """The rows of one run as they lie in the maps ``words``; None where there is more to it."""
-        if not self._only_words or len(runs.firsts) != 1:
+        if len(runs.firsts) != 1:
             return None
         first, length = int(runs.firsts[0]), int(runs.lengths[0])
         found = words.view(first, first + length)

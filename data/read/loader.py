@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from data.format.manifest import Manifest
-from data.format.shards import SplitRows, Words
+from data.format.shards import SplitRows, Words, check_shards
 from data.numbers import MAX_SEED
 from data.read.batch import Batch, Cursor, State
 from data.read.blocks import Block, BlockReader, Parts
@@ -114,11 +114,14 @@ class RowLoader:
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # Maps of this epoch alone: a batch may be a view of them, and a consumer may write into it.
-        maps = SplitRows(self._manifest, self._split)
+        # In file order a batch may be a view of a map, and a consumer may write into it: so these
+        # maps are of this epoch alone. In any other order rows are copied out of those there are.
+        views = self._rows.new_views() if self._shuffle == "none" else None
+        if views is None:
+            check_shards(self._manifest, self._split)
         self._begin(epoch)
         self._read += 1
-        return self._deliver(epoch, self._read, maps)
+        return self._deliver(epoch, self._read, views)
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -131,15 +134,15 @@ class RowLoader:
                 "second loader to read twice at a time"
             )
 
-    def _deliver(self, epoch: int, number: int, maps: SplitRows) -> Iterator[Batch]:
+    def _deliver(self, epoch: int, number: int, views: SplitRows | None) -> Iterator[Batch]:
         self._check_read(number)
         order, steps = self._order(epoch), self._steps(self._cursor)
-        groups = self._groups(steps, maps)
+        groups = self._groups(steps)
         buffers = Buffers()
 
         def read(group: list[_Step]) -> Block:
             runs = order.runs_of([(step.start, step.stop) for step in group])
-            words = self._rows.view(maps, runs)
+            words = None if views is None else self._rows.view(views, runs)
             if words is None:
                 words = self._rows.read(runs, buffers.take)
             return Block(words, tuple(step.stop - step.start for step in group))
@@ -173,10 +176,10 @@ class RowLoader:
                 parts.columns,
             )
 
-    def _groups(self, steps: Sequence[_Step], maps: SplitRows) -> Iterator[list[_Step]]:
+    def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
         """The steps in which this rank has rows, those together that are read as one block.
 
-        In file order only those that a view of one map can have.
+        In file order only those that lie in one shard, of which a map may have a view.
         """
         group: list[_Step] = []
         num_rows, most_rows = 0, self._rows.most_rows
@@ -185,7 +188,7 @@ class RowLoader:
             fits = bool(group) and num_rows + own <= most_rows
             if fits and self._shuffle == "none":
                 joins = group[-1].stop == step.start
-                fits = joins and len(maps.pieces(group[0].start, step.stop)) == 1
+                fits = joins and len(self._rows.pieces(group[0].start, step.stop)) == 1
             if group and own and not fits:
                 yield group
                 group, num_rows = [], 0
@@ -213,12 +216,7 @@ class RowLoader:
         return self._rows.split(torch.from_numpy(words).to(self._device), (0,))[0]
 
     def _identity(self) -> State:
-        return {
-            "fingerprint": self._manifest.fingerprint,
-            "split": self._split,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
+        return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
         """Epoch and row cursor, and what must be equal for them to mean the same rows.
@@ -227,16 +225,23 @@ class RowLoader:
         it has not trained on yet passes ``batch.cursor`` of the last one that it has.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
-        return {"epoch": epoch, "cursor": row, **self._identity()}
+        made = self._manifest
+        digests = {"fingerprint": made.fingerprint, "content_id": made.content_id}
+        return {"epoch": epoch, "cursor": row, **digests, **self._identity()}
 
     def state_after(self, batch: Batch) -> State:
         """The state with which a read goes on after ``batch``, whatever was delivered since."""
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from ``state``; DataError when it is of another set, split, seed or shuffle."""
+        """Go on from ``state``; DataError when it is of other rows, split, seed or shuffle."""
         self._check_open("load_state_dict")
-        for key, value in self._identity().items():
+        wanted = self._identity()
+        if state.get("fingerprint") != self._manifest.fingerprint:
+            # States of earlier versions have the fingerprint alone.
+            key = "content_id" if "content_id" in state else "fingerprint"
+            wanted = {key: getattr(self._manifest, key), **wanted}
+        for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
                     f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, this one "

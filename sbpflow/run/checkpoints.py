@@ -159,6 +159,7 @@ class Checkpoints:
             "data": {
                 "path": self._data.path,
                 "fingerprint": self._data.fingerprint,
+                "content_id": self._data.content_id,
                 "vocabulary_digest": self._data.vocabulary_digest,
             },
             "cursor": self._read.state_after(batch),

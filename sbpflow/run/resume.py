@@ -43,25 +43,30 @@ _FREE = re.compile(
 # These are free unless something is decided from the scores.
 _EVALUATION = re.compile(r"train\.(eval_every|eval_rows|exact_auc_rows|slices.*)")
 _DECIDED_BY_SCORES = ("train.stop", "train.plateau")
+_SET = "the set in data.path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """A set, as far as a checkpoint must know it: its digest, and those of its vocabulary and of
-    the ones that grew into it.
+    """A set, as far as a checkpoint must know it: the digests of its files, of its rows, of its
+    vocabulary and of the ones that grew into it.
     """
 
     path: str
     fingerprint: str
+    content_id: str
     vocabulary_digest: str | None = None
     ancestors: tuple[str, ...] = ()
 
     def relation(self, saved: Mapping[str, Any]) -> str:
         """What this set is to the one that ``saved`` is of: "same", "grown" or "other".
 
-        A set of the same vocabulary is "grown" by no row: its ids mean the same.
+        The same rows in other files are the same set. A set of the same vocabulary is "grown" by no
+        row: its ids mean the same.
         """
-        if saved.get("fingerprint") == self.fingerprint:
+        if self.content_id == saved.get("content_id") or self.fingerprint == saved.get(
+            "fingerprint"
+        ):
             return "same"
         digest = saved.get("vocabulary_digest")
         known = digest is not None and digest in (self.vocabulary_digest, *self.ancestors)
@@ -118,7 +123,7 @@ def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
         for key, value in facts.items()
         if not _FREE.fullmatch(key) and not (free_scores and _EVALUATION.fullmatch(key))
     }
-    return {**kept, "the set in data.path": data.fingerprint[:16]}
+    return {**kept, _SET: data.content_id[:16]}
 
 
 def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
@@ -194,6 +199,8 @@ def _given(path: Path) -> Path:
 
 def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: Path) -> None:
     mine = relevant_facts(config, data)
+    if saved.get(_SET) == data.fingerprint[:16]:  # what earlier versions wrote there
+        saved = {**saved, _SET: mine[_SET]}
     differ = [
         f"{key} was {saved.get(key, 'not given')} and is {mine.get(key, 'not given')}"
         for key in sorted(saved.keys() | mine.keys())

@@ -123,12 +123,18 @@ def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
 
 
 def test_what_a_set_is_to_the_one_of_a_checkpoint():
-    saved = {"path": "a", "fingerprint": "f1", "vocabulary_digest": "v1"}
-    facts = DataFacts(path="b", fingerprint="f2", vocabulary_digest="v3", ancestors=("v2", "v1"))
+    saved = {"path": "a", "fingerprint": "f1", "content_id": "c1", "vocabulary_digest": "v1"}
+    facts = DataFacts(
+        path="b", fingerprint="f2", content_id="c2", vocabulary_digest="v3", ancestors=("v2", "v1")
+    )
     assert facts.relation(saved) == "grown"
     assert replace(facts, ancestors=("v2",)).relation(saved) == "other"
     assert replace(facts, vocabulary_digest="v1", ancestors=()).relation(saved) == "grown"
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
+    assert replace(facts, content_id="c1").relation(saved) == "same"
+    del saved["content_id"]  # of an earlier version
+    assert replace(facts, fingerprint="f1").relation(saved) == "same"
+    assert facts.relation(saved) == "grown"
     assert facts.relation({**saved, "vocabulary_digest": None}) == "other"
 
 

@@ -1,0 +1,158 @@
+"""The same rows are the same set, whatever files they came from, lie in, or were made by."""
+
+import random
+import zlib
+
+import numpy as np
+import pytest
+
+from data import open_loader
+from data.format.content_id import joined_crc32, rows_crc32
+from data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
+from data.format.npy import write_array
+from data.format.shards import write_shard
+from sbpflow.errors import DataError
+from tests.data.conftest import make_set
+from tests.data.rows import run_prepare, text_rows, write_rows
+from tests.data.tables import table, write_csv, write_parquet
+from tests.data.test_tables import made
+
+ROWS = text_rows(600, seed=3)
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 2, 9, 300])
+def test_checksums_of_parts_give_that_of_the_whole(num_parts):
+    rng = random.Random(num_parts)
+    parts = [rng.randbytes(rng.choice([0, 1, 5, 4096])) for _ in range(num_parts)]
+    crc32s = np.array([zlib.crc32(part) for part in parts], dtype=np.uint32)
+    sizes = np.array([len(part) for part in parts], dtype=np.int64)
+    assert joined_crc32(crc32s, sizes) == zlib.crc32(b"".join(parts))
+
+
+def test_a_checksum_moves_past_more_bytes_than_its_order():
+    """Zeros behind a part: by one length, and by that of two parts of half of it."""
+    one, half = 3 * (2**32 - 1) + 8, 2**33 + 3
+    crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
+    whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
+    assert joined_crc32(crc32s, np.array([4, half, half])) == whole
+    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # x has the order 2^32 - 1 bits
+    assert joined_crc32(crc32s[:2], np.array([4, one])) == eight != whole
+
+
+def test_the_checksum_of_rows_is_free_of_headers(tmp_path):
+    rows = np.arange(700, dtype=np.int32).reshape(-1, 7)
+    pieces = [rows[:0], rows[:33], rows[33:]]
+    files = [write_array(tmp_path / f"{k}.npy", piece) for k, piece in enumerate(pieces)]
+    shapes = [piece.shape for piece in pieces]
+    assert rows_crc32("<i4", shapes, files) == zlib.crc32(rows.tobytes())
+
+
+@pytest.fixture(scope="module")
+def from_text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    return run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
+
+
+def test_inputs_pieces_and_versions_do_not_count(tmp_path, from_text, monkeypatch):
+    packed = run_prepare(tmp_path / "packed", write_rows(tmp_path / "other.tsv.gz", ROWS))
+    first, second = (
+        write_rows(tmp_path / f"{part}.tsv", rows)
+        for part, rows in (("a", ROWS[:250]), ("b", ROWS[250:]))
+    )
+    cut = run_prepare(tmp_path / "cut", first, second, piece_bytes=5000)
+    monkeypatch.setattr("data.prepare.content.__version__", "99.0")
+    monkeypatch.setattr("data.prepare.content.np.__version__", "9.9")
+    later = run_prepare(tmp_path / "later", tmp_path / "other.tsv.gz")
+    assert len(cut.shards("train")) > 1
+    sets = (from_text, packed, cut, later)
+    assert len({made.fingerprint for made in sets}) == 4
+    assert {made.content_id for made in sets} == {from_text.content_id}
+
+
+def test_lists_and_side_columns_count_and_their_container_does_not(tmp_path):
+    rows = table(300)
+    (tmp_path / "again").mkdir()
+    text = made(tmp_path / "text", write_csv(tmp_path / "t.csv", rows))
+    parquet = made(tmp_path / "parquet", write_parquet(tmp_path / "t.parquet", rows))
+    assert text.content_id == parquet.content_id
+    assert text.fingerprint != parquet.fingerprint
+    seen = {text.content_id}
+    for column, value in (("w", 2.5), ("user", "u9"), ("id", "row-x"), ("buy", 1), ("more", [7])):
+        changed = [dict(row) for row in rows]
+        place = next(k for k, row in enumerate(rows) if row[column] != value)
+        changed[place][column] = value
+        other = made(tmp_path / column, write_csv(tmp_path / "again" / "t.csv", changed))
+        assert other.content_id not in seen, column
+        seen.add(other.content_id)
+
+
+def test_rows_order_splits_and_ids_count(tmp_path, from_text):
+    def prepared(name, rows, **options):
+        return run_prepare(tmp_path / name, write_rows(tmp_path / f"{name}.tsv", rows), **options)
+
+    swapped = [*ROWS[:10], ROWS[11], ROWS[10], *ROWS[12:]]
+    changed = [list(row) for row in ROWS]
+    changed[5][1] = "4" if changed[5][1] != "4" else "5"
+    others = [
+        prepared("swapped", swapped),
+        prepared("changed", changed),
+        prepared("fewer", ROWS[:-1]),
+        prepared("seed", ROWS, seed=8),
+        prepared("transform", ROWS, transform="log1"),
+        prepared("crosses", ROWS, crosses=()),
+        prepared("min_count", ROWS, min_count=3),
+    ]
+    found = [from_text.content_id, *(other.content_id for other in others)]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("key", ["dense", "fields"])
+def test_the_names_of_columns_count(tmp_path, key):
+    made = make_set(tmp_path / "set", 50)
+    entries = [dict(entry) for entry in made.content[key]]
+    entries[0]["name"] = "renamed"
+    write_manifest(made.path, {**made.content, key: entries})
+    assert load_manifest(made.path).content_id != made.content_id
+
+
+def recut(manifest, folder, shard_rows):
+    """The train rows of ``make_set`` in shards of another length."""
+    other = make_set(folder, manifest.splits["train"], shard_rows)
+    assert other.fingerprint != manifest.fingerprint
+    return other
+
+
+@pytest.mark.parametrize("shuffle", ["runs", "none"])
+def test_a_read_goes_on_in_a_set_cut_otherwise(tmp_path, row_set, shuffle):
+    settings = {"batch_size": 700, "backend": "memmap", "shuffle": shuffle}
+    loader = open_loader(row_set(9000), **settings)
+    batches = loader.epoch(0)
+    next(batches)
+    state = loader.state_dict()
+    expected = [batch.ids.clone() for batch in batches]
+    other = open_loader(recut(row_set(9000), tmp_path / "set", 333), **settings)
+    other.load_state_dict(state)
+    found = [batch.ids for batch in other.epoch(0)]
+    assert len(found) == len(expected)
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_state_of_an_earlier_version_is_matched_by_the_fingerprint(tmp_path, row_set):
+    loader = open_loader(row_set(9000), batch_size=700)
+    state = loader.state_dict()
+    del state["content_id"]
+    loader.load_state_dict(state)
+    other = open_loader(recut(row_set(9000), tmp_path / "set", 333), batch_size=700)
+    with pytest.raises(DataError, match=r"has fingerprint .*, this one has .* the same rows"):
+        other.load_state_dict(state)
+
+
+def test_a_split_without_rows_and_empty_shards_change_nothing(tmp_path):
+    made = make_set(tmp_path / "set", 50)
+    splits = {split: list(made.content["splits"][split]) for split in SPLITS}
+    empty = write_shard(made.path, "empty.npy", np.empty((0, made.num_words), dtype=np.int32))
+    splits["train"].insert(0, shard_entry(empty))
+    write_manifest(made.path, {**made.content, "splits": splits})
+    assert load_manifest(made.path).content_id == made.content_id
+    write_manifest(made.path, {**made.content, "splits": {**splits, "val": []}})
+    assert load_manifest(made.path).content_id != made.content_id

@@ -1,0 +1,161 @@
+"""Splits with more shards than a process may map: equal batches, and a bounded number of maps."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import open_loader
+from data.format.manifest import write_manifest
+from data.format.shards import SplitRows
+from data.prepare.options import PrepareOptions
+from data.read.order import SHUFFLES
+from sbpflow.errors import DataError
+from tests.data import full_set
+from tests.data.backends import BACKENDS
+from tests.data.conftest import make_set
+from tests.data.rows import run_prepare, text_rows, write_rows
+from tests.data.test_read_lists import check
+
+MAPS = 40
+"""Of a loader; a process has four times as many."""
+
+
+@pytest.fixture
+def few_maps(monkeypatch):
+    """A system that lets a process have few maps."""
+    limit = "data.format.mapped_rows.map_count_limit"
+    monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Each batch is a block, of which few are read ahead."""
+    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
+
+
+def num_mapped(folder):
+    """Maps of files in ``folder`` that this process has."""
+    gc.collect()  # of loaders in other tests nothing is of this folder
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
+
+
+@pytest.fixture(scope="module")
+def tiny_shards(tmp_path_factory):
+    return make_set(tmp_path_factory.mktemp("tiny") / "set", 1500, shard_rows=5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_batches_are_those_of_large_shards_with_few_maps(
+    tiny_shards, row_set, few_maps, backend, shuffle
+):
+    settings = {"batch_size": 130, "backend": backend, "shuffle": shuffle}
+    loader = open_loader(tiny_shards, **settings)
+    assert 0 < num_mapped(tiny_shards.path) <= MAPS
+    peeked = loader.peek(3)
+    batches, most = [], 0
+    for epoch in (0, 1):
+        for batch in loader.epoch(epoch):
+            most = max(most, num_mapped(tiny_shards.path))
+            batches.append(batch)
+    assert most <= MAPS
+    whole = open_loader(row_set(1500), **settings)
+    expected = [batch for epoch in (0, 1) for batch in whole.epoch(epoch)]
+    assert len(batches) == len(expected) == 24
+    for batch, other in zip(batches, expected, strict=True):
+        assert torch.equal(batch.ids, other.ids)
+        assert torch.equal(batch.dense, other.dense)
+        assert torch.equal(batch.labels, other.labels)
+    assert all(map(torch.equal, peeked, [batch.ids for batch in expected[:3]]))
+    loader.close()
+    del batches, batch
+    assert num_mapped(tiny_shards.path) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_lists_and_side_columns_of_files_that_are_not_mapped(
+    tmp_path, monkeypatch, few_maps, backend, shuffle
+):
+    monkeypatch.setattr(full_set, "SHARD_ROWS", 70)
+    manifest, rows = full_set.make_full_set(tmp_path / "set")
+    loader = open_loader(manifest, batch_size=900, backend=backend, shuffle=shuffle)
+    assert 9 <= num_mapped(manifest.path) <= MAPS  # of 10 x 72 files
+    seen = [number for batch in loader.epoch(1) for number in check(batch, rows)]
+    assert sorted(seen) == list(range(full_set.NUM_ROWS))
+
+
+@pytest.mark.usefixtures("few_maps", "one_by_one")
+@pytest.mark.parametrize("shuffle", ["none", "runs"])
+def test_a_set_replaced_while_its_files_are_read_ends_the_read(tmp_path, shuffle):
+    manifest = make_set(tmp_path / "set", 1500, shard_rows=5)
+    loader = open_loader(manifest, batch_size=100, backend="memmap", shuffle=shuffle)
+    batches = loader.epoch(0)
+    next(batches)
+    write_manifest(manifest.path, {**manifest.content, "source": "another"})
+    with pytest.raises(DataError, match="replaced since it was opened"):
+        list(batches)
+
+
+@pytest.mark.usefixtures("few_maps", "one_by_one")
+def test_an_equal_set_put_in_its_place_is_read_on(tmp_path):
+    manifest = make_set(tmp_path / "set", 1500, shard_rows=5)
+    loader = open_loader(manifest, batch_size=100, backend="memmap", shuffle="rows")
+    expected = [batch.ids.clone() for batch in loader.epoch(0)]
+    batches = loader.epoch(0)
+    found = [next(batches).ids]
+    for path in make_set(tmp_path / "again", 1500, shard_rows=5).path.iterdir():
+        path.replace(manifest.path / path.name)
+    found += [batch.ids for batch in batches]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("shuffle", ["none", "runs"])
+def test_a_shard_cut_short_is_named_when_an_epoch_begins_and_when_it_is_read(
+    tmp_path, few_maps, shuffle
+):
+    manifest = make_set(tmp_path / "set", 1500, shard_rows=5)
+    loader = open_loader(manifest, batch_size=100, backend="memmap", shuffle=shuffle)
+    batches = loader.epoch(0)
+    path = tmp_path / "set" / "train-1495.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"train-1495\.npy: was cut short while it was read"):
+        list(batches)
+    with pytest.raises(DataError, match=r"train-1495\.npy: is not the \.npy of 5 rows"):
+        loader.epoch(0)
+
+
+def test_no_shard_is_mapped_twice_where_rows_are_copied(row_set):
+    manifest = row_set(9000)
+    for shuffle, times in (("runs", 1), ("none", 2)):
+        loader = open_loader(manifest, batch_size=500, backend="memmap", shuffle=shuffle)
+        before = num_mapped(manifest.path)
+        batches = loader.epoch(0)
+        next(batches)
+        assert num_mapped(manifest.path) == times * before > 0
+        loader.close()
+        del batches
+
+
+def test_rows_of_a_split_are_read_by_ranges_whatever_is_mapped(tiny_shards):
+    rows = SplitRows(tiny_shards, "train", 7)
+    out = rows.new(100)
+    rows.read(20, 120, out)
+    assert out[:, 3].tolist() == [10 * row for row in range(20, 120)]
+    assert rows.view(30, 35) is not None
+    assert rows.view(35, 40) is None  # the first file that is not mapped
+
+
+def test_pieces_grow_with_the_input():
+    options = PrepareOptions(inputs=(Path("day_0"),), output=Path("set"))
+    sizes = [options.sized_for(total).piece_bytes for total in (0, 1 << 38, (1 << 38) + 1, 1 << 40)]
+    assert sizes == [32 << 20, 32 << 20, 64 << 20, 128 << 20]
+
+
+def test_a_large_input_has_few_large_shards(tmp_path, monkeypatch):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(600))  # 170 kB
+    monkeypatch.setattr("data.prepare.options.MOST_PIECES", 4)
+    made = run_prepare(tmp_path / "set", rows, piece_bytes=4096)
+    assert 2 <= sum(len(made.shards(split)) for split in ("train", "val", "test")) <= 6
