@@ -22,7 +22,7 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import KernelChoice, make_storage
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.row_formats import make_rows
 from sbpflow.sbp.layout import Layout
@@ -52,7 +52,7 @@ def test_a_rule_that_a_kernel_does_not_know():
         "device": CPU,
     }
     with pytest.raises((ValueError, KeyError), match=r"(?i)numba.*momentum|momentum.*numba"):
-        make_storage(choice, 5, 4, **options)
+        make_kernel(choice, 5, 4, **options)
 
 
 def test_a_metric_of_which_nobody_says_whether_more_is_better():
