@@ -180,6 +180,7 @@ class EmbeddingCollection:
             for group, part in zip(self._groups, batch.groups, strict=True):
                 part.everywhere = everywhere
                 group.receive(part)
+        batch.received = True
         self._announce(batch)
 
     def _announce(self, batch: EmbeddingsInFlight) -> None:
@@ -188,7 +189,8 @@ class EmbeddingCollection:
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
         """Forget a batch that was begun and will not be looked up; every rank calls it."""
-        self.arrive(batch)
+        if not batch.received:
+            self.arrive(batch)
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.cancel(part)
 

@@ -20,6 +20,7 @@ class EmbeddingsInFlight:
         self.groups = groups
         self.counts = counts
         self.advanced = False
+        self.received = False
         self.most_named: LateRead | None = None  # of groups whose buffers may be too small
         self.outputs: dict[str, Tensor] = {}
 
