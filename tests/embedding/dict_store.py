@@ -1,7 +1,7 @@
-"""A row store for tests: rows in a Python dict behind few slots, the least recently used leaves."""
+"""A row store for tests: rows in a Python dict behind few slots."""
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ class DictStores:
 class DictStore:
     """Rows of batches that are announced and not released never leave their slots.
 
+    Of the others the one that came last leaves first: a bad choice, so that leases alone keep rows.
     ``_lock`` covers which row is in which slot, and the dict: a ``read`` by the thread that saves
     finds each row in one of them.
     """
@@ -47,7 +48,7 @@ class DictStore:
             for name, one in self._block.items()
         }
         self._rows: dict[int, Row] = {}
-        self._slot_of: OrderedDict[int, int] = OrderedDict()  # the least recently used first
+        self._slot_of: dict[int, int] = {}  # the row that came last is the last
         # From the end of the block, so that hardly a row is in the slot of its own number.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()
@@ -130,10 +131,9 @@ class DictStore:
                 self._block[name][slot] = value
             self._rows.pop(row, None)
             self._slot_of[row] = slot
-        self._slot_of.move_to_end(row)
 
     def _evict(self) -> int:
-        row = next(row for row in self._slot_of if not self._leases[row])
+        row = next(row for row in reversed(self._slot_of) if not self._leases[row])
         slot = self._slot_of.pop(row)
         self._rows[row] = {name: one[slot].clone() for name, one in self._block.items()}
         # What is in the slot from here on is nobody's, or a lost row would go unnoticed.

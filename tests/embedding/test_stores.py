@@ -1,6 +1,7 @@
 """Kernels on slots, and leases of batches that are announced well before they are looked up."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,7 +168,11 @@ def both_ways(world, mix, slots):
 @pytest.mark.parametrize("exchange", ["columns", "reduce", "unique", UNIQUE_COLUMNS])
 def test_batches_announced_ahead_keep_their_slots(ranks, exchange, accumulate):
     rule = sparse_optimizer("rowwise_adagrad", lr=0.1)
-    mix = mix_of(exchange, 8, rule, accumulate=accumulate)
-    found = [one for rank in ranks(2, both_ways, mix, 60) for one in rank]
+    mix = mix_of(exchange, 8, rule, accumulate=accumulate, batch_sizes=(2, 1, 0, 2, 1) * 6)
+    (output,) = mix.outputs
+    tables = tuple(replace(table, num_rows=10 * table.num_rows) for table in output.tables)
+    mix = replace(mix, outputs=(replace(output, tables=tables),))
+    found = [one for rank in ranks(2, both_ways, mix, 45) for one in rank]
     assert all(leased == 0 for _, leased, _ in found)
     assert {most for most, _, _ in found} == {AHEAD + accumulate}
+    assert sum(evicted for _, _, evicted in found) > 20, found
