@@ -30,8 +30,9 @@ class RowStore(Protocol):
 
     ``read`` may be called by another thread at any time, and must give the newest values: where a
     row moves between slots and other memory, ``read`` must see it in one of them, so a store that
-    moves rows locks both. A row that an ``update`` is changing may come half changed; whoever
-    needs it whole listens, as the undo log of checkpoints does.
+    moves rows locks both; listeners call ``read``, with locks of their own held. A row that an
+    ``update`` is changing may come half changed; whoever needs it whole listens, as the undo log of
+    checkpoints does.
     """
 
     kernel: RowKernel

@@ -1,4 +1,4 @@
-"""Rows with Triton kernels: ``TorchStorage`` in meaning, in few launches of fixed size.
+"""The Triton kernel: ``TorchStorage`` in meaning, in few launches of fixed size.
 
 Arithmetic is float32, as ``triton_kernels`` has it. Never run on a card so far; what holds it up is
 equality with the torch kernel under Triton's interpreter.
