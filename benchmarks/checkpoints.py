@@ -148,7 +148,7 @@ class Beside:
             job.state,
             run="cost",
             deadline_s=600,
-            storages=job.embeddings.storages,
+            stores=job.embeddings.stores,
         )
         self._steps(20)
         self._alone = self._steps(60)

@@ -16,7 +16,7 @@ from benchmarks.device_timer import timed_ms
 from benchmarks.record import Results
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.versions import import_fbgemm
@@ -24,7 +24,7 @@ from sbpflow.runtime.versions import import_fbgemm
 IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 
 
-def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, Storage]]:
+def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, RowKernel]]:
     """One after the other, for two large ones need not fit."""
     optimizer = sparse_optimizer(rule, lr=0.01)
     shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}

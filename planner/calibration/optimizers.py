@@ -13,7 +13,7 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.choose import choose_kernels, make_storage, warm_up_kernels
+from sbpflow.embedding.storage.choose import choose_kernels, make_kernel, warm_up_kernels
 from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -57,7 +57,7 @@ class _Turn:
         )
         kernels = choose_kernels(plan, "auto")
         warm_up_kernels(plan, kernels)
-        self._storage = make_storage(
+        self._storage = make_kernel(
             kernels["t"], rows, dim, dim=dim, optimizer=rule, dtype=torch.float32, device=device
         )
         self._ids = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[: rows // 4]

@@ -5,12 +5,13 @@ beyond the saved ones keep the values they were made with.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from sbpflow.checkpoint.format import Place, SavedTensor
+from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
-from sbpflow.embedding.state import LogicalTensor, Rectangle
+from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.errors import CheckpointError
 
 TABLES = "tables/"
@@ -87,12 +88,27 @@ def _fill(checkpoint: Checkpoint, name: str, saved: Place, one: Rectangle) -> No
     if place.num_elements <= 0 or place.num_rows <= 0:
         return
     values = one.values if one.values.ndim == 0 else one.values[: place.num_rows]
+    if isinstance(values, StoredRows):
+        _write(checkpoint, name, place, values)
+        return
     if values.is_contiguous():
         checkpoint.read_into(name, place, values)
         return
     read = torch.empty(values.shape, dtype=values.dtype)
     checkpoint.read_into(name, place, read)
     values.copy_(read)
+
+
+def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
+    """Rows of a block at a time."""
+    row_bytes = max(1, values[:1].numel() * values.itemsize)
+    start = place.row_start
+    for part in values.split(max(1, BLOCK_BYTES // row_bytes)):
+        read = torch.empty(part.shape, dtype=part.dtype)
+        stop = start + part.shape[0]
+        checkpoint.read_into(name, replace(place, row_start=start, row_stop=stop), read)
+        part.write(read)
+        start = stop
 
 
 def _some(names: list[str]) -> str:

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, Described
 from sbpflow.checkpoint.format import Place, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
-from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Storages
+from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Stores
 from sbpflow.checkpoint.write import Part, write_parts
-from sbpflow.embedding.state import LogicalTensor, Rectangle
+from sbpflow.embedding.state import LogicalTensor, Rectangle, Values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.background import in_background
 from sbpflow.training.health import gather_facts, gather_text
@@ -33,7 +32,7 @@ class Saver:
     """Saves a job's ``state`` into ``folder``, which is there; every rank makes one.
 
     ``run`` names the run in every checkpoint. ``deadline_s`` is for all ranks to have written.
-    ``storages`` has what the tables of ``state`` are views of, for ``start``.
+    ``stores`` has what holds the tables of ``state``, for ``start``.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Saver:
         *,
         run: str,
         deadline_s: float,
-        storages: Storages = tuple,
+        stores: Stores = tuple,
     ) -> None:
         self.folder = folder
         self._boxing = boxing
@@ -53,7 +52,7 @@ class Saver:
         self._deadline_s = deadline_s
         self._nonce = gather_text(boxing, uuid.uuid4().hex[:8])[0]
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
-        self._storages = storages
+        self._stores = stores
         self._under_way: Future[None] | None = None
         self._hurry: Callable[[], None] | None = None
         self.last_cost: SaveCost | None = None  # of the last save beside training
@@ -87,7 +86,7 @@ class Saver:
         """
         self.wait()
         attempt, parts = self._begin(step, documents)
-        snapshot = Snapshot(parts, self._storages)
+        snapshot = Snapshot(parts, self._stores)
 
         def work() -> None:
             _step_back()
@@ -186,7 +185,7 @@ def _step_back() -> None:
 
 
 def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
-    """What ``share`` names, as views into the state."""
+    """What ``share`` names, out of the state."""
     return [
         Part(name=name, place=place, values=_view(state[name], place))
         for name, places in share.items()
@@ -194,7 +193,7 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
     ]
 
 
-def _view(tensor: LogicalTensor, place: Place) -> Tensor:
+def _view(tensor: LogicalTensor, place: Place) -> Values:
     """The rows of ``place``, which has all columns of one of the tensor's rectangles."""
     for one in tensor.rectangles:
         if _place(*_sides(one)).common(place) == place:

@@ -15,10 +15,10 @@ from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.state import read_values
+from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
-Storages = Callable[[], Iterable[tuple[Storage, Sequence[Shard]]]]
-_WEIGHTS = ""
+Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
 RANGE_BYTES = BLOCK_BYTES  # of a tensor, copied and written at a time
 _REST_S = 0.01  # at a time: segments of the log are to come back soon
 REST = 2.0  # between ranges, of the time that one took: steps lose less to a thread that rests
@@ -40,7 +40,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [start, stop) of a tensor of a storage that make one part."""
+    """Rows [start, stop) of a tensor of a store that make one part."""
 
     key: str
     start: int
@@ -50,9 +50,9 @@ class _Span:
 
 @dataclass(slots=True)
 class _Logged:
-    """A storage whose changes are watched, and what is to be written of it."""
+    """A store whose changes are watched, and what is to be written of it."""
 
-    storage: Storage
+    store: RowStore
     log: RowLog
     range_rows: int
     spans: list[_Span] = field(default_factory=list[_Span])
@@ -61,22 +61,22 @@ class _Logged:
 class Snapshot:
     """``parts`` as they are when this is made; ``write`` may be called by another thread.
 
-    Until ``end`` the storages tell of each row before its first change.
+    Until ``end`` it listens to the stores for rows that are about to change.
     """
 
-    def __init__(self, parts: Sequence[Part], storages: Storages) -> None:
+    def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
         places: dict[str, tuple[int, str, Shard]] = {}
-        listed = list(storages())
-        for number, (storage, shards) in enumerate(listed):
+        listed = list(stores())
+        for number, (store, shards) in enumerate(listed):
             for shard in shards:
                 name = f"tables/{shard.table.name}"
-                places[name] = number, _WEIGHTS, shard
-                places |= {f"{name}/{key}": (number, key, shard) for key in storage.state}
+                for key in store.read(slice(0, 0)):
+                    places[name if key == WEIGHTS else f"{name}/{key}"] = number, key, shard
         spans: dict[int, list[_Span]] = {}
         self._rest: list[Part] = []
         for part in parts:
             if part.name not in places:
-                copy = part.values.detach().clone()
+                copy = read_values(part.values).detach().clone()
                 self._rest.append(Part(name=part.name, place=part.place, values=copy))
                 continue
             number, key, shard = places[part.name]
@@ -152,18 +152,18 @@ class Snapshot:
         self._hurried.set()
 
     def end(self) -> None:
-        """No longer watch the storages."""
+        """No longer listen to the stores."""
         for logged in self._logged:
-            logged.storage.before_update = None
+            logged.store.listeners.remove(logged.log.before_update)
             logged.log.close()
 
 
-def _watch(storage: Storage, spans: list[_Span]) -> _Logged:
-    weights = storage.weights
-    pending = torch.zeros(weights.shape[0], dtype=torch.bool)
+def _watch(store: RowStore, spans: list[_Span]) -> _Logged:
+    pending = torch.zeros(store.num_rows, dtype=torch.bool)
     for span in spans:
         pending[span.start : span.stop] = True
-    rows = max(1, RANGE_BYTES // max(1, weights.shape[1] * weights.itemsize))
-    log = RowLog({_WEIGHTS: weights, **storage.state}, pending, rows)
-    storage.before_update = log.before_update
-    return _Logged(storage, log, rows, spans)
+    item = store.read(slice(0, 0))[WEIGHTS].itemsize
+    rows = max(1, RANGE_BYTES // max(1, store.width * item))
+    log = RowLog(store, pending, rows)
+    store.listeners.append(log.before_update)
+    return _Logged(store, log, rows, spans)

@@ -1,16 +1,17 @@
-"""Rows of a storage as they were at one moment, while training goes on changing them.
+"""Rows of a store as they were at one moment, while training goes on changing them.
 
 An undo log: the first change of a row that is still to be written copies it before. Two threads
 meet here, the one that trains and the one that writes. The first appends rows to segments right
 before their update, which finds them in cache then. The writer copies a range of rows without a
 lock, so some of them may be half changed; those are in the log by then, and are put right from it.
+Rows that a store moves meanwhile are its own matter: ``RowStore.read`` finds them.
 It empties the segments into slabs by range, and where memory ends it puts rows aside in a file.
 Training waits for it where segments come back too slowly.
 """
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from sbpflow.checkpoint.slabs import Ints, Slabs
 from sbpflow.checkpoint.spill import Extent, SpillFile
 from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
+from sbpflow.embedding.storage.store import RowStore
 
 # Most memory, as shares of the storage's rows; docs/decisions/state.md has what they are used for.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
@@ -48,28 +50,31 @@ class _Segment:
 
 
 class RowLog:
-    """``tensors`` have one row, or number, per row of the storage; all as they are now.
+    """The rows of ``store`` as they are now.
 
     ``pending`` [rows] bool, on the CPU, says which rows will be read; it is taken over. They are
     read in ranges of ``range_rows``. On a CUDA device copies are made in the stream that is current
     here, which is the one that trains; the log is in the memory of the host.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], pending: Tensor, range_rows: int) -> None:
-        # Falling item sizes, so that each begins at a multiple of its own in a file.
-        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    def __init__(self, store: RowStore, pending: Tensor, range_rows: int) -> None:
+        self._store = store
+        # No rows, for their shapes. Falling item sizes, so that each begins at a multiple of its
+        # own in a file.
+        like = store.read(slice(0, 0)).items()
+        self._like = dict(sorted(like, key=lambda item: -item[1].itemsize))
         self._pending: np.ndarray[tuple[int], np.dtype[np.bool]] = pending.numpy()
         self._range_rows = range_rows
         num_rows = self._pending.size
         self._row_bytes = 8 + sum(
-            tensor[:1].numel() * tensor.itemsize for tensor in self._tensors.values()
+            tensor.shape[1:].numel() * tensor.itemsize for tensor in self._like.values()
         )
         places = min(num_rows, max(LEAST_ROWS, int(SLAB_SHARE * num_rows)))
         self._slabs = Slabs(places, -(-num_rows // range_rows), range_rows)
         self._kept = self._room_for(self._slabs.num_places)
         self._spilled: dict[int, list[Extent]] = {}
         self._copies: dict[str, Tensor] = {}
-        device = next(iter(self._tensors.values())).device
+        device = next(iter(self._like.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # What both threads use, under its lock: the marks and the segments.
         self._shared = threading.Condition()
@@ -120,9 +125,8 @@ class RowLog:
             count = self._take_marked(rows, self._pending, segment.rows.numpy()[start:])
             segment.num_rows = stop = start + count
             if count:
-                mine = segment.rows[start:stop]
-                for key, tensor in self._tensors.items():
-                    _take_rows(tensor, mine, segment.values[key][start:stop])
+                into = {key: value[start:stop] for key, value in segment.values.items()}
+                self._store.read(segment.rows[start:stop], into)
 
     def _with_room(self, count: int) -> _Segment | None:
         if self._full and self._full[-1].num_rows + count <= self._segment_rows:
@@ -138,7 +142,7 @@ class RowLog:
     def _room_for(self, count: int) -> _Segment:
         values = {
             key: huge_pages.zeros((count, *tensor.shape[1:]), tensor.dtype, _CPU)
-            for key, tensor in self._tensors.items()
+            for key, tensor in self._like.items()
         }
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
@@ -226,7 +230,7 @@ class RowLog:
         count = len(data) // self._row_bytes
         flat = torch.frombuffer(data, dtype=torch.uint8)
         offset, values = 8 * count, dict[str, Tensor]()
-        for key, tensor in self._tensors.items():
+        for key, tensor in self._like.items():
             shape = torch.Size((count, *tensor.shape[1:]))
             end = offset + shape.numel() * tensor.itemsize
             values[key] = flat[offset:end].view(tensor.dtype).view(shape)
@@ -235,22 +239,14 @@ class RowLog:
         return rows, values
 
     def _copy(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Into memory that is used again, in one call: Python's lock changes hands for each."""
+        """Into memory that is used again."""
         if not self._copies:
             rows = min(self._range_rows, self._pending.size)
             self._copies = {
                 key: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
-                for key, tensor in self._tensors.items()
+                for key, tensor in self._like.items()
             }
         found = {key: copy[: stop - start] for key, copy in self._copies.items()}
-        sources = [self._tensors[key][start:stop] for key in found]
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(list(found.values()), sources)  # pyright: ignore[reportPrivateUsage]
+            self._store.read(slice(start, stop), found)
         return found
-
-
-def _take_rows(tensor: Tensor, rows: Tensor, target: Tensor) -> None:
-    if tensor.is_cuda:
-        target.copy_(tensor.index_select(0, rows.to(tensor.device)))
-    else:
-        torch.index_select(tensor, 0, rows, out=target)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sbpflow.checkpoint.crc import crc32
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece, Place
+from sbpflow.embedding.state import Values, read_values
 from sbpflow.errors import CheckpointError
 
 _STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # behind what was written last: by then the disk has it
@@ -27,7 +28,7 @@ class Part:
 
     name: str
     place: Place
-    values: Tensor
+    values: Values
 
     @property
     def num_bytes(self) -> int:
@@ -136,13 +137,14 @@ def _write_part(file: PieceFile, part: Part) -> Piece:
     return writer.done()
 
 
-def row_chunks(values: Tensor) -> Iterator[Tensor]:
+def row_chunks(values: Values) -> Iterator[Tensor]:
     """Rows of a block at a time: what a copy, where one is needed, may hold."""
     row_bytes = values[:1].numel() * values.itemsize if values.ndim else 0
     if not row_bytes:
-        yield values
+        yield read_values(values)
         return
-    yield from values.split(max(1, BLOCK_BYTES // row_bytes))
+    for part in values.split(max(1, BLOCK_BYTES // row_bytes)):
+        yield read_values(part)
 
 
 class named:

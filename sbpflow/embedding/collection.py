@@ -29,18 +29,25 @@ from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import KernelRequest, Shard
 from sbpflow.embedding.rules.base import SumOverColumns
-from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.state import LogicalTensor, StoredShard, Values, logical_state
+from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KernelChoice,
     choose_kernels,
-    make_storage,
+    make_kernel,
     warm_up_kernels,
 )
 from sbpflow.embedding.storage.initial import fill_shard
 from sbpflow.embedding.storage.rounding import RowNoise
+from sbpflow.embedding.storage.store import (
+    DeviceStore,
+    RowStore,
+    StoreFactory,
+    StoreRequest,
+    device_store,
+)
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.errors import DataError, SbpError
+from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
 
@@ -53,7 +60,7 @@ class Copies:
 
     name: str
     ranks: tuple[tuple[int, ...], ...]
-    tensors: list[Tensor]
+    tensors: list[Values]
 
 
 class EmbeddingCollection:
@@ -67,15 +74,18 @@ class EmbeddingCollection:
         seed: int,
         kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
         row_capacity: float | None = None,
+        stores: StoreFactory = device_store,
     ) -> None:
         """``kernel`` is a request, or the choice per table that another plan has made. With
         ``row_capacity``, on CUDA, rows of training batches travel in buffers of a fixed size: this
-        share of what the largest can be.
+        share of what the largest can be. ``stores`` makes the row store of each stack.
         """
         world = boxing.world
         self.plan = plan
         self._world = world
         self._seed = seed
+        self._make_row_store = stores
+        self._num_begun = 0  # training batches
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
         warm_up_loops(plan, world.device)
@@ -84,7 +94,7 @@ class EmbeddingCollection:
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
         self._groups: list[AnyGroup] = [
-            make_group(group, boxing, self._make_storage, received, row_capacity)
+            make_group(group, boxing, self._make_store, received, row_capacity)
             for group in plan.groups
         ]
         self._padded = PaddedGroups(self._groups)
@@ -120,7 +130,9 @@ class EmbeddingCollection:
                     f"of a batch of {num_rows} is {wanted}"
                 )
             under_way = self._transfer.begin(local, num_rows)
-            groups = [group.begin(local, num_rows, training=training) for group in self._groups]
+            self._num_begun += training
+            number = self._num_begun if training else None
+            groups = [group.begin(local, num_rows, number=number) for group in self._groups]
             counts = self._counts.start(under_way, groups)
             batch = EmbeddingsInFlight(under_way, groups, counts, check)
             if counts.are_known:  # on CUDA: ids of fixed sizes, which may be sorted from now on
@@ -166,10 +178,14 @@ class EmbeddingCollection:
         if not self._stream.exists:
             self._take_ids(batch)
         batch.received = True
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
         """Forget a batch that was begun and will not be looked up; every rank calls it."""
         self.receive(batch)
+        for group, part in zip(self._groups, batch.groups, strict=True):
+            group.cancel(part)
 
     def look_up(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows, and start the vectors on their way. Raises DataError for an id out of
@@ -250,28 +266,31 @@ class EmbeddingCollection:
         """What keeps the moves from ``read`` to ``apply`` out of a CUDA graph; "" if nothing."""
         if self._world.size > 1:
             return "vectors and gradients travel between ranks"
-        for stack, storage in self._storages():
+        for stack, store in self._stores():
             table = stack.tables[0].name
             if stack.ragged:
                 return f"table {table} has lists of ids, of another number in each batch"
-            if not isinstance(storage, TorchStorage):
-                return f"table {table}: kernel {storage.kernel} has its learning rate on the host"
+            if not isinstance(store, DeviceStore):
+                return f"table {table}: not all of its rows are on the device"
+            if not isinstance(store.kernel, TorchStorage):
+                name = store.kernel.name
+                return f"table {table}: kernel {name} has its learning rate on the host"
         return ""
 
     def keep_numbers(self) -> None:
         """From now on updates take their learning rate and step from memory of the device."""
-        for storage in self._kept():
-            storage.keep_numbers()
+        for kernel in self._kept():
+            kernel.keep_numbers()
 
     def write_numbers(self, step: int) -> None:
         """Before a replay of a graph that holds ``apply``: those of this step."""
-        for (stack, _), storage in zip(self._storages(), self._kept(), strict=True):
-            storage.write_numbers(stack.optimizer.lr * self._lr_factor, step)
+        for (stack, _), kernel in zip(self._stores(), self._kept(), strict=True):
+            kernel.write_numbers(stack.optimizer.lr * self._lr_factor, step)
 
     @property
     def is_watched(self) -> bool:
         """Whether someone wants to be told of rows before they change: a graph tells nobody."""
-        return any(storage.before_update is not None for _, storage in self._storages())
+        return any(store.listeners for _, store in self._stores())
 
     def gradient_squares(self) -> Tensor:
         """0-d float64: squares of all that was collected, each row's gradients summed first.
@@ -324,19 +343,16 @@ class EmbeddingCollection:
         return self._reader.out_of_range
 
     def stored(self) -> Iterator[StoredShard]:
-        """Every shard this rank holds, as writable views."""
-        for stack, storage in self._storages():
-            weights, state = storage.weights, storage.state
-            for shard in stack.shards(self._world.rank):
-                rows = slice(shard.base, shard.base + shard.num_rows)
-                yield StoredShard(shard, weights[rows], {k: v[rows] for k, v in state.items()})
+        """Every shard this rank holds."""
+        for store, shards in self.stores():
+            yield from (StoredShard(shard, store) for shard in shards)
 
-    def storages(self) -> list[tuple[Storage, tuple[Shard, ...]]]:
-        """Every storage of this rank, and the shards that are its rows, from their ``base`` on."""
-        return [(storage, stack.shards(self._world.rank)) for stack, storage in self._storages()]
+    def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
+        """Every store of this rank, and the shards that are its rows, from their ``base`` on."""
+        return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Rows and optimizer state by logical name, as writable views; the same names on all ranks.
+        """Rows and optimizer state by logical name; the same names on all ranks.
 
         ``tables/T`` and ``tables/T/STATE``.
         """
@@ -355,46 +371,65 @@ class EmbeddingCollection:
                 for table in stack.tables if ranks else ():
                     stored = mine.get(table.name)
                     name = f"{table.name} (optimizer state)"
-                    state = stored.state if stored else {}
-                    tensors = [state[key] for key in state if stack.optimizer.state[key] == "row"]
+                    tensors = stored.values() if stored else {}
+                    kept = {k for k, size in stack.optimizer.state.items() if size == "row"}
                     if group.exchange == "local":
-                        name = table.name
-                        tensors = [*state.values(), stored.weights] if stored else []
-                    found.append(Copies(name, ranks, tensors))
+                        name, kept = table.name, tensors.keys()
+                    alike = [tensor for key, tensor in tensors.items() if key in kept]
+                    found.append(Copies(name, ranks, alike))
         return found
 
     def memory_bytes(self) -> int:
         """Bytes of rows and optimizer state on this rank."""
-        return sum(
-            tensor.numel() * tensor.itemsize
-            for _, storage in self._storages()
-            for tensor in (storage.weights, *storage.state.values())
-        )
+        return sum(store.memory_bytes for _, store in self._stores())
 
     def _kept(self) -> list[TorchStorage]:
-        """The storages, where all are such that can keep numbers."""
-        return [one for _, one in self._storages() if isinstance(one, TorchStorage)]
+        """The kernels, where all are such that can keep numbers."""
+        kernels = [store.kernel for _, store in self._stores()]
+        return [one for one in kernels if isinstance(one, TorchStorage)]
 
-    def _storages(self) -> Iterator[tuple[Stack, Storage]]:
+    def _stores(self) -> Iterator[tuple[Stack, RowStore]]:
         for group in self._groups:
-            yield from group.storages()
+            yield from group.stores()
 
-    def _make_storage(
+    def _make_store(
         self, group: GroupPlan, index: int, sum_over_columns: SumOverColumns | None
-    ) -> Storage:
+    ) -> RowStore:
         stack, rank = group.stacks[index], self._world.rank
         noise: RowNoise | None = None
         if self.plan.row_dtype != self.plan.dtype:
             noise = RowNoise(stack.shards(rank), self._seed, self._world.device)
-        return make_storage(
-            self.kernels[stack.tables[0].name],
-            stack.num_rows(rank),
-            stack.width(rank) if stack.uses_on(rank) else stack.dim,
-            dim=stack.dim,
-            optimizer=stack.optimizer,
-            dtype=self.plan.dtype,
-            row_dtype=self.plan.row_dtype,
-            device=self._world.device,
-            sum_over_columns=sum_over_columns,
-            noise=noise,
+        rows, width = stack.num_rows(rank), stack.width(rank) if stack.uses_on(rank) else stack.dim
+
+        def kernel_of(slots: int) -> RowKernel:
+            return make_kernel(
+                self.kernels[stack.tables[0].name],
+                rows,
+                width,
+                dim=stack.dim,
+                optimizer=stack.optimizer,
+                dtype=self.plan.dtype,
+                row_dtype=self.plan.row_dtype,
+                device=self._world.device,
+                sum_over_columns=sum_over_columns,
+                noise=noise,
+                slots=slots,
+            )
+
+        store = self._make_row_store(
+            StoreRequest(
+                shards=stack.shards(rank),
+                num_rows=rows,
+                width=width,
+                optimizer=stack.optimizer,
+                make_kernel=kernel_of,
+            )
         )
+        is_copied = group.exchange == "local" and self._world.size > 1
+        if is_copied and not isinstance(store, DeviceStore):
+            raise ConfigError(
+                f"table {stack.tables[0].name}: {type(store).__name__} cannot hold a table laid "
+                "out B on several ranks, which update rows that they did not look up; use the "
+                "device store, or another layout, for example S(0)"
+            )
+        return store

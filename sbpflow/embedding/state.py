@@ -4,27 +4,122 @@
 shape, and the ranks hold rectangles of it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, shards_of
+from sbpflow.embedding.storage.store import WEIGHTS, RowStore
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows [start, stop) of one tensor of a store that gives no views; read and written on demand.
+
+    ``is_column``: the numbers that a store keeps per row, as a column of a logical tensor.
+    """
+
+    store: RowStore
+    key: str  # ``WEIGHTS``, or a name of state
+    start: int
+    stop: int
+    is_column: bool = False
+
+    def __getitem__(self, rows: slice) -> "StoredRows":
+        start, stop, _ = rows.indices(self.stop - self.start)
+        stop = max(start, stop)
+        return replace(self, start=self.start + start, stop=self.start + stop)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        rest = (1,) if self.is_column else self._like().shape[1:]
+        return torch.Size((self.stop - self.start, *rest))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like().dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self._like().itemsize
+
+    def numel(self) -> int:
+        """How many numbers these are."""
+        return self.shape.numel()
+
+    def split(self, count: int) -> Iterator["StoredRows"]:
+        """``count`` rows at a time."""
+        for first in range(0, self.stop - self.start, count):
+            yield self[first : first + count]
+
+    def read(self) -> Tensor:
+        """The rows, copied."""
+        like = self._like()
+        into = torch.empty(self.stop - self.start, *like.shape[1:], dtype=like.dtype)
+        self.store.read(slice(self.start, self.stop), {self.key: into})
+        return into.view(self.shape)
+
+    def write(self, values: Tensor) -> None:
+        """Set the rows."""
+        shape = (self.stop - self.start, *self._like().shape[1:])
+        self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
+
+    def _like(self) -> Tensor:
+        return self.store.read(slice(0, 0))[self.key]
+
+
+Values = Tensor | StoredRows
+
+
+def read_values(values: Values) -> Tensor:
+    """A tensor as it is, or what a store reads; a large one is better read by parts."""
+    return values if isinstance(values, Tensor) else values.read()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """One shard as this rank holds it: views into its storage, by name of optimizer state."""
+    """One shard as this rank holds it."""
 
     shard: Shard
-    weights: Tensor  # [rows, columns]
-    state: dict[str, Tensor]  # [rows] or [rows, columns]
+    store: RowStore
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the store."""
+        return slice(self.shard.base, self.shard.base + self.shard.num_rows)
+
+    @property
+    def weights(self) -> Tensor:
+        """[rows, columns]; a view if the store is in place, or else a copy."""
+        return self.store.read(self.rows)[WEIGHTS]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """By name of optimizer state, [rows] or [rows, columns]; as ``weights``."""
+        found = self.store.read(self.rows)
+        return {name: values for name, values in found.items() if name != WEIGHTS}
+
+    def values(self) -> dict[str, Values]:
+        """By name, ``WEIGHTS`` first: views, or rows that are read on demand."""
+        if self.store.is_in_place:
+            return {**self.store.read(self.rows)}
+        start, stop = self.rows.start, self.rows.stop
+        names = self.store.read(slice(0, 0))
+        return {name: StoredRows(self.store, name, start, stop) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """``values`` are [row_start:row_stop, col_start:col_stop] of a logical tensor, a view.
+    """``values`` are [row_start:row_stop, col_start:col_stop] of a logical tensor: a view, or what
+    a store reads.
 
     A tensor of one number per row has no columns to split: ``values`` are [row_start:row_stop].
     """
@@ -33,7 +128,7 @@ class Rectangle:
     row_stop: int
     col_start: int
     col_stop: int
-    values: Tensor
+    values: Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +189,18 @@ def _weights(held: StoredShard) -> Rectangle:
         row_stop=shard.row_stop,
         col_start=shard.col_start,
         col_stop=shard.col_stop,
-        values=held.weights,
+        values=held.values()[WEIGHTS],
     )
 
 
 def _state(held: StoredShard, key: str, starts: list[int], stack: Stack) -> Rectangle:
-    shard, values = held.shard, held.state[key]
+    shard, values = held.shard, held.values()[key]
     first, last = shard.col_start, shard.col_stop
     if values.ndim == 1:
         first, last = 0, 1
         if not stack.optimizer.shares_row_state:
             first = starts.index(shard.col_start)
-            last, values = first + 1, values.unsqueeze(1)
+            last, values = first + 1, _as_column(values)
     return Rectangle(
         row_start=shard.row_start,
         row_stop=shard.row_stop,
@@ -113,3 +208,9 @@ def _state(held: StoredShard, key: str, starts: list[int], stack: Stack) -> Rect
         col_stop=last,
         values=values,
     )
+
+
+def _as_column(values: Values) -> Values:
+    if isinstance(values, Tensor):
+        return values.unsqueeze(1)
+    return replace(values, is_column=True)

@@ -86,7 +86,7 @@ class Checkpoints:
             job.state,
             run=decision.run,
             deadline_s=config.parallel.timeout_s,
-            storages=job.embeddings.storages,
+            stores=job.embeddings.stores,
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
             self._signals = GentleStop.where_watched()

@@ -12,6 +12,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.state import LogicalTensor
+from sbpflow.embedding.storage.store import StoreFactory, device_store
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
@@ -46,7 +47,7 @@ class Job:
 
     def state(self) -> dict[str, LogicalTensor]:
         """Everything that training changes, by logical name: ``tables/T``, ``tables/T/STATE``,
-        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles as views. P is a
+        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles. P is a
         parameter, or a buffer such as the running mean of a batch norm.
         """
         model = self.model
@@ -68,8 +69,18 @@ class Job:
             self.trainer.graphs.forget()
 
 
-def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) -> Job:
-    """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on."""
+def build_job(
+    config: Config,
+    spec: ModelSpec,
+    plan: RunPlan,
+    boxing: Boxing,
+    *,
+    stores: StoreFactory = device_store,
+) -> Job:
+    """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on.
+
+    ``stores`` as ``EmbeddingCollection`` takes it.
+    """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
         warm_up(plan, boxing)
@@ -82,6 +93,7 @@ def build_job(config: Config, spec: ModelSpec, plan: RunPlan, boxing: Boxing) ->
         seed=seed,
         kernel=plan.kernels,
         row_capacity=config.parallel.row_capacity,
+        stores=stores,
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
+from sbpflow.embedding.state import Values, read_values
 from sbpflow.errors import ConfigError, ReplicaError, SbpError, TrainingError
 from sbpflow.runtime.late_read import LateRead
 from sbpflow.sbp.layout import Layout
@@ -22,6 +23,7 @@ from sbpflow.training.batch import Batch
 Result = TypeVar("Result")
 CHANNEL = "control"
 _TEXT_BYTES = 120
+_ROWS_READ = 1 << 16  # of a store at a time
 
 
 class LossWatch:
@@ -234,12 +236,14 @@ def _first_difference(
     return None
 
 
-def _checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
     """The bits as integers, summed with wrap-around; order and NaN do not matter."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
-        total += tensor.contiguous().view(bits).sum(dtype=torch.int64)
+        parts = [tensor] if isinstance(tensor, Tensor) else tensor.split(_ROWS_READ)
+        for part in parts:
+            total += read_values(part).contiguous().view(bits).sum(dtype=torch.int64).to(device)
     return total
 
 

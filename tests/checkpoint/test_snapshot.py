@@ -23,6 +23,7 @@ from sbpflow.checkpoint.snapshot import Snapshot
 from sbpflow.checkpoint.write import Part, PieceWriter
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.world import World
@@ -79,7 +80,7 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
         real(self, data)
 
     monkeypatch.setattr(PieceWriter, "write", write)
-    snapshot = Snapshot(parts, lambda: [(storage, [shard])])
+    snapshot = Snapshot(parts, lambda: [(DeviceStore(storage), [shard])])
     found = snapshot.write(tmp_path / "rank-0.bin")
     snapshot.end()
     raw = (tmp_path / "rank-0.bin").read_bytes()
@@ -109,7 +110,7 @@ def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
     place = Place(row_start=0, row_stop=30, col_start=0, col_stop=256)
     part = Part(name="tables/t", place=place, values=storage.weights)
     expected = storage.weights.clone()
-    snapshot = Snapshot([part], lambda: [(storage, [shard])])
+    snapshot = Snapshot([part], lambda: [(DeviceStore(storage), [shard])])
     for step in range(1, 4):
         access = storage.access(torch.randint(0, 31 if fixed_size else 30, (9000,)))
         storage.update(access, torch.randn(9000, 256), 0.1, step)
@@ -157,7 +158,7 @@ def train_while_saving(world: World, folder, case: Case, tight: bool):
     train(two, 3)
     saver = Saver(
         folder / "b", two.boxing, two.state, run="r", deadline_s=30,
-        storages=two.embeddings.storages,
+        stores=two.embeddings.stores,
     )  # fmt: skip
     real, taken = PieceWriter.write, []
 
@@ -206,9 +207,9 @@ def begun(world: World, folder, deadline_s: float = 30):
     case = Case(lying, lying, "lazy_adam")
     job = make_job(world, case, case.saved)
     job.trainer.step(make_rows(1, world.rank, world.size))
-    storages = job.embeddings.storages
+    storages = job.embeddings.stores
     return job, Saver(
-        folder, job.boxing, job.state, run="r", deadline_s=deadline_s, storages=storages
+        folder, job.boxing, job.state, run="r", deadline_s=deadline_s, stores=storages
     )
 
 

@@ -12,6 +12,7 @@ from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import INITIAL_RANGE, FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.storage.store import StoreFactory, device_store
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement
@@ -98,7 +99,9 @@ def as_input(
     return ids
 
 
-def make_collection(world: World, mix: Mix) -> EmbeddingCollection:
+def make_collection(
+    world: World, mix: Mix, stores: StoreFactory = device_store
+) -> EmbeddingCollection:
     layouts = {name: spec.layout(world.size, world.device.type) for name, spec in mix.specs.items()}
     if mix.wire is not None:
         layouts = {
@@ -116,12 +119,12 @@ def make_collection(world: World, mix: Mix) -> EmbeddingCollection:
         batch_size=max(mix.batch_sizes),
         row_dtype=mix.row_dtype,
     )
-    return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=mix.kernel)
+    return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=mix.kernel, stores=stores)
 
 
-def train(world: World, mix: Mix) -> dict[str, Any]:
+def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[str, Any]:
     """Outputs per step and this rank's pieces at the end."""
-    collection = make_collection(world, mix)
+    collection = make_collection(world, mix, stores)
     outputs: list[dict[str, np.ndarray]] = []
 
     def begin(step: int):

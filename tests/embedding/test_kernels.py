@@ -14,8 +14,8 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import choose
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.base import Storage
-from sbpflow.embedding.storage.choose import KernelChoice, make_storage, warm_up_kernels
+from sbpflow.embedding.storage.base import RowKernel
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel, warm_up_kernels
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.streams import fill_uniform, stream_key
 
@@ -38,8 +38,8 @@ ALL_RULES = [
 NEEDS = {"numba": "numba", "fbgemm": "fbgemm_gpu"}
 
 
-def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) -> Storage:
-    return make_storage(
+def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) -> RowKernel:
+    return make_kernel(
         KernelChoice(kernel, "for the test"),
         50,
         width,
@@ -65,7 +65,7 @@ def test_another_kernel_and_torch_agree(kernel, rule):
     pytest.importorskip(NEEDS[kernel])
     torch.manual_seed(0)
     plain, fused = storage_of("torch", rule), storage_of(kernel, rule)
-    assert (plain.kernel, fused.kernel) == ("torch", kernel)
+    assert (plain.name, fused.name) == ("torch", kernel)
     start = torch.randn(50, 8)
     for storage in (plain, fused):
         storage.weights.copy_(start)

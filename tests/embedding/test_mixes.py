@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import make_storage
+from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.errors import DataError
 from tests.embedding.cases import Spec
 from tests.embedding.mixes import Mix, as_input, expected, make_collection, train
@@ -357,50 +356,67 @@ def test_a_part_of_another_size_than_the_ranks_is_refused(ranks, exchange):
     assert "rank 1 passed ids of 5 samples" in messages[1]
 
 
-class Watched:
-    """A storage that counts which rows are at hand, as one on the host would have to."""
+class Watched(DeviceStore):
+    """Counts the rows that are leased, and the order of the calls of each batch."""
 
-    def __init__(self, inner) -> None:
-        self._inner = inner
+    def __init__(self, kernel) -> None:
+        super().__init__(kernel)
         self.held = Counter()
         self.most = 0
+        self.calls: dict[int, list[str]] = {}
+        self.leased: dict[int, list[int]] = {}
+        lookup, update = kernel.lookup, kernel.update
 
-    def __getattr__(self, name: str):
-        return getattr(self._inner, name)
+        def checked_lookup(access, lr=None):
+            assert lr is None or set(access.addresses.tolist()) <= set(self.held)
+            return lookup(access, lr)
 
-    def prefetch(self, addresses: torch.Tensor) -> None:
-        self.held.update(addresses.tolist())
+        def checked_update(access, grads, lr, step):
+            if not self.updates_others:
+                assert set(access.addresses.tolist()) <= set(self.held)
+            update(access, grads, lr, step)
+
+        kernel.lookup, kernel.update = checked_lookup, checked_update
+
+    updates_others = False
+
+    def announce(self, number: int, addresses: torch.Tensor) -> None:
+        self.calls[number] = ["announce"]
+        self.leased[number] = addresses.tolist()
+        self.held.update(self.leased[number])
         self.most = max(self.most, len(self.held))
 
-    def release(self, addresses: torch.Tensor) -> None:
-        self.held.subtract(addresses.tolist())
+    def admit(self, number: int) -> None:
+        self.calls[number].append("admit")
+
+    def release(self, number: int) -> None:
+        self.calls[number].append("release")
+        self.held.subtract(self.leased.pop(number))
         self.held = +self.held
 
-    def lookup(self, access, lr: float | None = None) -> torch.Tensor:
-        assert set(access.addresses.tolist()) <= set(self.held)
-        return self._inner.lookup(access, lr)
 
-    def update(self, access, grads: torch.Tensor, lr: float, step: int) -> None:
-        assert set(access.addresses.tolist()) <= set(self.held)
-        self._inner.update(access, grads, lr, step)
-
-
-def watch(world, mix: Mix) -> list[tuple[int, int]]:
-    """(rows still held at the end, most held at a time) of this rank's storages."""
+def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
+    """(rows still held at the end, most held at a time, calls by batch) of this rank's stores."""
     watched: list[Watched] = []
 
-    def make(*args, **kwargs) -> Watched:
-        watched.append(Watched(make_storage(*args, **kwargs)))
+    def make(request) -> Watched:
+        watched.append(Watched(request.make_kernel(request.num_rows)))
+        watched[-1].updates_others = any("local" in spec.exchange for spec in mix.specs.values())
         return watched[-1]
 
-    with mock.patch("sbpflow.embedding.collection.make_storage", make):
-        train(world, mix)
-    return [(len(storage.held), storage.most) for storage in watched]
+    train(world, mix, stores=make)
+    return [(len(store.held), store.most, store.calls) for store in watched]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_rows_are_at_hand_from_prefetch_to_release(ranks, exchange, accumulate):
+def test_rows_are_leased_from_announcement_to_release(ranks, exchange, accumulate):
     for found in ranks(2, watch, mix_of(exchange, 8, RULES[0], accumulate=accumulate)):
         assert found
-        assert all(held == 0 and most > 0 for held, most in found)
+        for held, most, calls in found:
+            assert held == 0
+            assert most > 0
+            assert list(calls) == list(range(1, len(calls) + 1))
+            admitted = ["announce", "release"] if "local" in exchange else []
+            for made in calls.values():
+                assert made in (["announce", "admit", "release"], admitted)

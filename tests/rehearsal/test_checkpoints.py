@@ -16,8 +16,8 @@ def begun(world, config, folder):
     job = make_job(world, config)
     for number in range(SAVED_AT):
         step(job, number)
-    storages = job.embeddings.storages
-    return job, Saver(folder, job.boxing, job.state, run="r", deadline_s=60, storages=storages)
+    storages = job.embeddings.stores
+    return job, Saver(folder, job.boxing, job.state, run="r", deadline_s=60, stores=storages)
 
 
 def step(job, number):
@@ -58,7 +58,7 @@ def save_both_ways(world, config, folder):
         PieceWriter.write = real
     after = step(job, STEPS)
     saver.save(STEPS + 1, {})
-    return waits, after, saver.last_cost.log_bytes, len(job.embeddings.storages())
+    return waits, after, saver.last_cost.log_bytes, len(job.embeddings.stores())
 
 
 def test_a_save_beside_training_equals_one_at_once(rehearsed_ranks, memory):

@@ -127,8 +127,8 @@ def both_ways_watched(world, config):
     told = []
 
     def before_step(job, number):
-        for storage, _ in job.embeddings.storages():
-            storage.before_update = told.append if number == 2 else None
+        for store, _ in job.embeddings.stores():
+            store.listeners[:] = [told.append] if number == 2 else []
 
     losses, plain, *_, equal, on_main = both_ways(world, config, before_step=before_step)
     return losses == plain, equal, len(told), on_main

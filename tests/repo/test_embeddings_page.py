@@ -12,7 +12,7 @@ import torch
 
 import sbpflow
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import KernelChoice, make_storage
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from tests.deadlines import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def test_the_optimizer_of_the_page_does_the_same_in_both_kernels(page_modules):
     start = torch.randn(9, 4, dtype=torch.float64)
     weights, velocity = start.clone(), torch.zeros(9, 4, dtype=torch.float64)
     storages = [
-        make_storage(
+        make_kernel(
             KernelChoice(kernel, "for the test"),
             9,
             4,

@@ -23,7 +23,7 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.choose import KernelChoice, make_storage
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.row_formats import make_rows
 from sbpflow.sbp.layout import Layout
@@ -52,7 +52,7 @@ def test_a_rule_that_a_kernel_does_not_know():
         "dtype": torch.float32,
         "device": CPU,
     }
-    storage = make_storage(choice, 5, 4, **options)
+    storage = make_kernel(choice, 5, 4, **options)
     access = Access(torch.tensor([1, 2]), None, None)
     with pytest.raises(SbpError, match=r"kernel numba has no rule mine:Momentum"):
         storage.update(access, torch.ones(2, 4), 0.1, 1)

@@ -3,7 +3,8 @@
     begin      ids are at hand: addresses, deduplication, first transfer of its own
     advance    sizes are known: the transfer that needed them
     receive    ids are where they are looked up: addresses there, final
-    look_up    rows out of the storage, vectors on their way
+    announce   the stores learn which rows a training batch needs
+    look_up    rows out of the stores, vectors on their way
     vectors    they are home
     push       gradients on their way
     collect    they are where the rows are
@@ -14,7 +15,7 @@ overlap. The moves up to ``receive`` depend on ids alone, so they may run batche
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -28,45 +29,50 @@ from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.rules.base import SumOverColumns
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.base import Storage, sum_of_squares
+from sbpflow.embedding.storage.base import sum_of_squares
+from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# (the last batch kept, rows of all, one merged (access, gradients) per storage)
-Collected = tuple["GroupInFlight", int, list[tuple[Access, Tensor]]]
+# (the batches kept, rows of all, one merged (access, gradients) per store)
+Collected = tuple[list["GroupInFlight"], int, list[tuple[Access, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
 # (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
-StorageFactory = Callable[[GroupPlan, int, SumOverColumns | None], Storage]
+MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupInFlight:
-    """One batch's way through one group; what a move leaves for a later one."""
+    """One batch's way through one group; what a move leaves for a later one.
+
+    ``number`` counts the training batches of the collection; ``None`` for others.
+    """
 
     num_rows: int  # of the whole batch
     local: BatchIds
-    training: bool
+    number: int | None
     lr_factor: float = 1.0  # of the optimizers' rates, which the rows are looked up for
     everywhere: BatchIds | None = None
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
     counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
 
-    def look_up(self, storage: Storage, access: Access, lr: float) -> Tensor:
-        """Rows of a storage, which keeps them at hand for ``update`` if this is training; ``lr`` is
-        the rate of its optimizer.
-        """
-        storage.prefetch(access.addresses)
-        if self.training:
-            return storage.lookup(access, lr * self.lr_factor)
-        rows = storage.lookup(access)
-        storage.release(access.addresses)
-        return rows
+    @property
+    def training(self) -> bool:
+        return self.number is not None
 
-    def update(self, storage: Storage, access: Access, grads: Tensor, lr: float, step: int) -> None:
+    def look_up(self, store: RowStore, access: Access, lr: float) -> Tensor:
+        """Rows of a store, which keeps them in their slots until ``release`` if this is training;
+        ``lr`` is the rate of its optimizer.
+        """
+        if self.number is None:
+            return store.peek(access)
+        access.place(store.admit(self.number))
+        return store.kernel.lookup(access, lr * self.lr_factor)
+
+    def update(self, store: RowStore, access: Access, grads: Tensor, lr: float, step: int) -> None:
         """A step on rows that were looked up, by this batch or by ones before it."""
-        storage.update(access, grads, lr * self.lr_factor, step)
-        storage.release(access.addresses)
+        store.kernel.update(access, grads, lr * self.lr_factor, step)
 
     def take_pending(self) -> Pending:
         """What an earlier move sent on its way; each can be taken once."""
@@ -88,14 +94,14 @@ class Group(ABC, Generic[BatchT]):
         self._merged: Collected | None = None
 
     @abstractmethod
-    def storages(self) -> list[tuple[Stack, Storage]]:
+    def stores(self) -> list[tuple[Stack, RowStore]]:
         """What this rank stores."""
 
     @abstractmethod
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> BatchT:
+    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> BatchT:
         """Sort and count the ids of this rank's samples, and send what others need of that.
 
-        ``num_rows`` counts the whole batch.
+        ``num_rows`` counts the whole batch; ``number`` as ``GroupInFlight`` has it.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
@@ -119,8 +125,18 @@ class Group(ABC, Generic[BatchT]):
 
     def sort_ahead(self, batch: BatchT) -> None:
         """After ``receive``, of a training batch: what an update will want sorted."""
-        for access, (_, storage) in zip(batch.accesses, self.storages(), strict=True):
-            storage.sort_ahead(access)
+        for access, (_, store) in zip(batch.accesses, self.stores(), strict=True):
+            store.kernel.sort_ahead(access)
+
+    def announce(self, batch: BatchT) -> None:
+        """After ``receive``, when the addresses are final, once for each batch in turn."""
+        if batch.number is not None:
+            for access, (_, store) in zip(batch.accesses, self.stores(), strict=True):
+                store.announce(batch.number, access.addresses)
+
+    def cancel(self, batch: BatchT) -> None:
+        """After ``announce``, of a batch that will not be looked up: end its leases."""
+        self._release([batch])
 
     @abstractmethod
     def look_up(self, batch: BatchT) -> None:
@@ -143,7 +159,7 @@ class Group(ABC, Generic[BatchT]):
         """One step on all that was collected; ``step`` is the job's."""
 
     def keep(self, batch: GroupInFlight, accesses: list[Access], grads: list[Tensor]) -> None:
-        """Put aside for ``update`` what a batch gives this rank's storages."""
+        """Put aside for ``update`` what a batch gives this rank's stores."""
         self._collected.append((batch, accesses, grads))
 
     def gradient_squares(self) -> Tensor:
@@ -154,20 +170,27 @@ class Group(ABC, Generic[BatchT]):
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.plan.exchange == "local" and self.world.rank != self.plan.world.ranks[0]:
             return total
-        for (access, grads), (_, storage) in zip(merged, self.storages(), strict=True):
-            total += sum_of_squares(storage, access, grads)
+        for (access, grads), (_, store) in zip(merged, self.stores(), strict=True):
+            total += sum_of_squares(store.kernel, access, grads)
         return total
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply what was collected by ``factor``, 0-d."""
-        last, num_rows, merged = self._merged or self._merge()
+        batches, num_rows, merged = self._merged or self._merge()
         scaled = [(access, grads * factor.to(grads.dtype)) for access, grads in merged]
-        self._merged = (last, num_rows, scaled)
+        self._merged = (batches, num_rows, scaled)
 
     def take_collected(self) -> "Collected":
         """What is there for ``update``; it can be taken once."""
         taken, self._merged = self._merged or self._merge(), None
         return taken
+
+    def _release(self, batches: Sequence[GroupInFlight]) -> None:
+        """After their update: the stores may use the slots for other rows."""
+        for batch in batches:
+            if batch.number is not None:
+                for _, store in self.stores():
+                    store.release(batch.number)
 
     def _merge(self) -> "Collected":
         kept, self._collected = self._collected, []
@@ -178,7 +201,8 @@ class Group(ABC, Generic[BatchT]):
             access = Access.merge([accesses[index] for _, accesses, _ in kept])
             grads = [batch[index] for _, _, batch in kept]
             merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        return kept[-1][0], sum(batch.num_rows for batch, _, _ in kept), merged
+        batches = [batch for batch, _, _ in kept]
+        return batches, sum(batch.num_rows for batch in batches), merged
 
     def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
         """Begin a conversion, of whatever the steps carry."""

@@ -16,7 +16,7 @@ from sbpflow.embedding.exchange.base import (
     BatchT,
     Group,
     GroupInFlight,
-    StorageFactory,
+    MakeStore,
 )
 from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueColumnsGroup, UniqueGroup
 from sbpflow.embedding.exchange.shared_state import SharedState
@@ -26,7 +26,7 @@ from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import unknown_value
 
 
@@ -40,16 +40,16 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A stack that this rank takes part in, its storage and the map from ids to rows of it."""
+    """A stack that this rank takes part in, its store and the map from ids to rows of it."""
 
     index: int
     stack: Stack
-    storage: Storage
+    store: RowStore
     addresses: LocalAddresses
 
 
 class AddressedGroup(Group[BatchT]):
-    """A group whose ranks look ids up in their own storages, member by member.
+    """A group whose ranks look ids up in their own stores, member by member.
 
     ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
     """
@@ -58,7 +58,7 @@ class AddressedGroup(Group[BatchT]):
         self,
         plan: GroupPlan,
         boxing: Boxing,
-        make: StorageFactory,
+        make: MakeStore,
         received: Received | None,
     ) -> None:
         super().__init__(plan, boxing)
@@ -96,11 +96,12 @@ class AddressedGroup(Group[BatchT]):
             return
         ids, pooled = self._ids_of(batch), self.plan.pooled
         batch.accesses = [
-            m.addresses.access(ids, pooled=pooled, absent=m.storage.absent) for m in self.members
+            m.addresses.access(ids, pooled=pooled, absent=m.store.kernel.absent)
+            for m in self.members
         ]
 
-    def storages(self) -> list[tuple[Stack, Storage]]:
-        return [(member.stack, member.storage) for member in self.members]
+    def stores(self) -> list[tuple[Stack, RowStore]]:
+        return [(member.stack, member.store) for member in self.members]
 
     def _ids_of(self, batch: BatchT) -> BatchIds:
         ids = batch.everywhere if self._everywhere else batch.local
@@ -112,7 +113,7 @@ class AddressedGroup(Group[BatchT]):
         """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
-            batch.look_up(member.storage, access, member.stack.optimizer.lr).view(
+            batch.look_up(member.store, access, member.stack.optimizer.lr).view(
                 samples, self._width(member)
             )
             for member, access in zip(self.members, batch.accesses, strict=True)
@@ -127,25 +128,27 @@ class AddressedGroup(Group[BatchT]):
             return [grad] * len(self.members)
         widths = [self._width(member) for member in self.members]
         return [
-            part.reshape(grad.shape[0] * member.addresses.num_uses, member.storage.weights.shape[1])
+            part.reshape(grad.shape[0] * member.addresses.num_uses, member.store.width)
             for part, member in zip(grad.split(widths, 1), self.members, strict=True)
         ]
 
     def update(self, step: int) -> None:
-        last, self._state.num_rows, merged = self.take_collected()
+        batches, self._state.num_rows, merged = self.take_collected()
         # Stack by stack in the plan's order, so that all ranks walk the same steps.
         mine = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
             if index in mine:
                 access, grad = merged[mine[index]]
                 member = self.members[mine[index]]
-                last.update(member.storage, access, grad, member.stack.optimizer.lr, step)
+                lr = member.stack.optimizer.lr
+                batches[-1].update(member.store, access, grad, lr, step)
             else:
                 self._state.stand_by(index)
+        self._release(batches)
 
     def _width(self, member: Member) -> int:
         """Columns of a member in a part; spelled out because a batch may have no rows."""
-        width = member.storage.weights.shape[1]
+        width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
 
 
@@ -167,8 +170,8 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
     def _steps(self) -> tuple[BoxingStep, ...]:
         return self.plan.backward_steps(0)  # of a size that no batch changes
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> LocalInFlight:
-        return LocalInFlight(local=local, num_rows=num_rows, training=training)
+    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> LocalInFlight:
+        return LocalInFlight(local=local, num_rows=num_rows, number=number)
 
     def look_up(self, batch: LocalInFlight) -> None:
         batch.vectors = self.rows_of(batch)
@@ -186,9 +189,8 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
             return
         whole: list[Tensor] = []
         for access, member, part in zip(batch.accesses, self.members, parts, strict=True):
-            rows, sums = member.storage.row_gradients(access, part)
-            size, width = member.storage.weights.shape
-            table = part.new_zeros(size, width + 1)
+            rows, sums = member.store.kernel.row_gradients(access, part)
+            table = part.new_zeros(member.store.num_rows, member.store.width + 1)
             counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
             whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
         batch.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
@@ -200,12 +202,10 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
         flat = self.arrived(self._steps, batch.take_pending())
         accesses: list[Access] = []
         grads: list[Tensor] = []
-        sizes = [m.storage.weights.shape[0] * (m.stack.dim + 1) for m in self.members]
-        for member, own, part in zip(self.members, batch.accesses, flat.split(sizes), strict=True):
+        sizes = [m.store.num_rows * (m.stack.dim + 1) for m in self.members]
+        for member, part in zip(self.members, flat.split(sizes), strict=True):
             table = part.view(-1, member.stack.dim + 1)
-            rows, sums = _touched(table, member.storage.absent)
-            member.storage.prefetch(rows)
-            member.storage.release(own.addresses)
+            rows, sums = _touched(table, member.store.kernel.absent)
             accesses.append(Access(rows))
             grads.append(sums)
         self.keep(batch, accesses, grads)
@@ -252,7 +252,7 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
         self,
         plan: GroupPlan,
         boxing: Boxing,
-        make: StorageFactory,
+        make: MakeStore,
         received: Received,
     ) -> None:
         super().__init__(plan, boxing, make, received)
@@ -260,8 +260,8 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
         self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
         self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> GroupInFlight:
-        return GroupInFlight(local=local, num_rows=num_rows, training=training)
+    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> GroupInFlight:
+        return GroupInFlight(local=local, num_rows=num_rows, number=number)
 
     def look_up(self, batch: GroupInFlight) -> None:
         part: Tensor | None = None
@@ -292,7 +292,7 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
 def make_group(
     plan: GroupPlan,
     boxing: Boxing,
-    make: StorageFactory,
+    make: MakeStore,
     received: Received,
     row_capacity: float | None = None,
 ) -> AnyGroup:

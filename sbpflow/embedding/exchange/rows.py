@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import Exchange, received
-from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, StorageFactory
+from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, MakeStore
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
@@ -23,8 +23,8 @@ from sbpflow.embedding.plan.group_plan import (
 )
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access, sum_bags
-from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import deduplicator
+from sbpflow.embedding.storage.store import RowStore
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class RowGroup(Group[RowsInFlight]):
         self,
         plan: GroupPlan,
         boxing: Boxing,
-        make: StorageFactory,
+        make: MakeStore,
         row_capacity: float | None = None,
     ) -> None:
         super().__init__(plan, boxing)
         (self._stack,) = plan.stacks
         self._state = SharedState(plan, boxing)
-        self._storage = make(plan, 0, self._state.sum_of(0))
+        self._store = make(plan, 0, self._state.sum_of(0))
         self._addresses = OwnerAddresses(
             self._stack,
             self.num_parts,
@@ -78,14 +78,14 @@ class RowGroup(Group[RowsInFlight]):
         )
         self._bases, self._ends = bases[:-1], bases[1:].clone()
         self._layout = Layout(bases)
-        self._deduplicated = deduplicator(self._storage.kernel, self._addresses.bases[-1])
+        self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.bases[-1])
         self._steps = lru_cache(MAX_BATCH_SIZES)(self._planned_steps)
         self._ids = Exchange(self.world, IDS)
         self._vectors = Exchange(self.world, VECTORS)
         self._gradients = Exchange(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
         on_cuda = self.world.device.type == "cuda"  # where what did not fit is asked for
-        if row_capacity is not None and on_cuda and self._storage.absent is not None:
+        if row_capacity is not None and on_cuda and self._store.kernel.absent is not None:
             self.capacity = Capacity(row_capacity, plan)
 
     @property
@@ -101,10 +101,10 @@ class RowGroup(Group[RowsInFlight]):
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         """Start the ids of ``Layout.lay_out``."""
 
-    def begin(self, local: BatchIds, num_rows: int, *, training: bool) -> RowsInFlight:
+    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> RowsInFlight:
         wanted = self._deduplicated(self._addresses.access(local))
-        batch = RowsInFlight(local=local, num_rows=num_rows, training=training, wanted=wanted)
-        if training and self.capacity is not None:
+        batch = RowsInFlight(local=local, num_rows=num_rows, number=number, wanted=wanted)
+        if number is not None and self.capacity is not None:
             room, size = self.capacity.rows(num_rows), self.world.size
             batch.slots, buffers = self._layout.lay_out(batch.wanted, room)
             batch.own = buffers[:, 1:].reshape(-1)
@@ -119,7 +119,7 @@ class RowGroup(Group[RowsInFlight]):
         again = RowsInFlight(
             local=batch.local,
             num_rows=batch.num_rows,
-            training=batch.training,
+            number=batch.number,
             wanted=batch.wanted,
         )
         self.begin_counted(again)
@@ -131,8 +131,8 @@ class RowGroup(Group[RowsInFlight]):
             raise RuntimeError(f"{self.plan.name}: no rows travel, by its plan")
         return steps
 
-    def storages(self) -> list[tuple[Stack, Storage]]:
-        return [(self._stack, self._storage)]
+    def stores(self) -> list[tuple[Stack, RowStore]]:
+        return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
         """[ranks] named to each, then [ranks] named by each if that is told; ``None`` where there
@@ -189,8 +189,9 @@ class RowGroup(Group[RowsInFlight]):
         self.keep(batch, batch.accesses, [sums])
 
     def update(self, step: int) -> None:
-        last, self._state.num_rows, ((access, grad),) = self.take_collected()
-        last.update(self._storage, access, grad, self._stack.optimizer.lr, step)
+        batches, self._state.num_rows, ((access, grad),) = self.take_collected()
+        batches[-1].update(self._store, access, grad, self._stack.optimizer.lr, step)
+        self._release(batches)
 
 
 class UniqueGroup(RowGroup):
@@ -200,7 +201,7 @@ class UniqueGroup(RowGroup):
         self,
         plan: GroupPlan,
         boxing: Boxing,
-        make: StorageFactory,
+        make: MakeStore,
         row_capacity: float | None = None,
     ) -> None:
         super().__init__(plan, boxing, make, row_capacity)
@@ -233,7 +234,7 @@ class UniqueGroup(RowGroup):
     def look_up(self, batch: RowsInFlight) -> None:
         asked, into = batch.asked, batch.into
         lr = self._stack.optimizer.lr
-        rows = batch.look_up(self._storage, batch.accesses[0], lr)
+        rows = batch.look_up(self._store, batch.accesses[0], lr)
         step = self.vector_step(batch)
         batch.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
 
@@ -299,7 +300,7 @@ class UniqueColumnsGroup(ToldToAllGroup):
         self,
         plan: GroupPlan,
         boxing: Boxing,
-        make: StorageFactory,
+        make: MakeStore,
         row_capacity: float | None = None,
     ) -> None:
         super().__init__(plan, boxing, make, row_capacity)
@@ -308,7 +309,7 @@ class UniqueColumnsGroup(ToldToAllGroup):
 
     def look_up(self, batch: RowsInFlight) -> None:
         lr = self._stack.optimizer.lr
-        rows = batch.look_up(self._storage, batch.accesses[0], lr).to(self.plan.wire)
+        rows = batch.look_up(self._store, batch.accesses[0], lr).to(self.plan.wire)
         wanted, held = self._sizes(batch)
         step = self.vector_step(batch)
         batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
@@ -354,13 +355,8 @@ class LocalRowsGroup(ToldToAllGroup):
         return batch.training
 
     def look_up(self, batch: RowsInFlight) -> None:
-        if batch.training:
-            self._storage.prefetch(batch.accesses[0].addresses)
-        # Its own rows now; those of all ranks, which contain them, stay until the update.
         rows = batch.wanted.rows() if batch.own is None else batch.own
-        self._storage.prefetch(rows)
-        batch.rows = self._storage.lookup(Access(rows))
-        self._storage.release(rows)
+        batch.rows = self._store.peek(Access(rows))
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self._steps(batch.num_rows).gradients

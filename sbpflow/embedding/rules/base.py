@@ -37,8 +37,8 @@ class RowBlock:
     """What one step works on: this rank's columns of some rows, each row once."""
 
     weights: Tensor  # [touched, width] in the dtype of the arithmetic; a step changes it in place
-    state: dict[str, Tensor]  # of all rows; ``take`` and ``put`` know those of the block
-    rows: Tensor  # [touched] int64
+    state: dict[str, Tensor]  # of all slots; ``take`` and ``put`` know those of the block
+    rows: Tensor  # [touched] int64: the slots where ``state`` has the rows
     grads: Tensor  # [touched, width], summed over the batch
     numbers: StepNumbers
     squares: Tensor | None = None  # [touched], as ``mean_squares`` has them

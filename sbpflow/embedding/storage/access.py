@@ -1,6 +1,7 @@
-"""One batch's use of a storage: which rows, in which bags, and what is derived from that."""
+"""One batch's use of stored rows: which ones, in which bags, and what is derived from that."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ class Access:
 
     ``addresses`` [n] int32 or int64; ``offsets`` [bags + 1] int64, or ``None`` for one address per
     bag; ``weights`` [n], or ``None`` for ones. On CUDA the host waits to learn how many rows are
-    unique, unless ``num_unique`` was set.
+    unique, unless ``num_unique`` was set. Addresses are local row numbers: rows are sorted, summed
+    and rounded in that order wherever they lie. A row store may have put each of them in a slot.
     """
 
     def __init__(
@@ -23,6 +25,7 @@ class Access:
         self.addresses = addresses
         self.offsets = offsets
         self.weights = weights
+        self.placed: Tensor | None = None  # [n], ``RowStore.admit``; ``None``: slots are rows
         self.graph: Tensor | None = None  # TBE output whose backward is the fused update
         self.num_unique: int | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -34,6 +37,9 @@ class Access:
         if len(accesses) == 1:
             return accesses[0]
         addresses = torch.cat([access.addresses for access in accesses])
+        placed = None
+        if any(access.placed is not None for access in accesses):
+            placed = torch.cat([access.slots for access in accesses])
         weights = None
         if any(access.weights is not None for access in accesses):
             like = next(a.weights for a in accesses if a.weights is not None)
@@ -46,13 +52,14 @@ class Access:
                 ]
             )
         if all(access.offsets is None for access in accesses):
-            return Access(addresses, None, weights)
+            return Access(addresses, None, weights).place(placed)
         parts: list[Tensor] = []
         start = 0
         for access in accesses:
             parts.append(access.explicit_offsets()[:-1] + start)
             start += access.addresses.numel()
-        return Access(addresses, torch.cat([*parts, parts[0].new_full((1,), start)]), weights)
+        ends = torch.cat([*parts, parts[0].new_full((1,), start)])
+        return Access(addresses, ends, weights).place(placed)
 
     def tensors(self) -> list[Tensor | None]:
         """What it was made of, and what is sorted of it so far."""
@@ -70,6 +77,16 @@ class Access:
         made._runs = Runs(*(one for one in ordered if one is not None)) if ordered else None
         return made
 
+    def place(self, slots: Tensor | None) -> Self:
+        """From now on the rows are in these slots, [n]; ``None``: in those of their numbers."""
+        self.placed = slots
+        return self
+
+    @property
+    def slots(self) -> Tensor:
+        """[n]: where in a kernel's block the rows are."""
+        return self.addresses if self.placed is None else self.placed
+
     @property
     def num_bags(self) -> int:
         if self.offsets is None:
@@ -85,6 +102,13 @@ class Access:
     def rows(self) -> Tensor:
         """Unique addresses ascending."""
         return self._dedup()[0]
+
+    def row_slots(self) -> Tensor:
+        """The slots of ``rows``."""
+        rows, order, starts, _ = self._dedup()
+        if self.placed is None:
+            return rows
+        return self.placed.index_select(0, order.index_select(0, starts))
 
     def inverse(self) -> Tensor:
         """[n]: which unique row each address is."""
@@ -108,6 +132,14 @@ class Access:
         sums = self._segment_sums(grads, runs.order, runs.starts)
         rows = runs.keys.index_select(0, runs.starts.index_select(0, runs.slots))
         return rows, sums.index_select(0, runs.slots)
+
+    def spread_slots(self, rows: Tensor) -> Tensor:
+        """The slots of the rows of ``spread_gradients``."""
+        if self.placed is None or self.addresses.numel() == 0:
+            return rows
+        runs = self.runs()
+        heads = runs.starts.index_select(0, runs.slots)
+        return self.placed.index_select(0, runs.order.index_select(0, heads))
 
     def unique_below(self, limits: Tensor) -> Tensor:
         """[limits] int64: how many unique rows are below each of ``limits`` (ascending)."""
@@ -162,9 +194,9 @@ class Access:
 def sum_bags(rows: Tensor, access: Access, positions: Tensor | None = None) -> Tensor:
     """[bags, width]: each bag's weighted sum of ``rows`` [m, width], in the dtype of ``rows``.
 
-    ``positions`` [n] are the rows that the addresses stand for; by default the addresses.
+    ``positions`` [n] are the rows that the addresses stand for; by default their slots.
     """
-    at = access.addresses if positions is None else positions
+    at = access.slots if positions is None else positions
     if access.offsets is None:
         found = rows.index_select(0, at)
         return found if access.weights is None else found * access.weights.unsqueeze(1)

@@ -1,12 +1,12 @@
-"""Where the rows of a rank's shards live, and the kernels that look them up and update them.
+"""Row kernels: each allocates a block of slots with its optimizer state, reads it and updates it.
 
-A storage holds one [rows, width] block: shards of equal width stacked, addressed by local row
-number. Reading (``lookup``) and writing (``update``) are apart, so an update need not happen inside
-the backward. Three kernels, equal results: plain torch, FBGEMM's table-batched embedding (TBE), and
-loops that numba compiles for the CPU.
+Which row is in which slot is up to the row store (``store.py``). Reading (``lookup``) and writing
+(``update``) are apart, so an update need not happen inside the backward. Four kernels, equal
+results: plain torch, FBGEMM's table-batched embedding (TBE), loops that numba compiles for the CPU,
+and Triton for GPUs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,42 +14,39 @@ from torch import Tensor
 
 from sbpflow.embedding.storage.access import Access
 
-BeforeUpdate = Callable[[Tensor], None]  # of addresses that change
+RowListener = Callable[[Tensor], None]  # of row numbers, which may come several times
 
 
-class Storage(Protocol):
-    """Rows of one rank's shards; a host tier fetches in ``prefetch``, may evict in ``release``.
+class RowKernel(Protocol):
+    """A block [slots, width] of rows with their optimizer state.
 
-    Every address that is looked up or updated was prefetched, and each prefetch is released once.
-    ``before_update``, where it is set, is told of rows right before each ``update`` changes them.
+    An ``Access`` has the row numbers, by which rows are sorted and their noise is drawn, and the
+    slots, where the block has them. ``listeners`` are called with the rows right before each
+    ``update`` changes them; another thread may take one away.
     """
 
-    before_update: BeforeUpdate | None
+    listeners: list[RowListener]
 
     @property
-    def kernel(self) -> str:
+    def name(self) -> str:
         """Which of the kernels this is."""
         ...
 
     @property
     def weights(self) -> Tensor:
-        """[rows, width]; writing to it changes what the next lookup reads."""
+        """[slots, width]; writing to it changes what the next lookup reads."""
         ...
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Optimizer state by name, [rows] or [rows, width], writable like ``weights``."""
+        """Optimizer state by name, [slots] or [slots, width], writable like ``weights``."""
         ...
 
     @property
     def absent(self) -> int | None:
-        """An address that reads as zeros and is never stored, for rows that are elsewhere; ``None``
-        if such must be left out.
+        """An address that reads as zeros and is never stored, for rows that are elsewhere; its slot
+        is behind all others. ``None`` if such addresses must be left out.
         """
-        ...
-
-    def prefetch(self, addresses: Tensor) -> None:
-        """Rows that will be looked up soon."""
         ...
 
     def access(
@@ -69,6 +66,12 @@ class Storage(Protocol):
         """
         ...
 
+    def pool(self, block: Tensor, access: Access) -> Tensor:
+        """As ``lookup`` without an update, of rows that are not the kernel's: the slots of
+        ``access`` are places in ``block`` [.., width], which has the dtype of ``weights``.
+        """
+        ...
+
     def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows, the bags' ``grads`` summed per row [unique, width]).
 
@@ -85,19 +88,21 @@ class Storage(Protocol):
         """
         ...
 
-    def release(self, addresses: Tensor) -> None:
-        """Rows that are not needed until the next prefetch."""
-        ...
+
+def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:
+    """Call each of the listeners that there are now."""
+    for listener in tuple(listeners):
+        listener(rows)
 
 
-def sum_of_squares(storage: Storage, access: Access, grads: Tensor) -> Tensor:
+def sum_of_squares(kernel: RowKernel, access: Access, grads: Tensor) -> Tensor:
     """Over the rows stored here, of the gradients that an update with these would sum: 0-d float64.
 
     Each row's columns first, so that duplicates count as the one gradient that they make.
     """
-    rows, sums = storage.row_gradients(access, grads)
+    rows, sums = kernel.row_gradients(access, grads)
     squares = sums.to(torch.float64).square().sum(1)
-    if storage.absent is None or rows.numel() == 0:
+    if kernel.absent is None or rows.numel() == 0:
         return squares.sum()
     first_time = torch.arange(rows.numel(), device=rows.device) <= access.runs().number[-1]
-    return torch.where(first_time & (rows != storage.absent), squares, 0.0).sum()
+    return torch.where(first_time & (rows != kernel.absent), squares, 0.0).sum()

@@ -19,7 +19,7 @@ from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
 from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer, SumOverColumns
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
@@ -211,7 +211,7 @@ def deduplicator(kernel: str, num_addresses: int) -> Callable[[Access], Access]:
     )
 
 
-def make_storage(
+def make_kernel(
     choice: KernelChoice,
     rows: int,
     width: int,
@@ -223,10 +223,14 @@ def make_storage(
     row_dtype: torch.dtype | None = None,
     sum_over_columns: SumOverColumns | None = None,
     noise: RowNoise | None = None,
-) -> Storage:
-    """Allocate a storage; one without rows is always torch's (FBGEMM cannot hold none)."""
-    if choice.name == "fbgemm" and rows > 0:
-        return FbgemmStorage(rows, width, optimizer=optimizer, device=device)
+    slots: int | None = None,
+) -> RowKernel:
+    """Allocate a kernel's block, for ``slots`` of the ``rows`` at a time, by default all; without
+    any the kernel is always torch's (FBGEMM cannot hold none).
+    """
+    slots = rows if slots is None else slots
+    if choice.name == "fbgemm" and slots > 0:
+        return FbgemmStorage(slots, width, optimizer=optimizer, device=device)
     return _class_of(choice.name)(
         rows,
         width,
@@ -237,6 +241,7 @@ def make_storage(
         row_dtype=row_dtype,
         sum_over_columns=sum_over_columns,
         noise=noise,
+        slots=slots,
     )
 
 

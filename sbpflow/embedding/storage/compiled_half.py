@@ -80,6 +80,7 @@ def _as_float16(bits: np.int64) -> np.int64:
 def store_rounded(
     values: Array,
     out: Array,
+    slots: Array,
     rows: Array,
     keys: Array,
     bases: Array,
@@ -88,16 +89,17 @@ def store_rounded(
     first_column: int,
     dropped: int,
 ) -> None:
-    """``values`` [n, width], float32 as int32 bits, into rows ``rows`` (ascending) of ``out``.
+    """``values`` [n, width], float32 as int32 bits, into ``slots`` of ``out``.
 
-    ``out`` is int16, of bfloat16 where 16 bits are ``dropped``, else of float16. Rounds as
-    ``rounding.RowNoise`` and ``round_randomly`` do; ``keys`` uint64 are those of the step.
+    ``out`` is int16, of bfloat16 where 16 bits are ``dropped``, else of float16. Rounds the values
+    of ``rows`` (ascending) as ``rounding.RowNoise`` and ``round_randomly`` do; ``keys`` uint64 are
+    those of the step.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000
     mask = (1 << dropped) - 1
     shard = 0
     for j in range(rows.size):
-        row = np.int64(rows[j])
+        slot, row = np.int64(slots[j]), np.int64(rows[j])
         while shard + 1 < bases.size and bases[shard + 1] <= row:
             shard += 1
         number = (row + shift[shard]) * words_per_row
@@ -113,7 +115,7 @@ def store_rounded(
                 sign = bits & 0x80000000
                 bits = sign | min(((bits & 0x7FFFFFFF) + noise) & ~mask, top)
             kept = bits >> 16 if dropped == 16 else _as_float16(bits)
-            out[row, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
+            out[slot, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
 
 
 @compiled

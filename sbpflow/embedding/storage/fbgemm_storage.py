@@ -15,24 +15,24 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.access import Access, sum_bags
-from sbpflow.embedding.storage.base import BeforeUpdate
+from sbpflow.embedding.storage.base import RowListener, notify
 
 
 class FbgemmStorage:
-    """Device-resident float32 rows in one TBE table; the update is fused into its backward.
+    """Float32 rows in the slots of one TBE table; the update is fused into its backward.
 
     Serves exactly the cases ``choose.choose_kernel`` lets through: rules and widths where TBE
     means the same as ``TorchStorage``.
     """
 
-    kernel = "fbgemm"
+    name = "fbgemm"
 
     def __init__(
         self, rows: int, width: int, *, optimizer: SparseOptimizer, device: torch.device
     ) -> None:
         self._tbe = _make_tbe(rows, width, optimizer, device)
         self._lr = optimizer.lr
-        self.before_update: BeforeUpdate | None = None
+        self.listeners: list[RowListener] = []
         self._state_names = tuple(optimizer.state)
         self.weights.zero_()
         for name, tensor in self.state.items():
@@ -56,12 +56,6 @@ class FbgemmStorage:
         (state,) = self._tbe.split_optimizer_states()[0]
         return {self._state_names[0]: state.data}
 
-    def prefetch(self, addresses: Tensor) -> None:
-        """Nothing to do: the rows are on the device."""
-
-    def release(self, addresses: Tensor) -> None:
-        """Nothing to do: the rows stay on the device."""
-
     def sort_ahead(self, access: Access) -> None:
         """TBE sorts in its backward."""
 
@@ -72,17 +66,20 @@ class FbgemmStorage:
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         if lr is None:
-            return sum_bags(self.weights, access)
+            return self.pool(self.weights, access)
         access.graph = self._run(access, lr)
         return access.graph.detach()
+
+    def pool(self, block: Tensor, access: Access) -> Tensor:
+        return sum_bags(block, access)
 
     def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
         return access.row_gradients(grads)
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         del step  # none of its rules counts
-        if tell := self.before_update:  # which another thread may take away
-            tell(access.rows())
+        if self.listeners:
+            notify(self.listeners, access.rows())
         graph, access.graph = access.graph, None
         if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
             graph = self._run(access, lr)
@@ -92,13 +89,11 @@ class FbgemmStorage:
         if lr != self._lr:  # TBE's backward takes the rate that was set at its forward
             self._tbe.set_learning_rate(lr)
             self._lr = lr
-        addresses = access.addresses
-        if addresses.is_cuda:  # its CUDA kernels take ids and offsets of one type
-            addresses = addresses.to(torch.int64)
+        slots = access.slots
+        if slots.is_cuda:  # its CUDA kernels take ids and offsets of one type
+            slots = slots.to(torch.int64)
         with torch.enable_grad():
-            return self._tbe(
-                addresses, access.explicit_offsets(), per_sample_weights=access.weights
-            )
+            return self._tbe(slots, access.explicit_offsets(), per_sample_weights=access.weights)
 
 
 class Tbe(Protocol):

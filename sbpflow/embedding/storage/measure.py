@@ -26,13 +26,13 @@ from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.access import Access, sum_bags
-from sbpflow.embedding.storage.base import Storage
+from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
     KernelChoice,
     KernelName,
     deduplicator,
-    make_storage,
+    make_kernel,
 )
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.cache_dir import cache_dir, make_private
@@ -210,10 +210,10 @@ def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
 
 
 def _turn(
-    storage: Storage, access: Access, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
+    storage: RowKernel, access: Access, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
 ) -> Callable[[], None]:
     """One batch through a storage; accesses are made anew, for they keep what they found."""
-    lr, deduplicated = 0.01, deduplicator(storage.kernel, rows)
+    lr, deduplicated = 0.01, deduplicator(storage.name, rows)
 
     def turn() -> None:
         if home.numel():
@@ -227,12 +227,12 @@ def _turn(
     return turn
 
 
-def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.device) -> Storage:
+def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.device) -> RowKernel:
     table = TableConfig(name="measured", features=("f",), num_rows=rows, dim=shape.dim)
     shard = Shard(
         table=table, rank=0, row_start=0, row_stop=rows, col_start=0, col_stop=shape.width
     )
-    return make_storage(
+    return make_kernel(
         KernelChoice(name, "measured"),
         rows,
         shape.width,

@@ -1,4 +1,4 @@
-"""Rows with loops that numba compiled: one pass where torch needs several, on CPUs.
+"""The numba kernel: compiled loops, one pass where torch needs several, on CPUs.
 
 Looks up as ``TorchStorage``, and means the same in every update: ``compiled`` says how far the
 bits are equal. Imported only where numba is installed.
@@ -18,6 +18,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
 from sbpflow.runtime.cache_dir import code_cache
@@ -74,6 +75,15 @@ class CompiledAccess(Access):
     def rows(self) -> Tensor:
         return self._index()[0]
 
+    def row_slots(self) -> Tensor:
+        rows, inverse = self._index()
+        if self.placed is None:
+            return rows
+        # Each address of a row has its slot, so it does not matter which one is written last.
+        return torch.empty_like(rows).scatter_(
+            0, inverse.to(torch.int64), self.placed.to(rows.dtype)
+        )
+
     def inverse(self) -> Tensor:
         return self._index()[1]
 
@@ -100,7 +110,7 @@ class CompiledAccess(Access):
 class NumbaStorage(TorchStorage):
     """``TorchStorage`` with compiled updates; takes the same arguments, on a CPU."""
 
-    kernel = "numba"
+    name = "numba"
     _indexer: Indexer | None = None
 
     @cached_property
@@ -111,20 +121,25 @@ class NumbaStorage(TorchStorage):
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> Access:
         if self._indexer is None:
-            self._indexer = Indexer(self.weights.shape[0])
+            self._indexer = Indexer(self._num_rows)
         return CompiledAccess(addresses, offsets, weights, indexer=self._indexer)
 
-    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+    def _indexed(self, access: Access) -> Access:
+        if isinstance(access, CompiledAccess):
+            return access
+        mine = self.access(access.addresses, access.offsets, access.weights)
+        return mine.place(access.placed)
+
+    def pool(self, block: Tensor, access: Access) -> Tensor:
         """As ``TorchStorage``; of rows of half precision in one pass, without widening them first.
 
         Rows of the arithmetic's dtype are read by torch, whose kernel is up to three times faster.
         """
-        del lr
-        if self.weights.dtype == self.dtype or self.dtype != torch.float32:
-            return super().lookup(access)
-        dropped = _DROPPED[self.weights.dtype]
-        bits, at = self.weights.view(torch.int16).numpy(), access.addresses.contiguous().numpy()
-        out = torch.empty(access.num_bags, self.weights.shape[1])
+        if block.dtype == self.dtype or self.dtype != torch.float32:
+            return super().pool(block, access)
+        dropped = _DROPPED[block.dtype]
+        bits, at = block.view(torch.int16).numpy(), access.slots.contiguous().numpy()
+        out = torch.empty(access.num_bags, block.shape[1])
         if access.offsets is None:
             compiled_half.widen(bits, at, out.numpy(), dropped)
             return out if access.weights is None else out * access.weights.unsqueeze(1)
@@ -134,10 +149,6 @@ class NumbaStorage(TorchStorage):
         compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
         return out
 
-    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self.access(access.addresses, access.offsets, access.weights)
-        return mine.row_gradients(grads)
-
     def row_squares(self, grads: Tensor) -> Tensor:
         squares = grads.new_zeros(grads.shape[0])
         if grads.shape[1]:
@@ -145,27 +156,33 @@ class NumbaStorage(TorchStorage):
         return squares
 
     def step_rows(
-        self, rows: Tensor, grads: Tensor, squares: Tensor | None, lr: float, step: int
+        self,
+        rows: Tensor,
+        slots: Tensor,
+        grads: Tensor,
+        squares: Tensor | None,
+        lr: float,
+        step: int,
     ) -> None:
-        if tell := self.before_update:  # which another thread may take away
-            tell(rows)
+        notify(self.listeners, rows)
         numbers = self.optimizer.numbers(lr, step)
         if self.weights.dtype == self.dtype:
-            self._step(self.weights, rows, rows, grads, squares, numbers)
+            self._step(self.weights, slots, slots, grads, squares, numbers)
             return
         for start in range(0, rows.numel(), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            block = self.weights.index_select(0, rows[part]).to(self.dtype)
+            block = self.weights.index_select(0, slots[part]).to(self.dtype)
             own = None if squares is None else squares[part]
             at = torch.arange(block.shape[0], dtype=rows.dtype)
-            self._step(block, at, rows[part], grads[part], own, numbers)
-            self._store_rounded(block, rows[part], step)
+            self._step(block, at, slots[part], grads[part], own, numbers)
+            self._store_rounded(block, slots[part], rows[part], step)
 
-    def _store_rounded(self, values: Tensor, rows: Tensor, step: int) -> None:
+    def _store_rounded(self, values: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
         noise = self.noise_of_rows()
         compiled_half.store_rounded(
             values.to(torch.float32).view(torch.int32).numpy(),
             self.weights.view(torch.int16).numpy(),
+            slots.numpy(),
             rows.numpy(),
             step_keys(noise.keys, step).numpy().view(np.uint64),
             noise.bases.numpy(),
@@ -179,18 +196,18 @@ class NumbaStorage(TorchStorage):
         self,
         weights: Tensor,
         at: Tensor,
-        rows: Tensor,
+        slots: Tensor,
         grads: Tensor,
         squares: Tensor | None,
         numbers: StepNumbers,
     ) -> None:
-        of_rows = rows.numpy()
+        places = slots.numpy()
         self._rule(
             self.optimizer,
             RowArrays(
                 weights.numpy(),
-                of_rows if at is rows else at.numpy(),
-                of_rows,
+                places if at is slots else at.numpy(),
+                places,
                 grads.numpy(),
                 [state.numpy() for state in self.state.values()],
                 _NOTHING[self.dtype] if squares is None else squares.numpy(),

@@ -1,4 +1,4 @@
-"""Rows with plain torch kernels: the reference, for any device, width, dtype and optimizer."""
+"""The plain torch kernel: the reference, for any device, width, dtype and optimizer."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer, StepNumbers, SumOverColumns
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.access import Access, sum_bags
-from sbpflow.embedding.storage.base import BeforeUpdate
+from sbpflow.embedding.storage.base import RowListener, notify
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.step_numbers import KeptNumbers
 
@@ -16,15 +16,16 @@ CHUNK_ROWS = 4096
 
 
 class TorchStorage:
-    """Device-resident rows with plain torch kernels: any width, dtype and optimizer.
+    """A block of slots in plain torch: any width, dtype and optimizer.
 
     ``dtype`` is that of the arithmetic and of the state, ``dim`` the width of the logical table.
     Rows of half precision (``row_dtype``) are widened to it on reading and rounded at random, with
     the exact value as the mean, on writing; ``noise`` draws for them. ``fixed_size`` is for CUDA,
-    and the default there: no op has a size that the addresses decide.
+    and the default there: no op has a size that the addresses decide. ``slots`` of the ``rows`` fit
+    at a time; by default all.
     """
 
-    kernel = "torch"
+    name = "torch"
     always_fixed = False  # whether ``fixed_size`` is the default on every device
 
     def __init__(
@@ -40,12 +41,14 @@ class TorchStorage:
         sum_over_columns: SumOverColumns | None = None,
         noise: RowNoise | None = None,
         fixed_size: bool | None = None,
+        slots: int | None = None,
     ) -> None:
+        slots = rows if slots is None else slots
         if fixed_size is None:
             fixed_size = self.always_fixed or device.type == "cuda"
-        # Then what is not stored here is not left out: it has a row of zeros behind the others.
+        # Then what is not stored here is not left out: it has a slot of zeros behind the others.
         self.absent = rows if fixed_size else None
-        kept = rows if self.absent is None else rows + 1
+        kept = slots if self.absent is None else slots + 1
         self._weights = huge_pages.zeros((kept, width), row_dtype or dtype, device)
         self._state = {
             name: huge_pages.zeros(optimizer.state_shape(name, kept, width), dtype, device)
@@ -54,21 +57,15 @@ class TorchStorage:
         for name, state in self._state.items():
             if start := optimizer.initial_state(name):
                 state.fill_(start)
-        self.weights = self._weights[:rows]
-        self.state = {name: state[:rows] for name, state in self._state.items()}
+        self.weights = self._weights[:slots]
+        self.state = {name: state[:slots] for name, state in self._state.items()}
         self.dtype = dtype
         self.optimizer = optimizer
-        self.before_update: BeforeUpdate | None = None
+        self.listeners: list[RowListener] = []
         self.kept: KeptNumbers | None = None
-        self._dim = dim
+        self._num_rows, self._dim = rows, dim
         self._sum_over_columns = sum_over_columns
         self._noise = noise
-
-    def prefetch(self, addresses: Tensor) -> None:
-        """Nothing to do: the rows are on the device."""
-
-    def release(self, addresses: Tensor) -> None:
-        """Nothing to do: the rows stay on the device."""
 
     def sort_ahead(self, access: Access) -> None:
         if self.absent is not None and access.addresses.numel():
@@ -76,9 +73,12 @@ class TorchStorage:
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
-        if self.weights.dtype == self.dtype:
-            return sum_bags(self._weights, access)
-        rows = self._weights.index_select(0, access.addresses).to(self.dtype)
+        return self.pool(self._weights, access)
+
+    def pool(self, block: Tensor, access: Access) -> Tensor:
+        if block.dtype == self.dtype:
+            return sum_bags(block, access)
+        rows = block.index_select(0, access.slots).to(self.dtype)
         if access.offsets is None and access.weights is None:
             return rows
         return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
@@ -89,15 +89,22 @@ class TorchStorage:
         return Access(addresses, offsets, weights)
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
-        rows, summed = self.row_gradients(access, grads)
-        self.step_rows(rows, summed, self._squares(summed), lr, step)
+        fixed = self.absent is not None
+        access = self._indexed(access)
+        rows, summed = access.spread_gradients(grads) if fixed else access.row_gradients(grads)
+        slots = access.spread_slots(rows) if fixed else access.row_slots()
+        self.step_rows(rows, slots, summed, self._squares(summed), lr, step)
 
     def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows ascending, their gradients summed over the batch); of a fixed size the last
         row and its sum come again and again.
         """
-        fixed = self.absent is not None
+        fixed, access = self.absent is not None, self._indexed(access)
         return access.spread_gradients(grads) if fixed else access.row_gradients(grads)
+
+    def _indexed(self, access: Access) -> Access:
+        """The access, with this kernel's way to find unique rows."""
+        return access
 
     def row_squares(self, grads: Tensor) -> Tensor:
         """[touched]: each row's sum of squares over the columns that are here.
@@ -108,27 +115,37 @@ class TorchStorage:
         return (grads * grads).sum(1)
 
     def step_rows(
-        self, rows: Tensor, grads: Tensor, squares: Tensor | None, lr: float, step: int
+        self,
+        rows: Tensor,
+        slots: Tensor,
+        grads: Tensor,
+        squares: Tensor | None,
+        lr: float,
+        step: int,
     ) -> None:
-        """One step of the rule on unique ``rows``; ``squares`` are means, for state by row."""
+        """One step of the rule on unique ``rows`` in ``slots``; ``squares`` are means, for state by
+        row.
+        """
+        in_place = slots is rows
         rows = rows.to(torch.int64)
-        if tell := self.before_update:  # which another thread may take away
-            tell(rows)
+        slots = rows if in_place else slots.to(torch.int64)
+        notify(self.listeners, rows)
         numbers = self.numbers(lr, step)
         count = CHUNK_ROWS if self.absent is None else max(rows.numel(), 1)
         for start in range(0, rows.numel(), count):
             part = slice(start, start + count)
-            weights = self._weights.index_select(0, rows[part]).to(self.dtype)
+            at = slots[part]
+            weights = self._weights.index_select(0, at).to(self.dtype)
             block = RowBlock(
                 weights=weights,
                 state=self._state,
-                rows=rows[part],
+                rows=at,
                 grads=grads[part],
                 numbers=numbers,
                 squares=None if squares is None else squares[part],
             )
             self.optimizer.apply(block)
-            self._weights.index_copy_(0, rows[part], self._as_stored(weights, rows[part], numbers))
+            self._weights.index_copy_(0, at, self._as_stored(weights, rows[part], numbers))
         if self.absent is not None:
             self._weights[-1:].zero_()
 

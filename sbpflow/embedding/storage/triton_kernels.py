@@ -258,11 +258,11 @@ def _rounded(value, noise, ROWS_AS: tl.constexpr):
 # fmt: off
 @triton.jit
 def update(
-    keys, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
+    keys, slots, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
     noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, rate, decay, correction,
     a, b, c, d, squares_factor, words_per_row, first_column,
     STEP: tl.constexpr, ROWWISE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr, KEPT: tl.constexpr,
+    HAS_SUMS: tl.constexpr, IN_SLOTS: tl.constexpr, KEPT: tl.constexpr,
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -270,8 +270,9 @@ def update(
 
     ``HAS_SUMS``: ``grads`` [n, width] are the runs' sums already and ``squares`` [n] given. Keys of
     ``num_rows`` and above name no row. ``STEP`` is a function of ``triton_rules``, ``a`` .. ``d``
-    are its constants. ``KEPT``: ``rate``, ``decay`` and ``correction``, which change from step to
-    step, are in ``numbers`` [3] float64. ``ROWWISE``: there is state by row.
+    are its constants. ``IN_SLOTS``: ``slots`` [n] say where the rows are. ``KEPT``: ``rate``,
+    ``decay`` and ``correction``, which change from step to step, are in ``numbers`` [3] float64.
+    ``ROWWISE``: there is state by row.
     """
     if KEPT:
         rate = tl.load(numbers).to(tl.float32)
@@ -293,7 +294,10 @@ def update(
         )
     heads = heads & (row < num_rows)
     shown = heads[:, None] & (column < width)[None, :]
-    place = row[:, None] * width + column[None, :]
+    slot = row
+    if IN_SLOTS:
+        slot = tl.load(slots + at, mask=heads, other=0).to(tl.int64)
+    place = slot[:, None] * width + column[None, :]
     weight = tl.load(table + place, mask=shown, other=0.0).to(tl.float32) * decay
     square = rate
     if ROWWISE:
@@ -302,7 +306,7 @@ def update(
         else:
             square = tl.sum(grad * grad, 1) * squares_factor
     weight = STEP(
-        weight, grad, square, state_a, state_b, place, shown, row, heads, rate, correction,
+        weight, grad, square, state_a, state_b, place, shown, slot, heads, rate, correction,
         a, b, c, d,
     )
     if ROWS_AS != 0:

@@ -1,4 +1,4 @@
-"""Rows with Triton kernels: ``TorchStorage`` in meaning, in few launches of fixed size.
+"""The Triton kernel: ``TorchStorage`` in meaning, in few launches of fixed size.
 
 Arithmetic is float32, as ``triton_kernels`` has it. Never run on a card so far; what holds it up is
 equality with the torch kernel under Triton's interpreter.
@@ -15,6 +15,7 @@ from sbpflow.embedding.rules.base import StepNumbers
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
 from sbpflow.runtime.streams import step_keys
@@ -31,7 +32,7 @@ _ROWS_AS = {
 class TritonStorage(TorchStorage):
     """Rows of float32, bfloat16 or float16 and state of float32, as ``TorchStorage`` holds them."""
 
-    kernel = "triton"
+    name = "triton"
     always_fixed = True
 
     @cached_property
@@ -57,16 +58,19 @@ class TritonStorage(TorchStorage):
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
-        bags, width = access.num_bags, self.weights.shape[1]
-        out = torch.empty(bags, width, device=self.weights.device)
+        return self.pool(self.weights, access)
+
+    def pool(self, block: Tensor, access: Access) -> Tensor:
+        bags, width = access.num_bags, block.shape[1]
+        out = torch.empty(bags, width, device=block.device)
         if out.numel() == 0:
             return out
         if access.addresses.numel() == 0:
             return out.zero_()
         _launch.lookup[self._grid(bags)](
-            self.weights,
-            access.addresses,
-            access.addresses if access.offsets is None else access.offsets,
+            block,
+            access.slots,
+            access.slots if access.offsets is None else access.offsets,
             out if access.weights is None else access.weights,
             out,
             bags,
@@ -83,8 +87,8 @@ class TritonStorage(TorchStorage):
             if self.optimizer.has_row_state:
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
-        if tell := self.before_update:  # which another thread may take away
-            tell(access.addresses.unique())
+        if self.listeners:
+            notify(self.listeners, access.addresses.unique())
         numbers = self.numbers(lr, step)
         runs, width = access.runs(), self.weights.shape[1]
         grads = grads.contiguous()
@@ -109,16 +113,19 @@ class TritonStorage(TorchStorage):
             )
             grads, flags = sums, flags | {"HAS_SCALE": False}
             squares = self._squares(sums)
+        placed = access.placed
         _launch.update[grid](
             runs.keys,
+            runs.keys if placed is None else placed.index_select(0, runs.order),
             **where,
             grads=grads,
             partial=partial,
             squares=squares,
             n=count,
-            num_rows=self.weights.shape[0],
+            num_rows=self._num_rows,
             width=width,
             HAS_SUMS=self._sum_over_columns is not None,
+            IN_SLOTS=placed is not None,
             **self._rule(numbers),
             **self._rounding(numbers),
             **flags,

@@ -1,0 +1,155 @@
+"""A row store for tests: rows in a Python dict behind few slots."""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest, peek_through
+
+Row = dict[str, Tensor]  # the row and its state by name
+
+
+@dataclass
+class DictStores:
+    """Makes stores of ``slots`` slots each; ``made`` has them."""
+
+    slots: int
+    made: list["DictStore"] = field(default_factory=list)
+
+    def __call__(self, request: StoreRequest) -> "DictStore":
+        store = DictStore(request, min(self.slots, request.num_rows))
+        self.made.append(store)
+        return store
+
+
+class DictStore:
+    """Rows of batches that are announced and not released never leave their slots.
+
+    Of the others the one that came last leaves first: a bad choice, so that leases alone keep rows.
+    ``_lock`` covers which row is in which slot, and the dict: a ``read`` by the thread that saves
+    finds each row in one of them.
+    """
+
+    is_in_place = False
+
+    def __init__(self, request: StoreRequest, slots: int) -> None:
+        self.kernel = request.make_kernel(slots)
+        self.num_rows, self.width, self.num_slots = request.num_rows, request.width, slots
+        self._block = {WEIGHTS: self.kernel.weights, **self.kernel.state}
+        self._initial = {
+            name: torch.full(
+                one.shape[1:], 0.0 if name == WEIGHTS else request.optimizer.initial_state(name)
+            ).to(one.dtype)
+            for name, one in self._block.items()
+        }
+        self._rows: dict[int, Row] = {}
+        self._slot_of: dict[int, int] = {}  # the row that came last is the last
+        # From the end of the block, so that hardly a row is in the slot of its own number.
+        self._free = list(range(slots))
+        self._leases: Counter[int] = Counter()
+        self._announced: dict[int, Tensor] = {}
+        self._admitted: set[int] = set()
+        self._lock = threading.RLock()
+        self.evicted = self.most_leased = self.most_announced = 0
+
+    @property
+    def listeners(self):
+        return self.kernel.listeners
+
+    @property
+    def memory_bytes(self) -> int:
+        row = sum(one[:1].numel() * one.itemsize for one in self._block.values())
+        return row * (self.num_slots + self.num_rows)
+
+    def announce(self, number: int, addresses: Tensor) -> None:
+        assert number not in self._announced
+        assert all(number > earlier for earlier in self._announced)
+        rows = self._unique(addresses)
+        with self._lock:
+            self._announced[number] = addresses.clone()
+            self._leases.update(rows)
+            self.most_announced = max(self.most_announced, len(self._announced))
+            self.most_leased = max(self.most_leased, len(self._leases))
+            assert len(self._leases) <= self.num_slots, "too few slots for the batches in flight"
+            for row in rows:
+                self._bring(row)
+
+    def admit(self, number: int) -> Tensor:
+        assert number not in self._admitted
+        self._admitted.add(number)
+        addresses = self._announced[number]
+        slots = [self._slot_of.get(row, self.num_slots) for row in addresses.tolist()]
+        return torch.tensor(slots, dtype=addresses.dtype)
+
+    def release(self, number: int) -> None:
+        self._admitted.discard(number)
+        self._leases.subtract(self._unique(self._announced.pop(number)))
+        self._leases = +self._leases
+
+    def peek(self, access: Access) -> Tensor:
+        before = list(self._slot_of)
+        found = peek_through(self, access)
+        assert before == list(self._slot_of)
+        return found
+
+    def read(
+        self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
+        numbers = self._numbers(rows)
+        if into is None:
+            into = {
+                name: one.new_empty(len(numbers), *one.shape[1:])
+                for name, one in self._block.items()
+            }
+        with self._lock:
+            for place, row in enumerate(numbers):
+                slot = self._slot_of.get(row)
+                for name, target in into.items():
+                    held = self._of(row)[name] if slot is None else self._block[name][slot]
+                    target[place] = held
+        return into
+
+    def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
+        with self._lock:
+            for place, row in enumerate(self._numbers(rows)):
+                slot = self._slot_of.get(row)
+                for name, given in values.items():
+                    if slot is None:
+                        self._rows[row] = {**self._of(row), name: given[place].clone()}
+                    else:
+                        self._block[name][slot] = given[place]
+
+    def _bring(self, row: int) -> None:
+        if row not in self._slot_of:
+            slot = self._free.pop() if self._free else self._evict()
+            for name, value in self._of(row).items():
+                self._block[name][slot] = value
+            self._rows.pop(row, None)
+            self._slot_of[row] = slot
+
+    def _evict(self) -> int:
+        row = next(row for row in reversed(self._slot_of) if not self._leases[row])
+        slot = self._slot_of.pop(row)
+        self._rows[row] = {name: one[slot].clone() for name, one in self._block.items()}
+        # What is in the slot from here on is nobody's, or a lost row would go unnoticed.
+        for one in self._block.values():
+            one[slot] = float("nan")
+        self.evicted += 1
+        return slot
+
+    def _of(self, row: int) -> Row:
+        assert 0 <= row < self.num_rows
+        return self._rows.get(row, self._initial)
+
+    def _unique(self, addresses: Tensor) -> list[int]:
+        return [row for row in addresses.unique().tolist() if row != self.kernel.absent]
+
+    def _numbers(self, rows: slice | Tensor) -> list[int]:
+        if isinstance(rows, slice):
+            return list(range(*rows.indices(self.num_rows)))
+        return rows.tolist()
