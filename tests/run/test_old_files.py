@@ -1,8 +1,7 @@
 """Files that earlier versions wrote are read, or refused with a message that says what to do.
 
-``tests/fixtures/COMMIT`` has them, and ``expected.json`` there what they gave at that commit. A
-change that cannot read one any more says so in its message, and the test then expects that message
-and the way it names.
+``tests/fixtures/COMMIT`` holds the files of a commit, and ``expected.json`` there the values they
+gave. Where a change no longer reads a file, its test expects the message and the way to migrate.
 """
 
 import json
