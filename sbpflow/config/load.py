@@ -20,6 +20,7 @@ from sbpflow.config.table_rules import (
     TableRule,
 )
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.local_path import PathError, local_path
 
 
 def load_config(
@@ -31,7 +32,11 @@ def load_config(
     first is the default. ``model.name: package.module:Class`` imports that class: the file and the
     overrides are the user's own command.
     """
-    tree = read_yaml(Path(path))
+    try:
+        file = local_path(path)
+    except PathError as error:
+        raise ConfigError(f"--config: {error}") from error
+    tree = read_yaml(file)
     for override in overrides:
         _apply(tree, override)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})

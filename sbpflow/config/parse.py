@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.local_path import PathError, local_path
 
 Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
@@ -51,6 +52,13 @@ class Example:
     """A value that passes, for keys whose default cannot serve as one."""
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PathOr:
+    """Text that is a local path, unless it is one of ``words``."""
+
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,8 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
     for mark in args[1:]:
         if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
             raise ConfigError(f"{key}: {value!r} is not {mark}{_eg(key, example)}")
+        if isinstance(mark, PathOr) and isinstance(parsed, str) and parsed not in mark.words:
+            _parse_path(parsed, key, example)
     return parsed
 
 
@@ -255,9 +265,12 @@ def _parse_str(value: object, key: str, example: object) -> str:
 
 
 def _parse_path(value: object, key: str, example: object) -> Path:
-    if isinstance(value, str) and value:
-        return Path(value)
-    _refuse(key, value, _kind_name(Path), example)
+    if not isinstance(value, str) or not value:
+        _refuse(key, value, _kind_name(Path), example)
+    try:
+        return local_path(value)
+    except PathError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 _SCALARS: dict[Any, Callable[[object, str, object], Any]] = {

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.model_tables import check_matches
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example, PathOr, Range
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
@@ -145,7 +145,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
-    plan: Annotated[str | None, Example("auto")] = None
+    plan: Annotated[str | None, PathOr(("auto",)), Example("auto")] = None
     link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
