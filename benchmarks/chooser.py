@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.record import Results
-from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
     StackFacts,
@@ -25,7 +25,6 @@ from sbpflow.embedding.storage.choose import (
 from sbpflow.embedding.storage.measure import StackShape, choose_by_times, measure
 
 SHAPES = 20
-_RULES: tuple[SparseName, ...] = ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl")
 
 
 def draw(generator: random.Random) -> StackShape:
@@ -41,7 +40,7 @@ def draw(generator: random.Random) -> StackShape:
         per_bag=1 if lists else generator.choice([1, 1, 4, 20]),
         lists=lists,
         home_ids=ids // 2 if lists else 0,
-        optimizer=SparseOptimizer(name=generator.choice(_RULES), lr=0.01),
+        optimizer=sparse_optimizer(generator.choice(list(RULES)), lr=0.01),
         dtype=torch.float32,
         row_dtype=generator.choice([torch.float32, torch.float32, torch.bfloat16]),
         skew=generator.choice([1.0, 3.0, 5.0]),

@@ -9,16 +9,10 @@ from benchmarks.click_model import Rows, Shape
 from benchmarks.click_plan import planned_rules
 from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import (
-    Config,
-    DataConfig,
-    DenseSgd,
-    OptimizerConfig,
-    RowwiseAdagrad,
-    RunConfig,
-)
+from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, RunConfig
 from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.embedding.plan.tables import KernelRequest
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.runtime.world import World

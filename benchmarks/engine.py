@@ -29,13 +29,13 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
     TableConfig,
     TableLayout,
 )
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.fbgemm_storage import Tbe
 from sbpflow.embedding.storage.torch_storage import TorchStorage
@@ -44,7 +44,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
 
-RULE = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
+RULE = sparse_optimizer("rowwise_adagrad", lr=0.05)
 SEED = 3
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.device_timer import timed_ms
 from benchmarks.record import Results
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
@@ -22,13 +22,11 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.versions import import_fbgemm
 
 IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
-RULES = ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl")
-IN_FBGEMM = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, Storage]]:
     """One after the other, for two large ones need not fit."""
-    optimizer = SparseOptimizer(name=rule, lr=0.01)
+    optimizer = sparse_optimizer(rule, lr=0.01)
     shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}
     yield "torch", TorchStorage(rows, WIDTH, **shared)
     try:
@@ -37,7 +35,7 @@ def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, 
         pass
     else:
         yield "triton", TritonStorage(rows, WIDTH, **shared)
-    if rule in IN_FBGEMM and import_fbgemm() is not None:
+    if "fbgemm" in optimizer.kernels and import_fbgemm() is not None:
         yield "fbgemm", FbgemmStorage(rows, WIDTH, optimizer=optimizer, device=device)
 
 

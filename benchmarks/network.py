@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 HOSTS = ("sbpflow0", "sbpflow1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -38,19 +39,27 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
         _take_down()
 
 
-def start_ranks(module: str, world_size: int, words: Sequence[str], *, link: str | None) -> None:
+def start_ranks(
+    module: str,
+    world_size: int,
+    words: Sequence[str],
+    *,
+    link: str | None,
+    folder: Path | None = None,
+) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; SystemExit if one fails.
 
-    ``link``, a rate as tc writes it, puts each of two ranks on a host of its own.
+    ``link``, a rate as tc writes it, puts each of two ranks on a host of its own. ``folder`` is the
+    checkout whose module is run, the current folder by default.
     """
     if link is None:
-        code = _run_ranks(module, world_size, words, "127.0.0.1", [[]] * world_size, {})
+        code = _run_ranks(module, world_size, words, "127.0.0.1", [[]] * world_size, {}, folder)
     elif world_size != len(HOSTS):
         raise SystemExit(f"--link joins {len(HOSTS)} hosts; use --ranks {len(HOSTS)}")
     else:
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "LOCAL_WORLD_SIZE": "1"}
         with two_hosts(link) as prefixes:
-            code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface)
+            code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface, folder)
     if code:
         raise SystemExit(f"a rank ended with status {code}")
 
@@ -62,6 +71,7 @@ def _run_ranks(
     address: str,
     prefixes: list[list[str]],
     environment: dict[str, str],
+    folder: Path | None,
 ) -> int:
     """The first exit status that is not 0."""
     shared = os.environ | {
@@ -75,6 +85,7 @@ def _run_ranks(
     ranks = [
         subprocess.Popen(
             [*prefix, sys.executable, "-m", module, "--worker", *words],
+            cwd=folder,
             env=shared | {"RANK": str(rank), "LOCAL_RANK": "0" if prefix else str(rank)},
         )
         for rank, prefix in enumerate(prefixes)

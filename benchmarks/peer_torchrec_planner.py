@@ -2,8 +2,8 @@
 
 Table-wise is a whole table, column-wise S(1) on the ranks of its shards, row-wise S(0) reduced on
 all ranks, data-parallel a copy. It sorts by PERF, which plans better than its default, and is told
-the pooling factors and the memory of a rank. Bandwidths are those that make its own formulas agree
-with a profile's prices of one whole table: given as they are, they are of a GPU.
+the pooling factors, the device and the memory of a rank. Bandwidths are those that make its own
+formulas agree with a profile's prices of one whole table: its defaults are of a GPU.
 """
 
 from typing import Any
@@ -41,17 +41,7 @@ def torchrec_plan(setting: Setting) -> Assignment:
         table.name: ParameterConstraints(pooling_factors=[float(pooling)], min_partition=4)
         for table, pooling in zip(setting.tables, setting.pooling, strict=True)
     }
-    limit = int(setting.problem.limit_bytes[0])
-    memory, link = _bandwidths(setting)
-    topology = Topology(
-        world_size=size,
-        local_world_size=size,
-        compute_device="cuda",
-        hbm_cap=min(limit, 2**50),
-        hbm_mem_bw=memory,
-        intra_host_bw=link,
-        inter_host_bw=link,
-    )
+    topology = Topology(world_size=size, local_world_size=size, **machine(setting))
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=task.batch_size // size,
@@ -65,6 +55,20 @@ def torchrec_plan(setting: Setting) -> Assignment:
         _move(setting, number, parameters[table.name])
         for number, table in enumerate(setting.tables)
     )
+
+
+def machine(setting: Setting) -> dict[str, Any]:
+    """What TorchRec's ``Topology`` is to know of a rank, by the device that the task is for.
+
+    The device decides which shardings it considers (row-wise on CUDA alone), and whether the memory
+    and its bandwidth are those of the accelerator or of the host.
+    """
+    limit = min(int(setting.problem.limit_bytes[0]), 2**50)
+    memory, link = _bandwidths(setting)
+    common = {"intra_host_bw": link, "inter_host_bw": link}
+    if setting.task.device_type == "cuda":
+        return {"compute_device": "cuda", "hbm_cap": limit, "hbm_mem_bw": memory, **common}
+    return {"compute_device": "cpu", "ddr_cap": limit, "ddr_mem_bw": memory, **common}
 
 
 def _bandwidths(setting: Setting) -> tuple[float, float]:

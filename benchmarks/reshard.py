@@ -33,14 +33,14 @@ from sbpflow.config.schema import (
     Adam,
     Config,
     DataConfig,
-    Ftrl,
-    LazyAdam,
     OptimizerConfig,
-    RowwiseAdagrad,
     RunConfig,
     ScheduleConfig,
 )
 from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.rules.ftrl import Ftrl
+from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, build_job
 from sbpflow.run.model import Fields, embedding_output

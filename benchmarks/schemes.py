@@ -28,9 +28,9 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.run.auto_scheme import Candidate, Rules, candidates, rank_candidates
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement
@@ -71,7 +71,7 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
             [OutputConfig(name="deep", tables=tuple(tables))],
             resolve_table_layouts(parallel, shapes, schemes, world.size),
             features=features,
-            optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
+            optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05),
             dtype=torch.float32,
             world=world,
             backend="gloo",

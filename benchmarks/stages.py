@@ -38,9 +38,9 @@ from sbpflow.embedding.exchange.all_to_all import Exchange
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.embedding.plan.group_plan import ExchangeStep
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
 from sbpflow.run.model import make_parameters
 from sbpflow.runtime.world import World
@@ -57,7 +57,7 @@ STAGES = ("serial, S(0) reduce", "+ overlap", "+ layout per table", "+ unique ro
 PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
-OPTIMIZER = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
+OPTIMIZER = sparse_optimizer("rowwise_adagrad", lr=0.05)
 # Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), rows by 1/100.
 DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DCNV2_ROWS = (

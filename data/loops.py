@@ -77,7 +77,7 @@ def parse_lines(  # noqa: C901 - cells in functions of their own take three time
                 integers[integer, row] = -number if negative else number
                 has_integer[integer, row] = digits > 0
                 integer += 1
-            else:
+            elif kind == LABEL:
                 if at + 1 >= end or text[at + 1] != stop:
                     return False
                 label = np.int64(text[at]) - _ZERO
@@ -85,6 +85,8 @@ def parse_lines(  # noqa: C901 - cells in functions of their own take three time
                     return False
                 labels[row] = label
                 at += 1
+            else:
+                raise ValueError("a column is LABEL, INTEGER or HEX")
             at += 1
     return at == end
 

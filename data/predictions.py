@@ -162,6 +162,8 @@ def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
     name = key.name if key.name not in (SCORE, LABEL) else "row_key"
     if key.type == "string":
         return {name: pl.Series(_texts(manifest, split), dtype=pl.String)}
+    if key.type != "int64":
+        raise ValueError(f"row key {key.name}: type {key.type!r}; use string or int64")
     out = np.empty(num_rows, dtype=np.int64)
     part = SplitPart(manifest, split, "row_key")
     part.read(0, num_rows, out)

@@ -64,7 +64,7 @@ class DcnV2Config(ModelOptions):
         entering = {"vectors": numbers * dim, "bottom": dim if numbers else 0, "values": numbers}
         deep = embedding_output("deep", fields.sparse, dim=dim, rules=self)
         width = deep.width + entering[self.numeric]
-        stacked = self.structure == "stacked"
+        stacked = {"parallel": False, "stacked": True}[self.structure]
         mlp = MlpShape(
             name="mlp",
             inputs=width,

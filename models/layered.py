@@ -16,7 +16,7 @@ from models.layers import Layers, Norm, T
 from models.plain import PlainModel
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
@@ -28,7 +28,8 @@ from sbpflow.run.model import (
     schemes_of,
 )
 from sbpflow.run.torch_model import ShapesOnly, TorchPart, bce_rows
-from sbpflow.runtime.compiler import compiler_problem, half_time
+from sbpflow.runtime.compiler import compiler_problem, half_time, keep_compiled_privately
+from sbpflow.runtime.ranges import Range
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
@@ -146,6 +147,7 @@ class LayeredSpec(ABC):
             return ShapesOnly(self.parameters, layouts, boxing, dtype)
         if problem := compiler_problem(device.type):
             raise ConfigError(f"model.compile: true, but {problem}; or use model.compile: false")
+        keep_compiled_privately()
         module = PlainModel(self, seed=seed, dtype=dtype).to(device)
         module.compile()
         return TorchPart(module, layouts, boxing, bce_rows)

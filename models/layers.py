@@ -13,6 +13,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 
 from sbpflow.embedding.plan.tables import INITIAL_RANGE
+from sbpflow.errors import unknown_value
 from sbpflow.run.model import ParameterSpec
 from sbpflow.tensor.global_tensor import GlobalTensor
 
@@ -204,10 +205,12 @@ class Layers(Generic[T]):
         x = self._cast(x, weight.dtype, f"{name}.input")
         if kind == "layer":
             return self.functions.layer_norm(x, weight, bias, id=name)
-        mean, var = (self.buffers[f"{name}.running_{what}"] for what in ("mean", "var"))
-        return self.functions.batch_norm(
-            x, weight, bias, mean, var, training=self.training, id=name
-        )
+        if kind == "batch":
+            mean, var = (self.buffers[f"{name}.running_{what}"] for what in ("mean", "var"))
+            return self.functions.batch_norm(
+                x, weight, bias, mean, var, training=self.training, id=name
+            )
+        raise unknown_value("model.norm", kind, Norm)
 
     def _cast(self, x: T, dtype: torch.dtype, id: str) -> T:
         return x if x.dtype == dtype else self.functions.cast(x, dtype, id=f"{id}.cast")

@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 
 from models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
+from sbpflow.runtime.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ class WdlConfig(ModelOptions):
                 embedding_output("wide", wide, dim=1, combine="sum", rules=self, fixed_dim=one_each)
             )
         numbers = len(fields.dense)
-        each = self.embedding_dim if self.numeric == "vectors" else 1
+        each = {"vectors": self.embedding_dim, "values": 1}[self.numeric]
         inputs = numbers * each
         if self.deep and fields.sparse:
             deep = embedding_output("deep", fields.sparse, dim=self.embedding_dim, rules=self)

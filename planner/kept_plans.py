@@ -21,7 +21,7 @@ import sbpflow
 from planner.calibration.records import plan_of_tree, plan_tree
 from planner.costs.cost import TaskCost
 from planner.task import Plan, Task
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.file_lock import hold
 from sbpflow.runtime.versions import dist_version
 
@@ -38,7 +38,7 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         file = hold(path, wait=True)
     except OSError as error:
         LOG.warning("%s: no plan is kept, so every rank chooses its own (%s)", path, error)

@@ -138,7 +138,7 @@ def _cost(args: Namespace) -> TaskCost:
             '"zipf": {"s": .., "q": ..}, or leave --measure out'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)
-    device = "cuda" if profile.backend == "nccl" else "cpu"
+    device = {"nccl": "cuda", "gloo": "cpu"}[profile.backend]
     if getattr(args, "measure", 0) and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"--measure: --profile {args.profile} is of GPUs, and this machine has none that can "

@@ -117,7 +117,7 @@ def _profile(args: Namespace) -> Profile:
 
 
 def _cost(profile: Profile, tables: TablesFile, ranks: int, args: Namespace) -> TaskCost:
-    device = "cuda" if profile.backend == "nccl" else "cpu"
+    device = {"nccl": "cuda", "gloo": "cpu"}[profile.backend]
     if args.weak:
         batch = math.ceil(tables.batch_size * ranks / min(args.ranks))
         tables = replace(tables, batch_size=batch)

@@ -18,13 +18,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from planner.calibration.design import Law
 from planner.costs.features import NUM_BINS, IdStats, from_bins, from_sample, zipf_mandelbrot
 from planner.task import DenseWork, Task
-from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.errors import ConfigError
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
@@ -89,10 +90,8 @@ def read_tables(path: Path) -> TablesFile:
     gb = cast("Any", tree).get("device_gb")
     limit = None if gb is None else max(1, int(1e9 * _number(f"{path}: device_gb", gb, least=0.0)))
     optimizer = cast("Any", tree).get("optimizer", "rowwise_adagrad")
-    if optimizer not in get_args(SparseName):
-        raise ConfigError(
-            f"{path}: optimizer: {optimizer!r}; use {', '.join(get_args(SparseName))}"
-        )
+    if optimizer not in RULES:
+        raise ConfigError(f"{path}: optimizer: {optimizer!r}; use {', '.join(RULES)}")
     return TablesFile(
         tables=tuple(table for table, *_ in parts),
         features=tuple(feature for _, feature, *_ in parts),
@@ -100,7 +99,7 @@ def read_tables(path: Path) -> TablesFile:
         stats={table.name: stats for table, _, _, stats, _ in parts},
         laws={table.name: law for table, _, _, _, law in parts if law is not None},
         batch_size=_whole(f"{path}: batch_size", cast("Any", tree).get("batch_size")),
-        optimizer=SparseOptimizer(name=optimizer, lr=0.05),
+        optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_bytes=limit,
         dense=_dense(f"{path}: dense", cast("Any", tree).get("dense")),
     )

@@ -26,7 +26,6 @@ from sbpflow.config.table_rules import (
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     KernelRequest,
@@ -34,7 +33,9 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp
 
@@ -187,7 +188,7 @@ class Task:
 
     @property
     def backend(self) -> str:
-        return "nccl" if self.device_type == "cuda" else "gloo"
+        return backend_of_device(self.device_type)
 
     @property
     def world(self) -> Placement:

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from planner.costs.features import IdStats, zipf_mandelbrot
 from planner.task import DenseWork, Task
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import ConfigError
 
 POOL_TABLES = 856
 POOL_LOOKUPS = 468_084_223.0  # of a batch of 65,536 samples, over all tables
 POOL_BATCH = 65_536
 DIMS = (8, 16, 32, 64, 128)
-OPTIMIZER = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
+OPTIMIZER = RowwiseAdagrad(lr=0.05)
 
 Floats = NDArray[np.float64]
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from sbpflow.embedding.collection import EmbeddingCollection
     from sbpflow.embedding.ids.batch_ids import Bags
     from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-    from sbpflow.embedding.plan.optimizer import SparseOptimizer
     from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+    from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
+    from sbpflow.embedding.rules.registry import sparse_optimizer
     from sbpflow.errors import ConfigError, DataError, SbpError, TrainingError
     from sbpflow.run.job import start_job
     from sbpflow.run.model import (
@@ -59,7 +60,9 @@ _HOME = {
     "TableConfig": "embedding.plan.tables",
     "OutputConfig": "embedding.plan.tables",
     "TableLayout": "embedding.plan.tables",
-    "SparseOptimizer": "embedding.plan.optimizer",
+    "SparseOptimizer": "embedding.rules.base",
+    "RowBlock": "embedding.rules.base",
+    "sparse_optimizer": "embedding.rules.registry",
     "plan_embeddings": "embedding.plan.embedding_plan",
     "EmbeddingCollection": "embedding.collection",
     "Bags": "embedding.ids.batch_ids",
@@ -98,6 +101,7 @@ __all__ = [
     "ParameterSpec",
     "Partial",
     "Placement",
+    "RowBlock",
     "SbpError",
     "SparseOptimizer",
     "Split",
@@ -115,6 +119,7 @@ __all__ = [
     "plan_boxing",
     "plan_embeddings",
     "schemes_of",
+    "sparse_optimizer",
     "start_job",
     "sync_gradients",
     "to_dtensor",

@@ -16,6 +16,8 @@ from sbpflow.runtime.local_path import local_path
 
 if TYPE_CHECKING:
     from data import Manifest
+    from sbpflow.checkpoint.read import Checkpoint
+    from sbpflow.config.schema import Config
     from sbpflow.run.plain_model import PlainModel
     from sbpflow.run.row_formats import RowFormat
     from sbpflow.runtime.doctor import Finding
@@ -121,8 +123,25 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=local_path, required=True, metavar="DIR", help=saved)
     own = "the class of a model of your own, which is imported if it is named here"
     add("--model", metavar="package.module:Class", help=own)
+    own = "the class of an optimizer of your own for tables, likewise; once for each"
+    add("--optimizer", metavar="package.module:Class", action="append", default=[], help=own)
     instead = "in place of the run's, such as data.batch_size=4096"
     add("overrides", nargs="*", metavar="key=value", help=instead)
+
+
+def _saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
+    """The checkpoint that a command names, and the configuration of its run."""
+    from models.registry import MODELS
+    from sbpflow.run.saved_model import find_checkpoint, saved_config
+
+    checkpoint = find_checkpoint(args.checkpoint)
+    return checkpoint, saved_config(
+        checkpoint,
+        args.overrides,
+        models=MODELS,
+        own_model=args.model,
+        own_optimizers=args.optimizer,
+    )
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -143,7 +162,6 @@ def predict(argv: Sequence[str]) -> int:
     _need_checkout("predict")
     from data import fields_of, load_manifest, open_loader
     from data.predictions import Scoring
-    from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.run.build_plan import plan_run
@@ -151,9 +169,7 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.run.kernels import with_measured_kernels
     from sbpflow.run.predict import on_rank_0, predictions
     from sbpflow.run.saved_model import (
-        find_checkpoint,
         load_values,
-        saved_config,
         saved_layouts,
         saved_plan,
     )
@@ -162,8 +178,7 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.training.health import on_all_or_none
     from sbpflow.training.report import setup_logging
 
-    checkpoint = find_checkpoint(args.checkpoint)
-    config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
+    checkpoint, config = _saved_run(args)
     like = load_manifest(data_folder(checkpoint.path))
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     world_size = world_size_of_environment()
@@ -217,24 +232,22 @@ def export(argv: Sequence[str]) -> int:
     add("--forms", default=_FORMS, help=f"some of {_FORMS} (default both)")
     add("--rows", default="as_trained", help="of tables: as_trained, float16 or int8")
     add("--score", type=local_path, metavar="SET", help="a labelled set; also with rows as they "
-        "were trained, for what fewer bits cost (default: that of the run, if it is there)")  # fmt: skip
+        "were trained, for what fewer bits cost (default: that of the run, if there)")  # fmt: skip
     add("--split", default="test", choices=("train", "val", "test"), help="of --score")
     args = parser.parse_intermixed_args(argv)
 
     _need_checkout("export")
     from data import fields_of, load_manifest, open_loader
     from data.predictions import check_ids
-    from models.registry import MODELS
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.errors import ConfigError
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
     from sbpflow.run.plain_model import plain_model
-    from sbpflow.run.saved_model import find_checkpoint, saved_config, saved_layouts
+    from sbpflow.run.saved_model import saved_layouts
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
-    checkpoint = find_checkpoint(args.checkpoint)
-    config = saved_config(checkpoint, args.overrides, models=MODELS, own_model=args.model)
+    checkpoint, config = _saved_run(args)
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
@@ -314,8 +327,10 @@ def checkpoint(argv: Sequence[str]) -> int:
         text, good = run.verify_text(args.path)
     elif args.command == "diff":
         text, good = run.diff_text(args.left, args.right)
-    else:
+    elif args.command == "prune":
         text = "\n".join(run.prune(args.path, args.keep, dry_run=args.dry_run))
+    else:
+        raise ValueError(f"checkpoint {args.command}; use ls, verify, diff or prune")
     print(text)
     return 0 if good else 1
 

@@ -3,6 +3,8 @@
 A message names the key or row, the value given, the rule and a value that would pass.
 """
 
+from typing import Never, get_args
+
 
 class ConfigError(ValueError):
     """A configuration key, command-line value or environment does not fit."""
@@ -46,6 +48,15 @@ class PeerLostError(RuntimeError):
 
 class PeerStoppedError(RuntimeError):
     """Another rank was told to stop, and this one ends with it."""
+
+
+def unknown_value(what: str, value: Never, legal: object) -> ValueError:
+    """The error at the end of branches over ``legal``, a Literal or a union of classes.
+
+    ``value`` is of type Never: pyright refuses branches that leave one of ``legal`` out.
+    """
+    names = [getattr(one, "__name__", str(one)) for one in get_args(legal)]
+    return ValueError(f"{what}: {value!r} is not known here; use {' or '.join(names)}")
 
 
 # One message says it all; where they were raised does not matter to who reads it. An SbpError is a

@@ -51,7 +51,10 @@ def cut(full, box):
 
 
 def shares(full, layout: Layout, seed=0):
-    """The parts of every rank; P parts are random whole numbers that add up to the value."""
+    """The parts of every rank; P parts are random whole numbers that add up to the value.
+
+    Those of P(max) and P(min) have it as their extremum, here and there more than once.
+    """
     draw = random.Random(seed)
     parts = {}
     terms = {}
@@ -72,9 +75,14 @@ def shares(full, layout: Layout, seed=0):
 def _term(full, layout, coord, partial, draw, terms):
     """Every P coordinate but the last gets a random term; the last, what is missing."""
     last = all(coord[axis] == layout.placement.shape[axis] - 1 for axis in partial)
-    if not partial or not last:
-        return full if not partial else _random_like(full, draw)
-    seen = torch.zeros_like(full)
+    if not partial:
+        return full
+    op, other = reduction(layout), _random_like(full, draw)
+    if op != "sum":
+        other = full - other.abs() if op == "max" else full + other.abs()
+    if not last:
+        return other
+    seen = torch.full_like(full, neutral(op, full.dtype))
     for key, term in terms.items():
         same = all(
             k in (-1, at)
@@ -82,8 +90,8 @@ def _term(full, layout, coord, partial, draw, terms):
             if axis not in partial
         )
         if same:
-            seen = seen + term
-    return full - seen
+            seen = COMBINE[op](seen, term)
+    return full - seen if op == "sum" else torch.where(seen == full, other, full)
 
 
 def _random_like(full, draw):
@@ -91,9 +99,27 @@ def _random_like(full, draw):
     return torch.randint(-4, 5, full.shape, generator=generator).to(full.dtype)
 
 
+COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def reduction(layout: Layout):
+    """What combines the terms along the P axes; sum where there are none."""
+    return next((sbp.op for sbp in layout.nd_sbp if isinstance(sbp, Partial)), "sum")
+
+
+def neutral(op, dtype):
+    """What changes no value it is combined with."""
+    if op == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return {"max": -math.inf, "min": math.inf}[op]
+    return {"max": torch.iinfo(dtype).min, "min": torch.iinfo(dtype).max}[op]
+
+
 def joined(parts, layout: Layout, shape, dtype):
     """The full value that the parts of all ranks stand for; B copies must agree."""
-    total = torch.zeros(shape, dtype=dtype)
+    op = reduction(layout)
+    total = torch.full(shape, neutral(op, dtype), dtype=dtype)
     seen = {}
     for rank in layout.placement.ranks:
         coord = coordinate(layout, rank)
@@ -106,7 +132,8 @@ def joined(parts, layout: Layout, shape, dtype):
             assert torch.equal(seen[key], parts[rank]), f"rank {rank} disagrees with its replica"
             continue
         seen[key] = parts[rank]
-        cut(total, box).add_(parts[rank])
+        here = cut(total, box)
+        here.copy_(COMBINE[op](here, parts[rank]))
     return total
 
 

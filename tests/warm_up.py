@@ -2,12 +2,10 @@
 
 import torch
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.numba_storage import warm_up
-
-RULES = ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl")
 
 if __name__ == "__main__":
     for dtype in (torch.float32, torch.float64):
         for rule in RULES:
-            warm_up(SparseOptimizer(name=rule, lr=0.1), dtype=dtype, row_dtype=dtype)
+            warm_up(sparse_optimizer(rule, lr=0.1), dtype=dtype, row_dtype=dtype)

@@ -27,11 +27,16 @@ def _prepare(content: Mapping[str, Any]) -> list[str]:
     if list(schema["columns"][:2]) != ["label", "I1"] or len(schema["dense"]) != _CRITEO_DENSE:
         words += ["--schema", "SCHEMA"]
     split = content["split"]
-    if split["kind"] == "file":
+    kind = split["kind"]
+    if kind == "file":
         rule = ",".join(f"{name}={pattern}" for name, pattern in split["patterns"])
-    else:
+    elif kind in ("time", "ratio"):
         rule = ",".join(f"{fraction:g}" for fraction in split["fractions"])
-    words += ["--split", f"{split['kind']}:{rule}"]
+    elif kind == "date":
+        kind, rule = "time", ",".join(f"{split['column']}<{time}" for time in split["times"])
+    else:
+        raise ValueError(f"split.kind: {kind!r} is not of a prepared set")
+    words += ["--split", f"{kind}:{rule}"]
     fields = content["fields"]
     crosses = [entry["name"] for entry in fields if "x" in entry["name"]]
     words += ["--crosses", ",".join(crosses) or "none"]

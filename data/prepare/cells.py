@@ -25,7 +25,11 @@ _NO_NUMBER = r"(?i)^ *[+-]?nan$"
 _INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
-_EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
+EXPECTED: dict[Kind, str] = {
+    "hex": "eight hex digits",
+    "integer": "an integer",
+    "string": "a string",
+}
 
 Faults = dict[str, pl.Series]
 Shown = Callable[[int], bytes]
@@ -52,7 +56,7 @@ def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, shown: Show
         many = schema.several(name)
         if many is None:
             columns.append(keys := key_of(frame[name], kind))
-            text = f"category is not {_EXPECTED.get(kind, 'a string')}"
+            text = f"category is not {EXPECTED[kind]}"
             _add(faults, text, frame[name].is_not_null() & keys.is_null())
         else:
             lists[name], cut[name] = _several(frame, many, kind, faults)
@@ -160,7 +164,7 @@ def _several(
     frame: pl.DataFrame, many: Many, kind: Kind, faults: Faults
 ) -> tuple[pl.DataFrame, NDArray[np.int64]]:
     found = read_list(frame, many, kind)
-    expected = _EXPECTED.get(kind, "a string")
+    expected = EXPECTED[kind]
     _add(faults, f"category is not {expected}", found.misfits)
     if many.beyond == "error":
         _add(faults, f"{many.name} has more than {many.most} values", found.too_long)
@@ -208,6 +212,8 @@ def _time(cells: pl.Series, kind: str) -> pl.Series:
     """int64: the number given, or microseconds since 1970 (UTC) of a date or date and time."""
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)
+    if kind != "date":
+        raise ValueError(f"time: kind {kind!r}; use date or integer")
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]

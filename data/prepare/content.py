@@ -107,7 +107,7 @@ def _side(options: PrepareOptions, columns: Sequence[str]) -> list[dict[str, str
     if schema.time:
         found.append((schema.time[0], "time", "int64"))
     if schema.row_key:
-        kind = "int64" if schema.row_key[1] == "integer" else "string"
+        kind = {"integer": "int64", "string": "string"}[schema.row_key[1]]
         found.append((schema.row_key[0], "row_key", kind))
     return [{"name": name, "role": role, "type": kind} for name, role, kind in found]
 

@@ -297,10 +297,12 @@ def _beside(frame: pl.DataFrame, fitted: Mapping[str, Any], options: PrepareOpti
         keys = frame[schema.row_key[0]]
         if schema.row_key[1] == "integer":
             parts["row_key"] = keys.to_numpy()
-        else:
+        elif schema.row_key[1] == "string":
             parts["row_key_ends"] = np.cumsum(keys.str.len_bytes().to_numpy().astype(np.int64))
             text = "".join(keys.to_list()).encode()
             parts["row_key_bytes"] = np.frombuffer(text, dtype=np.uint8)
+        else:
+            raise ValueError(f"row_key: kind {schema.row_key[1]!r}; use integer or string")
     return parts
 
 

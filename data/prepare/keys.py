@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 
 from data.format.schema import CHECK, Kind
+from sbpflow.errors import unknown_value
 
 PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
 KEY_BYTES, CHECK_BYTES = 8, 4
@@ -18,7 +19,9 @@ def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
         return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)
     if kind == "integer":
         return cell.str.to_integer(dtype=pl.Int64, strict=False).reinterpret(signed=False)
-    return cell
+    if kind == "string":
+        return cell
+    raise unknown_value("kind", kind, Kind)
 
 
 def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
@@ -63,8 +66,8 @@ def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
             return key
         return pl.when(pl.col(cells.name).str.contains(f"^({PATTERNS[kind]})$")).then(key)
     if cells.dtype in (pl.Boolean, pl.Null):
-        types: dict[Kind, type[pl.DataType]] = {"hex": pl.UInt32, "integer": pl.UInt64}
-        return pl.repeat(None, pl.len(), dtype=types.get(kind, pl.String)).alias(cells.name)
+        types = {"hex": pl.UInt32, "integer": pl.UInt64, "string": pl.String}
+        return pl.repeat(None, pl.len(), dtype=types[kind]).alias(cells.name)
     if cells.dtype.is_float():  # 7.0 is the category 7, 7.5 is none
         whole = pl.col(cells.name) == pl.col(cells.name).floor()
         number = pl.col(cells.name).cast(pl.Int64, strict=False)
@@ -72,11 +75,15 @@ def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
             number = number.cast(pl.UInt32, strict=False)
         elif kind == "integer":
             number = number.reinterpret(signed=False)
-        else:
+        elif kind == "string":
             number = number.cast(pl.String)
+        else:
+            raise unknown_value("kind", kind, Kind)
         return pl.when(whole).then(number).alias(cells.name)
     if kind == "hex":
         return pl.col(cells.name).cast(pl.UInt32, strict=False)
     if kind == "integer":
         return pl.col(cells.name).cast(pl.Int64, strict=False).reinterpret(signed=False)
-    return pl.col(cells.name).cast(pl.String)
+    if kind == "string":
+        return pl.col(cells.name).cast(pl.String)
+    raise unknown_value("kind", kind, Kind)

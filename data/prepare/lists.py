@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from data.format.schema import Kind, Many
+from data.format.schema import Beyond, Kind, Many
 from data.prepare.keys import key_of, string_keys
+from sbpflow.errors import unknown_value
 
 
 class Several(NamedTuple):
@@ -67,6 +68,8 @@ def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
         place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
         if many.beyond == "last":
             place = lengths[rows] - 1 - place
+        elif many.beyond != "first":
+            raise unknown_value("beyond", many.beyond, Beyond)
         stays = place < many.most
         num_cut = np.maximum(lengths - many.most, 0)
         table = table.filter(pl.Series(stays))

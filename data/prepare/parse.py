@@ -12,13 +12,12 @@ import polars as pl
 
 from data.compiled import find_loops
 from data.format.schema import Kind, Schema
-from data.prepare.cells import INTEGER_PATTERN, LABELS
+from data.prepare.cells import EXPECTED, INTEGER_PATTERN, LABELS
 from data.prepare.csv_text import count_byte
 from data.prepare.keys import PATTERNS, key_expression, with_string_keys
 from data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
 
-_EXPECTED: dict[Kind, str] = {"hex": "eight hex digits", "integer": "an integer"}
 _BLOCK_LINES = 1000
 _LEAST_COMPILED = 1 << 22
 """Bytes of a piece from which loading numba pays."""
@@ -198,7 +197,7 @@ def _fault(line: bytes, schema: Schema) -> str | None:
             return "dense value is not a 32-bit integer"
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
         if row[name] and not _fits(kind, row[name]):
-            return f"category is not {_EXPECTED[kind]}"
+            return f"category is not {EXPECTED[kind]}"
     return None
 
 

@@ -4,19 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatch
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.format.manifest import SPLITS
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 
 _EXAMPLES = (
     "time:0.8,0.1,0.1 or time:ts<2024-05-01,ts<2024-05-08 or ratio:0.8,0.1,0.1 or "
     "file:val=day_22*,test=day_23*"
 )
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+SplitKind = Literal["time", "date", "ratio", "file", "test"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class SplitRule:
     ``date`` has a column and the times before which rows are train, and val; ``test`` takes all.
     """
 
-    kind: Literal["time", "date", "ratio", "file", "test"]
+    kind: SplitKind
     fractions: tuple[float, float, float] = (0.0, 0.0, 0.0)
     patterns: tuple[tuple[str, str], ...] = ()
     column: str = ""
@@ -91,8 +94,14 @@ class SplitRule:
             )
         if self.kind == "test":
             return np.full(num_rows, SPLITS.index("test"), dtype=np.uint8)
-        place = self._pattern_of(file_name)
-        return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
+        if self.kind == "time":
+            return np.zeros(num_rows, dtype=np.uint8)
+        if self.kind == "file":
+            place = self._pattern_of(file_name)
+            return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
+        if self.kind == "date":
+            raise RuntimeError("rows split by date are split by of_times")
+        raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
         """The split and pattern that take a file; None leaves it to train."""
@@ -115,7 +124,7 @@ def parse_split(text: str) -> SplitRule:
         raise ConfigError(f"--split: {text!r} needs three fractions; write {_EXAMPLES}") from error
     if not (train > 0 and val >= 0 and test >= 0 and abs(train + val + test - 1) < 1e-6):
         raise ConfigError(f"--split: the fractions of {text!r} must add up to 1, train above 0")
-    return SplitRule("time" if kind == "time" else "ratio", (train, val, test))
+    return SplitRule(cast("SplitKind", kind), (train, val, test))
 
 
 def _by_date(text: str, rest: str) -> SplitRule:
@@ -139,6 +148,8 @@ def _moment(text: str, kind: str) -> int:
         if not text.lstrip("-").isdecimal():
             raise ConfigError(f"--split: {text!r} must be an integer, as the timestamps are")
         return int(text)
+    if kind != "date":
+        raise ValueError(f"time: kind {kind!r}; use date or integer")
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:

@@ -83,11 +83,11 @@ class RowLoader:
         A read restored with another batch size has its steps from the cursor on, not from row 0.
         """
         left = self._rows.num_rows - self._cursor
-        return left % self._batch_size if self._tail == "drop" else 0
+        return {"drop": left % self._batch_size, "keep": 0}[self._tail]
 
     def _num_steps(self, cursor: int) -> int:
         left = self._rows.num_rows - cursor
-        return left // self._batch_size if self._tail == "drop" else -(-left // self._batch_size)
+        return {"drop": left, "keep": left + self._batch_size - 1}[self._tail] // self._batch_size
 
     def _steps(self, cursor: int) -> list[_Step]:
         first = -(-cursor // self._batch_size)

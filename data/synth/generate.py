@@ -26,12 +26,12 @@ from data.stats import compute_stats, stats_json
 from data.synth.bayes import BayesTally
 from data.synth.columns import BLOCK_ROWS, Columns, Rows
 from data.synth.generator import Generator, block_ranges
-from data.synth.options import CROSSES, Hot, SynthOptions
+from data.synth.options import CROSSES, Format, Hot, SynthOptions
 from data.synth.signal import pair_rank
 from data.synth.tails import Floats, Ranks
 from data.synth.text import write_tsv
 from sbpflow import __version__
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.splitmix import GAMMA, MIX_1
 
 _SHARD_BLOCKS = 4
@@ -127,7 +127,9 @@ def synth(options: SynthOptions) -> Manifest | None:
     if options.format == "tsv":
         write_tsv(generator, options)
         return None
-    return _write_prepared(generator, options)
+    if options.format == "prepared":
+        return _write_prepared(generator, options)
+    raise unknown_value("--format", options.format, Format)
 
 
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:

@@ -22,13 +22,16 @@ Hot = tuple[int, int]
 """Least and most ids of a row: columns of the words where they are equal, else lists."""
 
 
+Format = Literal["prepared", "tsv"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
     """The options of ``python -m data synth``; see its help for the meaning of each."""
 
     rows: int
     output: Path
-    format: Literal["prepared", "tsv"] = "prepared"
+    format: Format = "prepared"
     vocab_scale: float = 1.0
     ctr: float = 0.2562
     auc: float = 0.80

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -39,7 +39,7 @@ from planner.costs.profile import RANKS_HERE, KernelPrices, Profile
 from planner.costs.transfers import Transfer, transfer_of
 from planner.task import Plan
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.plan.optimizer import SparseName
+from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.versions import summary as version_summary
@@ -192,10 +192,10 @@ class _Run:
         self._factors: dict[str, float] = {}
         self._kernels: dict[str, KernelPrices] = {}
         if world.rank == 0:
-            base = cast("SparseName", settings.optimizer)
+            base = settings.optimizer
             self._factors = step_factors(base, world.device, repeats=3 * settings.turns)
             if settings.kernels:
-                self._kernels = measure_kernels(world.device)
+                self._kernels = measure_kernels(world.device, tuple(dict.fromkeys([*RULES, base])))
         self._start = time.monotonic()
         self._bar = tqdm(
             total=round(settings.seconds), unit="s", disable=world.rank != 0, desc="calibrating"

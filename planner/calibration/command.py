@@ -17,6 +17,7 @@ from planner.calibration.ranks import gather_texts
 from planner.costs.profile import Profile, default_path, write_profile
 from planner.costs.transfers import as_lines
 from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.rules.registry import import_rule, rule_class
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.world import World
@@ -49,6 +50,9 @@ def keep(boxing: Boxing, profile: Profile | None, path: Path, *, first_here: boo
 
 def _settings(args: Namespace) -> Settings:
     settings = QUICK if args.quick else Settings()
+    if ":" in args.optimizer:
+        import_rule("--optimizer", args.optimizer)
+    rule_class(args.optimizer)
     settings = replace(settings, optimizer=args.optimizer, seed=args.seed)
     if args.seconds is not None:
         if args.seconds <= 0:
@@ -69,7 +73,7 @@ def start_ranks(words: list[str], ranks: int) -> int:
     if ranks < 1:
         raise ConfigError(f"--ranks: {ranks}; use 1 or more, for example --ranks 2")
     with socket.socket() as sock:
-        sock.bind(("", 0))
+        sock.bind(("127.0.0.1", 0))
         port = int(sock.getsockname()[1])
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from planner.calibration.measure import Rows, dense_work_of
 from planner.costs.features import zipf_mandelbrot
 from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
-from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.sbp.sbp import balanced_sizes
 
 MOST_ELEMENTS = 1 << 24  # of all tables of a sample, which are allocated on each rank that has them
@@ -92,7 +91,7 @@ def draw_sample(
         },
         world_size=world_size,
         batch_size=batch,
-        optimizer=SparseOptimizer(name=cast("SparseName", optimizer), lr=0.05),
+        optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_type=device_type,
         dense=dense_work_of(output.width),
     )

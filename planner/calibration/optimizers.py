@@ -6,31 +6,29 @@ rows it steps are priced by these ratios.
 
 import statistics
 import time
-from typing import get_args
 
 import torch
 
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import choose_kernels, make_storage, warm_up_kernels
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
 
-NAMES: tuple[SparseName, ...] = get_args(SparseName)
-
 
 def step_factors(
-    base: SparseName, device: torch.device, *, rows: int = 40_000, dim: int = 16, repeats: int = 9
+    base: str, device: torch.device, *, rows: int = 40_000, dim: int = 16, repeats: int = 9
 ) -> dict[str, float]:
     """{optimizer: its time over that of ``base``}, of an update of a quarter of ``rows``.
 
     The optimizers take turns; the median of each counts.
     """
-    turns = {name: _Turn(name, device, rows, dim) for name in NAMES}
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    turns = {name: _Turn(name, device, rows, dim) for name in (*RULES, base)}
+    times: dict[str, list[float]] = {name: [] for name in turns}
     for repeat in range(repeats + 2):
         for name, turn in turns.items():
             ms = turn.update_ms()
@@ -43,8 +41,8 @@ def step_factors(
 class _Turn:
     """One optimizer's storage, and rows to step."""
 
-    def __init__(self, name: SparseName, device: torch.device, rows: int, dim: int) -> None:
-        rule = SparseOptimizer(name=name, lr=0.05, beta=1.0 if name == "ftrl" else 0.0)
+    def __init__(self, name: str, device: torch.device, rows: int, dim: int) -> None:
+        rule = sparse_optimizer(name, lr=0.05)
         world = Placement.line(device.type, 1)
         table = TableConfig(name="t", features=("f",), num_rows=rows, dim=dim)
         plan = plan_embeddings(
@@ -54,7 +52,7 @@ class _Turn:
             optimizer=rule,
             dtype=torch.float32,
             world=world,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=backend_of_device(device.type),
             batch_size=rows // 4,
         )
         kernels = choose_kernels(plan, "auto")

@@ -20,8 +20,8 @@ from planner.costs.simulate import PHASE
 from planner.costs.work import NUM_FEATURES, base_work
 from planner.task import Choice, Shape, Task
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.sgd import Sgd
 
 DENSE_MOVES = ("forward", "backward", "send_dense", "receive_dense", "update_dense")
 # (width of the table, hidden widths), the least work first.
@@ -106,7 +106,7 @@ def _task(
         stats={"t": zipf_mandelbrot(_NUM_ROWS, 0.8, 2.0, 1.0)},
         world_size=world_size,
         batch_size=samples * world_size,
-        optimizer=SparseOptimizer(name="sgd", lr=0.05),
+        optimizer=Sgd(lr=0.05),
         device_type=device_type,
         dense=dense_work_of(width, hidden),
     )

@@ -5,14 +5,14 @@ prices the others by these.
 """
 
 from collections.abc import Sequence
-from typing import get_args
 
 import numpy as np
 import torch
 
 from planner.calibration.least_squares import nonnegative_least_squares
 from planner.costs.profile import KernelPrices
-from sbpflow.embedding.plan.optimizer import SparseName, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
     KernelName,
@@ -23,14 +23,13 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.embedding.storage.measure import StackShape, measure
 
-NAMES: tuple[SparseName, ...] = get_args(SparseName)
 ROWS = 100_000
 SHAPES = ((2_000, 16), (30_000, 16), (30_000, 64))  # ids of a batch, width
 
 
 def measure_kernels(
     device: torch.device,
-    optimizers: Sequence[SparseName] = NAMES,
+    optimizers: Sequence[str] = tuple(RULES),
     shapes: Sequence[tuple[int, int]] = SHAPES,
     rows: int = ROWS,
 ) -> dict[str, KernelPrices]:
@@ -42,7 +41,7 @@ def measure_kernels(
     missing = missing_kernels("auto")
     found: dict[str, KernelPrices] = {}
     for optimizer in optimizers:
-        rule = SparseOptimizer(name=optimizer, lr=0.05, beta=1.0 if optimizer == "ftrl" else 0.0)
+        rule = sparse_optimizer(optimizer, lr=0.05)
         facts = StackFacts(
             width=4,
             optimizer=rule,

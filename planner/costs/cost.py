@@ -31,6 +31,7 @@ from planner.costs.work import (
 )
 from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.errors import unknown_value
 
 Objective = Literal["step", "sum_of_maxima", "max_of_sums"]
 _BY_KERNEL = [
@@ -161,8 +162,10 @@ class TaskCost:
             return sum_of_maxima(phases)
         if self.objective == "max_of_sums":
             return max_of_sums(phases)
-        schedule = SCHEDULES[self.task.overlap]
-        return step_ms(phases, self.profile.hidden, schedule, batches=self.task.accumulate)
+        if self.objective == "step":
+            schedule = SCHEDULES[self.task.overlap]
+            return step_ms(phases, self.profile.hidden, schedule, batches=self.task.accumulate)
+        raise unknown_value("objective", self.objective, Objective)
 
     def cost(self, plans: Sequence[Mapping[str, Choice]]) -> Floats:
         """[N] ms of whole plans."""

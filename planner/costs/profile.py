@@ -21,7 +21,8 @@ from planner.costs.transfers import Transfer, transfer_of
 from planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import cache_dir, make_private
+from sbpflow.runtime.devices import BACKENDS
 
 FORMAT = 2
 KernelPrices = Mapping[str, tuple[float, float, float]]
@@ -147,7 +148,8 @@ class Profile:
         if optimizer not in self.step_factors:
             raise ConfigError(
                 f"planner: the profile has no times of {optimizer}, only of "
-                f"{', '.join(self.step_factors)}; run python -m planner calibrate again"
+                f"{', '.join(self.step_factors)}; run python -m planner calibrate --optimizer "
+                f"{optimizer}"
             )
         return self.step_factors[optimizer]
 
@@ -276,6 +278,8 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
 
 def write_profile(path: Path, text: str) -> None:
     """What ``as_json`` gave; the file is replaced as a whole."""
+    if path.parent == cache_dir():
+        make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_text(text, encoding="ascii")
@@ -329,6 +333,9 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         }
         for member in tree["members"]
     )
+    backend = str(tree["backend"])
+    if backend not in BACKENDS.values():
+        raise ValueError(f"backend is {backend!r}; use gloo or nccl")
     link = Link(**tree["link"]) if tree["link"] else None
     kernels: dict[str, KernelPrices] = {
         optimizer: {name: (ms[0], ms[1], ms[2]) for name, ms in prices.items()}
@@ -338,7 +345,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
     return Profile(
         weights=weights,
         world_size=int(tree["world_size"]),
-        backend=str(tree["backend"]),
+        backend=backend,
         members=members,
         buffer_factor=float(tree["buffer_factor"]),
         kernels=kernels,

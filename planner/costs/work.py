@@ -12,8 +12,10 @@ import numpy as np
 
 from planner.costs.features import Floats
 from planner.task import Shape, Task
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import whole_gradients_are_less
 from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import balanced_sizes
 
 FEATURES = (
@@ -117,7 +119,9 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
         return _unique_columns(task, table, shape)
     if shape.exchange == "unique":
         return _unique(task, table, shape)
-    return _boxed(task, table, shape)
+    if shape.exchange in ("columns", "reduce"):
+        return _boxed(task, table, shape)
+    raise unknown_value("exchange", shape.exchange, Exchange)
 
 
 def _wire(task: Task) -> tuple[float, float]:
@@ -128,11 +132,9 @@ def _wire(task: Task) -> tuple[float, float]:
 
 def _memory(task: Task, table: TableConfig, rows: float, width: float) -> float:
     """Bytes of a shard: its rows, and the state of its optimizer."""
-    optimizer = task.optimizer_of(table)
-    state = optimizer.state_elements_per_row(table.dim)
-    rowwise = state > 0 and optimizer.state_shape(1, table.dim) == (1,)
-    per_row = state if rowwise else state * width / table.dim
-    return rows * (width * task.row_dtype.itemsize + per_row * task.dtype.itemsize)
+    by_row, by_element = task.optimizer_of(table).state_counts
+    state = by_row + by_element * width
+    return rows * (width * task.row_dtype.itemsize + state * task.dtype.itemsize)
 
 
 def _uses(table: TableConfig) -> float:
@@ -232,7 +234,7 @@ def _boxed_keys(
         where: Hashable = None
         columns: Hashable = (ranks, shape.parts) if split else None
         if shape.exchange == "reduce":
-            where = (ranks, shape.parts, columns if output.combine == "sum" else None)
+            where = (ranks, shape.parts, columns if output.sums else None)
         group = (output.name, shape.exchange, where)
         stack = (*group, table.dim, columns, ragged, rule, table.kernel)
         found: list[Key] = [

@@ -21,7 +21,7 @@ from planner.costs.cost import TaskCost
 from planner.published.nets import Scaling
 from planner.published.setting import Setting
 from planner.search.problem import Assignment
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import cache_dir, make_private
 
 VERSION = 1  # of how planners learn: raised when the same arguments would learn something else
 
@@ -54,7 +54,7 @@ def path_of(name: str, like: Sequence[TaskCost], seed: int) -> Path:
 
 def keep(model: Learned, path: Path) -> None:
     """The file is replaced as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     fresh = path.with_suffix(f".{os.getpid()}")
     torch.save(_state(model), fresh)
     fresh.replace(path)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.moves import Box, numel
+from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Reduction
 
 Shape = tuple[int, ...]
@@ -92,10 +93,12 @@ def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
     """What a rank without a term contributes: 0 to a sum, the lowest value to a max."""
     if op == "sum":
         return 0
-    if dtype.is_floating_point:
-        return float("-inf") if op == "max" else float("inf")
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
+    floats = dtype.is_floating_point
+    if op == "max":
+        return float("-inf") if floats else torch.iinfo(dtype).min
+    if op == "min":
+        return float("inf") if floats else torch.iinfo(dtype).max
+    raise unknown_value("reduction", op, Reduction)
 
 
 def cutter(inside: Box, shape: Shape) -> LocalFn:

@@ -6,7 +6,9 @@ chosen in ``plan``. One rule covers all pairs of layouts, placements and numbers
 * source ranks that differ only along B axes hold the same data: one of them sends it;
 * source ranks that differ only along P axes hold terms: each term is sent, the receiver adds them;
 * destination ranks that differ only along P axes share a value as a sum: exactly one of them gets
-  each term, the others fill in the neutral element; it is the same one for all copies along B.
+  each term, the others fill in the neutral element; it is the same one for all copies along B;
+* where the two reduce differently, P -> P(max), that one gets all terms of a box: it must add them
+  up. No single step does both, so ``plan`` takes several; whether anything is sent agrees.
 
 A rank that already has what it needs sends it to itself, which costs nothing.
 """
@@ -79,19 +81,34 @@ def intersect(a: Box, b: Box) -> Box | None:
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, ...]:
     """All moves of ``src -> dst``, at most one per pair of ranks, in order of (dst, src) cells."""
     sources = _Sources(_cells(src, shape, _Role.SOURCE))
+    together = not one_step_legal(src, dst)
     moves: list[Move] = []
     for target in _cells(dst, shape, _Role.TARGET):
-        for source in sources.near(target.box):
+        # Source cells whose terms must reach the same row; else each chooses for itself.
+        bundles: dict[object, tuple[Box, list[_Cell]]] = {}
+        for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
-            if box is None:
-                continue
+            if box is not None:
+                key = tuple((s.start, s.stop) for s in box) if together else number
+                bundles.setdefault(key, (box, []))[1].append(source)
+        for box, cells in bundles.values():
             offers = [
-                [_meet(source.rows[0], receiver, src.placement, dst.placement) for receiver in row]
+                [
+                    _meet(cell.rows[0], receiver, src.placement, dst.placement)
+                    for cell in cells
+                    for receiver in row
+                ]
                 for row in target.rows
             ]
             pairs = min(offers, key=lambda offer: _effort(offer, src.placement, dst.placement))
             moves += [Move(sender, receiver, box) for sender, receiver in pairs]
     return tuple(moves)
+
+
+def one_step_legal(src: Layout, dst: Layout) -> bool:
+    """A step combines terms with one operation: P(max) -> P must pass through B or S."""
+    ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
+    return len(ops) <= 1
 
 
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
@@ -110,9 +127,11 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
     for layout in (src, dst):
         layout.part_slices(shape, layout.placement.ranks[0])  # SbpError if it does not fit
     (before,), (after,) = src.nd_sbp, dst.nd_sbp
+    ranks = src.placement.ranks
+    if not one_step_legal(src, dst):  # every term to the first rank, which has its own
+        return dict.fromkeys(ranks[1:], numel(src.part_slices(shape, ranks[0]) or ()))
     if isinstance(before, Broadcast) or isinstance(after, Partial):
         return {}  # each rank has what it needs: all of it, or its part among neutral elements
-    ranks = src.placement.ranks
     copies = len(ranks) if isinstance(after, Broadcast) else 1
     sent = {}
     for rank in ranks:

@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import torch
 
-from sbpflow.boxing.moves import elements_sent
-from sbpflow.boxing.search import cheapest_route
-from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step, one_step_legal
+from sbpflow.boxing.moves import elements_sent, one_step_legal
+from sbpflow.boxing.search import COLLECTIVE_COST_BYTES, cheapest_route, layouts_before
+from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 
@@ -86,6 +86,27 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
     if same and src.placement.ndim == 1:
         return True
     return not any(elements_sent(src, dst, shape).values())
+
+
+@lru_cache(maxsize=4096)
+def last_linear_layout(
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
+) -> Layout:
+    """The layout without P(max) or P(min) that ``dst``, which has them, is made from locally.
+
+    ``src`` itself if it is such a layout; else one on the placement of ``dst`` that has S or B in
+    place of P(max), the one that is reached with the fewest bytes. A gradient is taken to there and
+    from there: each element of ``dst`` is then a copy of one on the same rank, or neutral.
+    """
+    if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
+        return src
+
+    def price(layout: Layout) -> int:
+        steps = plan_boxing(src, layout, shape, dtype, id="", backend=backend)
+        return sum(step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups) for step in steps)
+
+    # The one with B alone is always among them; of equals the first, so that all ranks agree.
+    return min(layouts_before(src, dst, shape), key=price)
 
 
 def format_steps(steps: Sequence[BoxingStep]) -> str:

@@ -35,7 +35,8 @@ from sbpflow.boxing.copies import (
     whole,
 )
 from sbpflow.boxing.moves import Box, Move, numel, shift
-from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, padded_part
+from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
+from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
 # A piece that stays on its rank skips the buffers from this size on; below it, the copies saved
@@ -116,7 +117,11 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
         return _all_gather(base, rank, group)
     if step.collective == "all_reduce":
         return base
-    return _exchange(base, rank, group)
+    if step.collective in ("all_to_all", "reduce_scatter"):
+        return _exchange(base, rank, group)
+    if step.collective == "none":
+        raise RuntimeError(f"{step.id}: ranks talk in groups without a collective")
+    raise unknown_value("collective", step.collective, Collective)
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype | None:

@@ -10,7 +10,8 @@ from itertools import product
 
 import torch
 
-from sbpflow.boxing.step import make_step, one_step_legal
+from sbpflow.boxing.moves import elements_sent, one_step_legal
+from sbpflow.boxing.step import make_step
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -68,6 +69,21 @@ def _next_layouts(
     ]
     for layout in [*ends, *_legal(here.placement, changed)]:
         if layout != here and _fits(layout, shape) and one_step_legal(here, layout):
+            yield layout
+
+
+def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
+    """Those that become ``dst`` without a transfer, with S or B for each P(max) or P(min) of it."""
+    linear = [v for v in _values(src, dst, shape) if not isinstance(v, Partial)]
+    options = [
+        linear if isinstance(sbp, Partial) and sbp.op != "sum" else [sbp] for sbp in dst.nd_sbp
+    ]
+    for layout in _legal(dst.placement, list(product(*options))):
+        try:
+            layout.check_user(shape)
+        except SbpError:  # a user's tensor fills its ranks, here as at the ends
+            continue
+        if not any(elements_sent(layout, dst, shape).values()):
             yield layout
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from sbpflow.boxing.moves import Move, elements_sent, find_moves, numel
-from sbpflow.errors import SbpError
+from sbpflow.errors import SbpError, unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 
@@ -89,10 +89,14 @@ class BoxingStep:
             return tuple(sent.get(rank, 0) for rank in group)
         if self.collective == "all_gather":
             return ((size - 1) * padded_part(self.src, self.shape, group),) * size
-        # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
-        rounds = 2 if self.collective == "all_reduce" else 1
-        whole = numel(self.src.part_slices(self.shape, group[0]) or ())
-        return balanced_sizes(rounds * (size - 1) * whole, size)
+        if self.collective in ("reduce_scatter", "all_reduce"):
+            # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
+            rounds = 2 if self.collective == "all_reduce" else 1
+            whole = numel(self.src.part_slices(self.shape, group[0]) or ())
+            return balanced_sizes(rounds * (size - 1) * whole, size)
+        if self.collective == "none":
+            raise RuntimeError(f"{self.id}: ranks talk in groups without a collective")
+        raise unknown_value("collective", self.collective, Collective)
 
     def __str__(self) -> str:
         where = " ".join(str(list(group)) for group in self.groups)
@@ -111,12 +115,6 @@ def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
         f"{layout} of {dtype}: P takes a dtype that adds up, float16 to float64, bfloat16, int8 to "
         f"int64 or uint8; convert to {_WIDER.get(dtype, torch.float64)} first, or use S or B"
     )
-
-
-def one_step_legal(src: Layout, dst: Layout) -> bool:
-    """A step combines terms with one operation: P(max) -> P must pass through B or S."""
-    ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
-    return len(ops) <= 1
 
 
 def make_step(

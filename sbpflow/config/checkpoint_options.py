@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sbpflow.config.parse import Example, PathOr, Range
+from sbpflow.config.parse import Example, PathOr
+from sbpflow.runtime.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

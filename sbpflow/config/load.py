@@ -6,8 +6,8 @@ Keys and values are judged by ``parse.build``; the classes are in ``schema``.
 import copy
 import dataclasses
 import difflib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from importlib import import_module
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +15,17 @@ import yaml
 
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import build, plain, show
-from sbpflow.config.schema import TABLE_OPTIMIZERS, Config
+from sbpflow.config.schema import Config, table_optimizers
 from sbpflow.config.table_rules import (
     TableRule,
 )
+from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.local_path import PathError, local_path
+from sbpflow.runtime.own_class import import_own_class
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_config(
@@ -30,15 +35,15 @@ def load_config(
 
     ``models`` has the configuration classes that the group ``model`` may be, by ``model.name``; the
     first is the default. ``model.name: package.module:Class`` imports that class: the file and the
-    overrides are the user's own command.
+    overrides are the user's own command. So are ``name``s of ``optimizer.sparse`` and
+    ``optimizer.tables`` of that form.
     """
     try:
         file = local_path(path)
     except PathError as error:
         raise ConfigError(f"--config: {error}") from error
     tree = read_yaml(file)
-    for override in overrides:
-        _apply(tree, override)
+    _apply_all(tree, overrides, _import_optimizers)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
 
 
@@ -48,15 +53,20 @@ def config_from_tree(
     *,
     models: Mapping[str, type[Any]],
     own_model: str | None = None,
+    own_optimizers: Collection[str] = (),
 ) -> Config:
     """The config whose ``plain`` form was kept as ``tree``, with ``key=value`` overrides.
 
     Data from outside imports nothing: a model ``package.module:Class`` is imported only if the
-    user's command names it, as ``own_model``. ConfigError otherwise.
+    user's command names it, as ``own_model``, and an optimizer of tables only if it is among
+    ``own_optimizers``. ConfigError otherwise.
     """
     kept: dict[str, Any] = copy.deepcopy(dict(tree))
-    for override in overrides:
-        _apply(kept, override)
+    _apply_all(kept, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
+    if unused := set(own_optimizers) - {own for _, own in _own_optimizers(kept)}:
+        raise ConfigError(
+            f"--optimizer: {', '.join(sorted(unused))} was given, and no table has it; leave it out"
+        )
     found, group = dict(models), kept.get("model")
     name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
     if isinstance(name, str) and name not in found:
@@ -92,31 +102,38 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
 
 def import_model(name: str) -> type[Any]:
     """The class that ``package.module:Class`` names; ConfigError if it is no model's."""
-    module_name, _, class_name = name.partition(":")
-    example = "for example model.name=my_package.my_module:MyModel"
-    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
-        raise ConfigError(f"model.name: {name!r} is not package.module:Class; {example}")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports is missing
-        raise ConfigError(
-            f"model.name: {name}: there is no module {error.name}; put its folder on PYTHONPATH, "
-            f"such as PYTHONPATH=. for the folder you are in; {example}"
-        ) from error
-    kind = getattr(module, class_name, None)
-    if kind is None:
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(class_name, classes, 3, cutoff=0.5)
-        raise ConfigError(f"model.name: {module_name} has no {class_name!r}{_use(near)}")
+    kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
-    if not isinstance(kind, type) or not tagged or not callable(getattr(kind, "spec", None)):
+    if not tagged or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
             f"model.name: {name} is no model's configuration; it must be a dataclass with a "
             "field name: str and a method spec(fields), as examples/ shows"
         )
     return kind
+
+
+def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Key and name of those optimizers of tables that are a user's own, or look so."""
+    group = tree.get("optimizer")
+    groups: dict[str, Any] = cast("dict[str, Any]", group) if isinstance(group, dict) else {}
+    tables = groups.get("tables")
+    entries = cast("dict[str, Any]", tables) if isinstance(tables, dict) else {}
+    given = {f"tables.{pattern}": entry for pattern, entry in entries.items()}
+    for key, entry in {"sparse": groups.get("sparse"), **given}.items():
+        name = cast("dict[str, Any]", entry).get("name") if isinstance(entry, dict) else None
+        if isinstance(name, str) and (":" in name or "." in name):
+            yield f"optimizer.{key}.name", name
+
+
+def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None = None) -> None:
+    """Import the users' own optimizers of tables; ConfigError for one that is not ``allowed``."""
+    for key, name in _own_optimizers(tree):
+        if allowed is not None and name not in allowed:
+            raise ConfigError(
+                f"--optimizer: {key} is {name!r}, which only your own command may import; if you "
+                f"trust that module, add --optimizer {name}"
+            )
+        import_rule(key, name)
 
 
 def dump_config(config: Config) -> str:
@@ -185,6 +202,36 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     return tree
 
 
+def _apply_all(
+    tree: dict[str, Any],
+    overrides: Sequence[str],
+    import_optimizers: Callable[[dict[str, Any]], None],
+) -> None:
+    """Write every ``key=value`` into the raw tree; ``import_optimizers`` imports the classes that
+    it names, whose keys the next override may set.
+
+    ``parallel.plan`` and ``parallel.scheme`` both say where all tables live, so one of them on the
+    command line replaces the other one of the file, with a warning from rank 0.
+    """
+    for override in overrides:
+        import_optimizers(tree)
+        _apply(tree, override)
+    import_optimizers(tree)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    group = tree.get("parallel")
+    if not isinstance(group, dict) or "parallel" in given:
+        return
+    parallel = cast("dict[str, object]", group)
+    for key, other in (("plan", "scheme"), ("scheme", "plan")):
+        if f"parallel.{key}" not in given or f"parallel.{other}" in given:
+            continue
+        if parallel.get(key) is None or parallel.get(other) is None:
+            continue
+        if env_int("RANK", 0) == 0:
+            _LOG.warning("parallel.%s replaces parallel.%s of the configuration", key, other)
+        parallel[other] = None
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Write one ``key=value`` into the raw tree; ``build`` judges key and value later."""
     key, equals, text = override.partition("=")
@@ -194,7 +241,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"{key}: {text!r} is not a YAML value: {_one_line(error)}") from error
-    path = _split_key(key.strip())
+    path = _split_key(key.strip(), tree)
     node = tree
     for depth, name in enumerate(path[:-1]):
         child = node.setdefault(name, {})
@@ -208,9 +255,12 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[path[-1]] = value
 
 
-def _split_key(key: str) -> list[str]:
+def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
     """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
-    of_optimizer = {name for kind in TABLE_OPTIMIZERS for name in kind.__dataclass_fields__}
+    kinds = dict(table_optimizers())
+    for _, own in _own_optimizers(tree):
+        kinds |= table_optimizers(own)
+    of_optimizer = {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),

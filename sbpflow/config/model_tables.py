@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
-from sbpflow.config.parse import Example, Range
+from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

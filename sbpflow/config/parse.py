@@ -19,32 +19,11 @@ import yaml
 
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.local_path import PathError, local_path
+from sbpflow.runtime.ranges import Range
 
 Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bounds of a number, for ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
-
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def holds(self, value: float) -> bool:
-        return (
-            (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        parts = [(">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below)]
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in parts if bound is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +38,13 @@ class PathOr:
     """Text that is a local path, unless it is one of ``words``."""
 
     words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """The dataclasses that a group may be, by their ``name``, given the name that a user gave."""
+
+    kinds: Callable[[object], Mapping[str, type[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +134,11 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
     if untagged is not None and isinstance(value, Mapping):
         items = typing.cast("Mapping[object, object]", value).items()
         value = {name: _tagged(item, untagged) for name, item in items}
+    for mark in args[1:]:
+        if isinstance(mark, Tagged):
+            given: object = value.get("name") if isinstance(value, Mapping) else None
+            default = None if example is None else _tag(type(example))
+            return _parse_tagged(value, mark.kinds(given), key, default)
     parsed = parse(value, args[0], key, example)
     for mark in args[1:]:
         if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
@@ -192,7 +183,11 @@ def _parse_tagged(
             f"{next(iter(by_name))}"
         )
     if not isinstance(name, str) or name not in by_name:
-        raise ConfigError(f"{key}.name: {name!r} is not known; use one of {', '.join(by_name)}")
+        near = difflib.get_close_matches(str(name), by_name, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"{key}.name: {name!r} is not known; use one of {', '.join(by_name)}{hint}"
+        )
     for other in value:
         users = [tag for tag, kind in by_name.items() if other in _fields(kind)]
         if users and name not in users:
@@ -316,7 +311,10 @@ def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
 def _all_keys(kind: Any, prefix: str) -> list[str]:
     """Every dotted key below ``kind``, alternatives included."""
     if typing.get_origin(kind) is typing.Annotated:
-        return _all_keys(typing.get_args(kind)[0], prefix)
+        inside, *marks = typing.get_args(kind)
+        tagged = [each for m in marks if isinstance(m, Tagged) for each in m.kinds(None).values()]
+        keys = {key for each in tagged or [inside] for key in _all_keys(each, prefix)}
+        return sorted(keys)
     if _is_group(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
         return [key for n, hint in hints.items() for key in _all_keys(hint, _join(prefix, n))]

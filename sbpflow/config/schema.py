@@ -7,10 +7,10 @@ Facts that need no world are checked here; those that need the tables or the wor
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol
 
 from sbpflow.config.checkpoint_options import CheckpointConfig
-from sbpflow.config.parse import Example, Range, Untagged
+from sbpflow.config.parse import Example, Tagged, Untagged
 from sbpflow.config.table_rules import (
     ParallelConfig,
 )
@@ -23,12 +23,14 @@ from sbpflow.config.train_options import (
     SparseScheduleConfig,
     StopConfig,
 )
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.ftrl import Ftrl
+from sbpflow.embedding.rules.registry import known_rules
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.ranges import Beta, NonNegative, Range, Rate
 
 Count = Annotated[int, Range(low=1)]
-Rate = Annotated[float, Range(above=0)]
-NonNegative = Annotated[float, Range(low=0)]
-Beta = Annotated[float, Range(low=0, below=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,59 +68,6 @@ class ModelGroup(Protocol):
     def name(self) -> str:
         """The tag."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SparseSgd:
-    """``weight_decay``, here and below, shrinks the touched rows by lr * weight_decay a step."""
-
-    name: Literal["sgd"] = "sgd"
-    lr: Rate = 0.05
-    weight_decay: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adagrad:
-    name: Literal["adagrad"] = "adagrad"
-    lr: Rate = 0.05
-    eps: Rate = 1e-8
-    initial_accumulator: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowwiseAdagrad:
-    """One state number per row; ``row_state: per_shard`` keeps one per row and column shard."""
-
-    name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
-    lr: Rate = 0.05
-    eps: Rate = 1e-8
-    initial_accumulator: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-    row_state: Literal["logical", "per_shard"] = "logical"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LazyAdam:
-    """Adam over the rows of a batch only; the others keep value and state."""
-
-    name: Literal["lazy_adam"] = "lazy_adam"
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    weight_decay: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ftrl:
-    """FTRL-Proximal, for sparse weights: ``l1`` sets small ones to 0, ``l2`` shrinks all."""
-
-    name: Literal["ftrl"] = "ftrl"
-    lr: Rate = 0.05
-    beta: NonNegative = 1.0
-    l1: NonNegative = 0.0
-    l2: NonNegative = 0.0
-    initial_accumulator: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,10 +140,13 @@ class AdamW:
     weight_decay: NonNegative = 0.01
 
 
-SparseOptimizer = SparseSgd | Adagrad | RowwiseAdagrad | LazyAdam | Ftrl
 TableOptimizer = TableChanges | SparseOptimizer
-TABLE_OPTIMIZERS: tuple[type[TableOptimizer], ...] = get_args(TableOptimizer)
 DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
+
+
+def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
+    """What an entry of ``optimizer.tables`` may be, as ``known_rules``."""
+    return {"same": TableChanges, **known_rules(name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,10 +159,12 @@ class OptimizerConfig:
     gradients by their global norm.
     """
 
-    sparse: SparseOptimizer = field(default_factory=RowwiseAdagrad)
-    tables: Annotated[Mapping[str, TableOptimizer], Example({"*.C1": Ftrl()}), Untagged("same")] = (
-        field(default_factory=dict[str, TableOptimizer])
-    )
+    sparse: Annotated[SparseOptimizer, Tagged(known_rules)] = field(default_factory=RowwiseAdagrad)
+    tables: Annotated[
+        Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers)]],
+        Example({"*.C1": Ftrl()}),
+        Untagged("same"),
+    ] = field(default_factory=dict[str, TableOptimizer])
     dense: DenseOptimizer = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     dense_schedule: Annotated[DenseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
@@ -229,15 +183,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.of_tables.changes:
-            self.refuse_ftrl(self.of_tables.key)
+            self.refuse_one_rate(self.of_tables.key)
 
-    def refuse_ftrl(self, key: str) -> None:
+    def refuse_one_rate(self, key: str) -> None:
         """ConfigError if ``key`` changes the rate of tables whose rule takes no other."""
         by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
         for owner, chosen in {"sparse": self.sparse, **by_table}.items():
-            if isinstance(chosen, Ftrl):
+            if isinstance(chosen, SparseOptimizer) and chosen.one_rate:
                 raise ConfigError(
-                    f"{key}: ftrl keeps sums of steps at one rate, so it has no schedule; remove "
+                    f"{key}: {chosen.name} {chosen.one_rate}, so it has no schedule; remove "
                     f"{key}, or use for example optimizer.{owner}.name: adagrad"
                 )
 
@@ -310,4 +264,4 @@ class Config:
                 "data.batch_size, or leave cuda_graph out"
             )
         if self.train.plateau is not None:
-            self.optimizer.refuse_ftrl("train.plateau")
+            self.optimizer.refuse_one_rate("train.plateau")

@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.model_tables import check_matches
-from sbpflow.config.parse import Example, PathOr, Range
+from sbpflow.config.parse import Example, PathOr
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.runtime.ranges import Range
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import (

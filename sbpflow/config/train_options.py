@@ -6,10 +6,12 @@ Values with their own checks; ``schema`` has the groups that they belong to.
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from sbpflow.config.parse import Example, Range
-from sbpflow.errors import ConfigError
+from sbpflow.config.parse import Example
+from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.runtime.ranges import Range
 
 Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
+DecayShape = Literal["polynomial", "cosine"]
 Count = Annotated[int, Range(low=1)]
 Rate = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(low=0)]
@@ -19,7 +21,9 @@ def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bo
     """Whether ``value`` is more than ``min_delta`` better than ``best``."""
     if metric in ("auc", "gauc"):
         return value > best + min_delta
-    return value < best - min_delta
+    if metric in ("logloss", "normalised_entropy"):
+        return value < best - min_delta
+    raise unknown_value("metric", metric, Metric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +102,7 @@ class ScheduleConfig:
     warmup_steps: Annotated[int, Range(low=0)] = 0
     decay_start: Annotated[int, Range(low=0)] = 0
     decay_steps: Annotated[Count | None, Example(10000)] = None
-    shape: Literal["polynomial", "cosine"] = "polynomial"
+    shape: DecayShape = "polynomial"
     power: Rate = 1.0
     end_factor: Annotated[float, Range(low=0, high=1)] = 0.0
 

@@ -15,7 +15,7 @@ class Assembly:
     """
 
     def __init__(self, plan: EmbeddingPlan, output: OutputConfig, device: torch.device) -> None:
-        self._sum = output.combine == "sum"
+        self._sum = output.sums
         self._groups = {i: g for i, g in enumerate(plan.groups) if g.output.name == output.name}
         starts, names = output.starts(), [feature.name for feature in plan.features]
         places = {

@@ -27,6 +27,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import KernelRequest, Shard
+from sbpflow.embedding.rules.base import SumOverColumns
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
@@ -36,7 +37,6 @@ from sbpflow.embedding.storage.choose import (
     warm_up_kernels,
 )
 from sbpflow.embedding.storage.initial import fill_shard
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import DataError, SbpError
@@ -334,11 +334,12 @@ class EmbeddingCollection:
                 ranks = group.copy_ranks(index)
                 for table in stack.tables if ranks else ():
                     stored = mine.get(table.name)
-                    tensors = list(stored.state.values()) if stored else []
                     name = f"{table.name} (optimizer state)"
+                    state = stored.state if stored else {}
+                    tensors = [state[key] for key in state if stack.optimizer.state[key] == "row"]
                     if group.exchange == "local":
                         name = table.name
-                        tensors += [stored.weights] if stored else []
+                        tensors = [*state.values(), stored.weights] if stored else []
                     found.append(Copies(name, ranks, tensors))
         return found
 

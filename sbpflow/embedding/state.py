@@ -66,9 +66,9 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                 parts = () if held is None else (_weights(held),)
                 found.append(LogicalTensor(name=name, shape=table.shape, rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})
-                for key in stack.optimizer.state_names:
+                for key in stack.optimizer.state:
                     parts = () if held is None else (_state(held, key, starts, stack),)
-                    shape = stack.optimizer.state_shape(*table.shape)
+                    shape = stack.optimizer.state_shape(key, *table.shape)
                     column_starts = None
                     if _is_per_shard(stack, shape):
                         shape, column_starts = (table.num_rows, len(starts)), tuple(starts)

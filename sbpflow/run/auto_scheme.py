@@ -142,11 +142,12 @@ def table_bytes(plan: EmbeddingPlan) -> int:
     total = 0
     for group in plan.groups:
         for stack in group.stacks:
-            state = stack.optimizer.state_elements_per_row(stack.dim) * plan.dtype.itemsize
-            per_row = stack.dim * plan.row_dtype.itemsize + state
+            by_row, by_element = stack.optimizer.state_counts
+            per_row = by_row * plan.dtype.itemsize
+            per_element = plan.row_dtype.itemsize + by_element * plan.dtype.itemsize
             for rank in plan.world.ranks:
                 shards = stack.shards(rank)
-                total += sum(s.num_rows * per_row * s.width // stack.dim for s in shards)
+                total += sum(s.num_rows * (per_row + per_element * s.width) for s in shards)
     return total
 
 

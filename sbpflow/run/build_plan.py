@@ -12,12 +12,10 @@ from typing import cast
 from sbpflow.config.checks import check
 from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainConfig
-from sbpflow.config.schema import SparseOptimizer as SparseOptimizerConfig
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import (
     KernelRequest,
@@ -25,24 +23,21 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import with_constants
 from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.auto_scheme import candidates, rank_candidates
 from sbpflow.run.dense_steps import dense_steps
 from sbpflow.run.model import Fields, ModelConfig, ModelSpec
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
-from sbpflow.runtime.world import backend_of_device
+from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.clipping import clip_steps
 from sbpflow.training.dense_optimizers import state_per_element
 from sbpflow.training.evaluate import slice_columns
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
-
-
-def sparse_optimizer(chosen: SparseOptimizerConfig) -> SparseOptimizer:
-    """The engine's optimizer from ``optimizer.sparse`` or an entry of ``optimizer.tables``."""
-    return SparseOptimizer(**{key: getattr(chosen, key) for key in chosen.__dataclass_fields__})
 
 
 def _with_optimizers(
@@ -84,12 +79,12 @@ def _changed(
 ) -> TableConfig:
     """``table`` with what one pattern gives it."""
     if not isinstance(given, TableChanges):
-        return replace(table, optimizer=sparse_optimizer(given))
+        return replace(table, optimizer=given)
     rule = table.optimizer or sparse
     settings = {"lr": given.lr, "weight_decay": given.weight_decay}
     changes = {name: value for name, value in settings.items() if value is not None}
     try:
-        rule = replace(rule, **changes)
+        rule = with_constants(rule, changes)
     except ConfigError as error:
         raise ConfigError(f"{key}: {table.name}: {error}") from error
     start = table.initial_range if given.initial_range is None else given.initial_range
@@ -209,7 +204,7 @@ def _plan_tables(
         *(field.feature() for field in fields.ids),
         *(cross.field().feature() for cross in spec.hashed_columns),
     ]
-    parallel, sparse = config.parallel, sparse_optimizer(config.optimizer.sparse)
+    parallel, sparse = config.parallel, config.optimizer.sparse
 
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
         return check(config, shapes, schemes, world.size, world.device_type, planned)

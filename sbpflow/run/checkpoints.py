@@ -88,7 +88,7 @@ class Checkpoints:
             deadline_s=config.parallel.timeout_s,
             storages=job.embeddings.storages,
         )
-        if config.checkpoint.on_signal == "save":
+        if {"save": True, "end": False}[config.checkpoint.on_signal]:
             self._signals = GentleStop.where_watched()
         if self._signals is not None:
             timeout_s = config.parallel.timeout_s

@@ -47,11 +47,10 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
     table = stack.tables[[t.name for t in stack.tables].index(name)]
     layout, optimizer = plan.layouts[name], stack.optimizer
     itemsize = plan.embeddings.dtype.itemsize
-    per_row = optimizer.state_elements_per_row(table.dim)
-    rowwise = per_row > 0 and optimizer.state_shape(1, table.dim) == (1,)
+    by_row, by_element = optimizer.state_counts
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
-        state = shard.num_rows * (per_row if rowwise else per_row * shard.width // table.dim)
+        state = shard.num_rows * (by_row + by_element * shard.width)
         shards.append(
             {
                 "rank": shard.rank,

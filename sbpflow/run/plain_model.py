@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.run.model import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.run.row_formats import RowFormat, Rows, make_rows
 from sbpflow.runtime.splitmix import signed
@@ -93,7 +93,7 @@ class PlainModel(nn.Module):
             for table in output.tables
             for name in table.features
         ]
-        if output.combine == "concat":
+        if not output.sums:
             return torch.cat(parts, 1)
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
@@ -112,14 +112,14 @@ class PlainModel(nn.Module):
             places = torch.arange(values.shape[0], device=values.device)
             sample = torch.searchsorted(ends, places, right=True)
             pooled = vectors.new_zeros(lengths.shape[0], table.dim).index_add(0, sample, vectors)
-            if table.pooling == "mean":
+            if table.averages:
                 pooled = pooled / lengths.clamp(min=1).to(pooled).unsqueeze(1)
             return pooled
         columns = self._ids(name, ids)
         vectors = rows(self._in_range(columns, table.num_rows))
         if columns.shape[1] == 1:
             return vectors.squeeze(1)
-        return vectors.mean(1) if table.pooling == "mean" else vectors.sum(1)
+        return vectors.mean(1) if table.averages else vectors.sum(1)
 
     def _ids(self, name: str, ids: Tensor) -> Tensor:
         """[rows, hotness] of a feature that comes as a matrix, or is computed from one."""
@@ -136,7 +136,9 @@ class PlainModel(nn.Module):
         if self._out_of_range == "hash":
             bad = (ids < 0) | (ids >= num_rows)
             return torch.where(bad, mix(ids).remainder(num_rows), ids)
-        return ids
+        if self._out_of_range == "error":  # the lookup raises
+            return ids
+        raise unknown_value("out_of_range", self._out_of_range, OutOfRange)
 
     def arguments_of(self, ids: Tensor | BatchIds, dense: Tensor) -> tuple[Tensor, Tensor, Bags]:
         """What ``forward`` takes, from a batch of a loader."""

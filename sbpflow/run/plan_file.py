@@ -1,7 +1,8 @@
 """A plan of a run as JSON and back, equal to the value it came from; only classes listed are made.
 
 A dataclass is an object with its class name under "is", a dtype {"dtype": name}, a mapping
-{"map": [[key, value], ...]}, a tuple a list.
+{"map": [[key, value], ...]}, a tuple a list. A sparse optimizer is one by its name, or by its
+"class" where that is a user's own.
 """
 
 import dataclasses
@@ -17,9 +18,10 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan
 from sbpflow.embedding.plan.grouping import IdColumns
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import known_rules, rule_class
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
@@ -53,7 +55,6 @@ _CLASSES: dict[str, type[Any]] = {
         Placement,
         PricedPlan,
         RunPlan,
-        SparseOptimizer,
         Split,
         Stack,
         StepSchedule,
@@ -96,6 +97,8 @@ def _encode(value: object) -> object:
         return {"dtype": str(value).removeprefix("torch.")}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__name__
+        if isinstance(value, SparseOptimizer):
+            return _encode_rule(value)
         if _CLASSES.get(name) is not type(value):
             raise TypeError(f"a plan holds a {name}, which its file has no form for")
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -106,6 +109,20 @@ def _encode(value: object) -> object:
     if isinstance(value, tuple | list):
         return [_encode(item) for item in cast("Sequence[object]", value)]
     return value
+
+
+def _encode_rule(rule: SparseOptimizer) -> object:
+    content = {f.name: _encode(getattr(rule, f.name)) for f in dataclasses.fields(rule)}
+    if known_rules(rule.name).get(rule.name) is not type(rule):
+        content["class"] = f"{type(rule).__module__}:{type(rule).__qualname__}"
+    return {"is": "SparseOptimizer", **content}
+
+
+def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
+    """An older file has every constant of every optimizer: those of the named one are taken."""
+    kind: type[Any] = rule_class(content.get("class", content["name"]))
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode(value: object) -> object:
@@ -121,5 +138,7 @@ def _decode(value: object) -> object:
         return dtype
     if "map" in content and "is" not in content:
         return {_decode(key): _decode(item) for key, item in content["map"]}
+    if content["is"] == "SparseOptimizer":
+        return _decode_rule(content)
     kind = _CLASSES[content["is"]]
     return kind(**{key: _decode(item) for key, item in content.items() if key != "is"})

@@ -48,6 +48,8 @@ class Run:
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:
         """(step or minutes, value) of every step event, or of every evaluation of ``split``."""
         events = self.of("step" if split is None else "eval")
+        if by not in ("step", "time"):
+            raise ValueError(f"by: {by!r}; use step or time")
         return [
             (float(event["step"]) if by == "step" else self.minutes(event), float(event[key]))
             for event in events

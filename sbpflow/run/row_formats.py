@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sbpflow.errors import DataError
+from sbpflow.errors import DataError, unknown_value
 
 RowFormat = Literal["as_trained", "float16", "int8"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
@@ -74,6 +74,8 @@ def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dty
     if row_format == "as_trained":
         return FloatRows(weight.contiguous(), dtype)
     rows, dim = weight.shape
+    if row_format not in ("float16", "int8"):
+        raise unknown_value("row format", row_format, RowFormat)
     if row_format == "float16" or dim + 8 >= 2 * dim:
         return FloatRows(_as_float16(name, weight), dtype)
     values = torch.empty(rows, dim, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """A trained model out of a checkpoint: which one, its configuration, and its values into a job."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path
@@ -49,12 +49,15 @@ def saved_config(
     *,
     models: Mapping[str, type[Any]],
     own_model: str | None,
+    own_optimizers: Collection[str] = (),
 ) -> Config:
     """The configuration of the run, with ``key=value`` overrides of the command."""
     tree = checkpoint.documents.get("config")
     if not isinstance(tree, dict):
         raise CheckpointError(f"{checkpoint.path}: has no configuration; use one that a run wrote")
-    return config_from_tree(tree, overrides, models=models, own_model=own_model)
+    return config_from_tree(
+        tree, overrides, models=models, own_model=own_model, own_optimizers=own_optimizers
+    )
 
 
 def saved_layouts(

@@ -28,6 +28,7 @@ from sbpflow.run.global_norm import (
     replace_norms,
 )
 from sbpflow.run.model import HashedColumn, ParameterSpec, schemes_of
+from sbpflow.runtime.compiler import keep_compiled_privately
 from sbpflow.runtime.draws import seeded
 from sbpflow.runtime.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -73,6 +74,7 @@ class TorchModel:
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
+        keep_compiled_privately()  # before the user's code may compile
         with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]

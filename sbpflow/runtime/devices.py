@@ -7,7 +7,14 @@ import torch
 
 from sbpflow.errors import ConfigError
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "gloo"}
+"""By type of device; nothing is sent from meta tensors, those of a dry run."""
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def backend_of_device(device_type: str) -> str:
+    """The c10d backend that moves tensors of this kind of device: "nccl" or "gloo"."""
+    return BACKENDS[device_type]
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:

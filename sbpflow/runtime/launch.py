@@ -115,7 +115,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as error:
         if error.code in (None, 0):
             raise
-        exits.leave(Reason("crash"), error.code if isinstance(error.code, int) else EXIT_CRASH)
+        exits.leave(*_exit_of_program(error))
     except KeyboardInterrupt:
         exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
     except Terminated:
@@ -150,6 +150,18 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     if isinstance(error, (PeerLostError, *_torch_peer_errors())):
         return Reason("lost_peer", first_line(error)), EXIT_LOST_PEER
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
+
+
+def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
+    """The exit code that the program asked for, and where it did; one line."""
+    # The system keeps 8 bits, of which 0 would pass for success.
+    code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
+    frames = traceback.extract_tb(error.__traceback__)
+    # exit() and quit() raise in a frozen module: the line that called them is wanted.
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen ")] or frames
+    where = f"{own[-1].filename}:{own[-1].lineno}"
+    said = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
+    return Reason("crash", f"the program ended itself with exit code {code}: {said}"), code
 
 
 def _out_of_memory(error: BaseException) -> str:

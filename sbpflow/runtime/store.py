@@ -1,9 +1,16 @@
 """The store through which ranks find each other, and the promise that talking to it ends.
 
+torch's store listens on all interfaces and asks nobody who they are; where rank 0 of ranks started
+by hand serves one, it listens on the interface that MASTER_ADDR names.
+
 torch's store waits without limit where its host has gone from the network: a send or a receive of
 its client has no timeout. So each operation here runs in a thread of its own and is given up.
 """
 
+import errno
+import functools
+import ipaddress
+import logging
 import os
 import re
 import socket
@@ -20,10 +27,13 @@ from sbpflow.runtime.environment import env_int
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+LOG = logging.getLogger(__name__)
+
 CONNECT_S = 60.0  # for rank 0 to be up: ranks of one run start within this of each other
 ANSWER_S = 5.0  # of one operation: an answer takes a millisecond, on a busy machine a tenth of one
 _GREET_S = 5.0  # of the first at least, for who listens there to show that it is rank 0
 _POLL_S = 0.2
+_BACKLOG = 4096  # as torch's own: all ranks connect at once
 
 Result = TypeVar("Result")
 
@@ -133,14 +143,17 @@ def open_store(serves: bool) -> TimedStore:
             "MASTER_PORT=29501"
         )
     try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        address = _address_of(host, port)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"MASTER_ADDR={host!r}: this name does not resolve ({first_line(error)}); give "
             "the name or address of the machine of rank 0, for example MASTER_ADDR=127.0.0.1 if "
             "all ranks are on this one"
         ) from error
+    if address and ipaddress.ip_address(address).is_loopback:
+        host = address  # torch tries IPv6 first and waits there, where the name has both
     end = time.monotonic() + CONNECT_S
+    listener = _listener(host, address, port) if serves else None
     if not serves:
         _await_listener(host, port, end)
     left_s = max(end - time.monotonic(), _GREET_S)
@@ -154,6 +167,8 @@ def open_store(serves: bool) -> TimedStore:
             timedelta(seconds=left_s),
             wait_for_workers=False,
             multi_tenant=True,
+            # torch takes the socket over, and closes it.
+            master_listen_fd=None if listener is None else listener.detach(),
         )
         store.set_timeout(timedelta(seconds=CONNECT_S))
         return store
@@ -164,6 +179,67 @@ def open_store(serves: bool) -> TimedStore:
     except RuntimeError as error:  # DistNetworkError among them
         raise no_store(host, port, serves, error) from error
     return TimedStore(store, f"{host}:{port}")
+
+
+def loopback_name(host: str) -> bool:
+    """Whether ``host`` means this machine to every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address_of(host: str, port: int) -> str:
+    """The address that ``host`` means to all ranks; "" where they may see different ones.
+
+    As a name with several addresses, or one that is this machine's own name and resolves to
+    127.0.1.1 here, as on Debian, while other machines may be in the run.
+    """
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
+    loopback = [one for one in found if ipaddress.ip_address(one).is_loopback]
+    if loopback:
+        return min(loopback, key=lambda one: ":" in one) if all_ranks_here() else ""
+    return found[0] if len(found) == 1 else ""
+
+
+def all_ranks_here() -> bool:
+    """Whether the launcher says that all ranks are on this machine."""
+    local, size = env_int("LOCAL_WORLD_SIZE", 0), env_int("WORLD_SIZE", 1)
+    return local == size or loopback_name(os.environ.get("MASTER_ADDR", ""))
+
+
+def _listener(host: str, address: str, port: int) -> socket.socket | None:
+    """A socket that listens at ``address`` alone; None where torch is to make one.
+
+    torch's listens on all interfaces, which a warning says, or is one that it has in this process
+    already; where another process has the port, torch's error names it.
+    """
+    why = "it is not one address to all machines"
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            why = f"{address} is not an address of this machine ({first_line(error)})"
+        else:
+            return listener
+    _warn_of_all_interfaces(host, port, why)
+    return None
+
+
+@functools.cache  # a process opens its store more than once
+def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
+    LOG.warning(
+        "MASTER_ADDR=%s: rank 0 listens on all interfaces at port %d, for %s; see SECURITY.md",
+        *(host, port, why),
+    )
 
 
 def _await_listener(host: str, port: int, end: float) -> None:

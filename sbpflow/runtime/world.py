@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,13 +22,13 @@ import torch.distributed as dist
 
 from sbpflow.errors import ConfigError, PeerLostError, SbpError
 from sbpflow.runtime.comm_log import CommLog
-from sbpflow.runtime.devices import choose_device, why_no_cuda
+from sbpflow.runtime.devices import backend_of_device, choose_device, why_no_cuda
 from sbpflow.runtime.draws import Draws
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.exit_messages import Meeting
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.startup import await_ranks
-from sbpflow.runtime.store import TimedStore, within
+from sbpflow.runtime.store import TimedStore, all_ranks_here, within
 from sbpflow.runtime.versions import build_facts
 from sbpflow.sbp.layout import Layout
 
@@ -97,6 +98,7 @@ class World:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._owns_default_group = owns_default_group
         self._closed = False
+        self._served: Meeting | None = None
 
     @staticmethod
     def start(
@@ -122,8 +124,12 @@ class World:
         if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
             if reason := why_no_cuda():
                 logger.warning("device auto: this run is on the CPU, for %s", reason)
-        owns = not dist.is_initialized()
+        owns, served = not dist.is_initialized(), None
         if owns:
+            if meeting.init_method == "env://" and all_ranks_here():
+                # gloo authenticates nobody, and these ranks need no other interface. The loopback
+                # one is the first of every machine.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             if chosen.type == "cuda":
                 # Transfers of several groups run in the order in which a rank asks for them, which
                 # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
@@ -144,8 +150,8 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
             )
             _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
-            del met  # till here, for rank 0 may serve its store
-        return World(
+            served = met  # by rank 0, for as long as groups are made through it
+        world = World(
             dist.get_rank(),
             dist.get_world_size(),
             chosen,
@@ -154,6 +160,8 @@ class World:
             owns_default_group=owns,
             several_hosts=meeting.several_hosts,
         )
+        world._served = served
+        return world
 
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
         """The process group of ``ranks`` (any order) on ``channel``; ``step_id`` is for errors.
@@ -330,9 +338,10 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     """Where torch is to connect the ranks, if not where it would by itself.
 
     torchrun's store has the addresses of the ranks of every start before, at which torch 2.13 would
-    look for those of this one (pytorch/pytorch#135712).
+    look for those of this one (pytorch/pytorch#135712). One that rank 0 serves listens where
+    MASTER_ADDR says, which one that torch makes would not.
     """
-    if met is None or met.store is None or met.by_hand:
+    if met is None or met.store is None:
         return None
     store = cast("Any", met.store.torch_store).clone()  # the stub lacks it
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -370,11 +379,6 @@ def _local_rank() -> int:
 def world_size_of_environment() -> int:
     """How many ranks the launcher started; 1 without one. Needs no process group."""
     return _meeting_from_environment().size
-
-
-def backend_of_device(device_type: str) -> str:
-    """The c10d backend that moves tensors of this kind of device: "nccl" or "gloo"."""
-    return "nccl" if device_type == "cuda" else "gloo"
 
 
 def device_type_of(device: str) -> str:

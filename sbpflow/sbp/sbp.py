@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from sbpflow.errors import SbpError
 
@@ -88,8 +88,7 @@ def parse_sbp(text: str) -> Sbp:
         return Split(int(match["dim"]), _parse_sizes(text, match["sizes"]))
     if match["broadcast"] is not None:
         return Broadcast()
-    op = match["op"]
-    return Partial("max" if op == "max" else "min" if op == "min" else "sum")
+    return Partial(cast("Reduction", match["op"] or "sum"))
 
 
 def _parse_sizes(text: str, listed: str | None) -> tuple[int, ...] | None:

@@ -2,7 +2,8 @@
 
 Out of P(max): the gradient of an element goes to the rank whose term is the extremum; of several,
 to the first in coordinate order; of none (NaN), to nobody. Into P(max), from S or B on the same
-placement: back along the way the terms came, nothing is sent. Copies along B axes of the grid have
+placement: back along the way the terms came, nothing is sent. Whatever else becomes P(max) passes
+through such a layout (``boxing.plan.last_linear_layout``). Copies along B axes of the grid have
 gradients that add up, as everywhere.
 """
 
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.moves import elements_sent, find_moves, shift
+from sbpflow.boxing.moves import find_moves, shift
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, dual
 from sbpflow.tensor.autograd import Steps, once, run_part
@@ -36,19 +36,10 @@ class ExtremumWay:
 
 
 def convert_extremum(part: Tensor, boxing: Boxing, way: ExtremumWay) -> Tensor:
-    """Convert from or to P(max) or P(min), differentiably.
-
-    Raises SbpError for a conversion into them that would send, and from one to another.
-    """
-    src, dst = way.src, way.dst
-    if not dst.has_extremum:
-        return _OutOf.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
-    if src.has_extremum or any(elements_sent(src, dst, way.shape).values()):
-        raise SbpError(
-            f"{src} -> {dst} has no gradient: only S and B on the same placement turn into "
-            f"{dst} differentiably; go through B, or detach() first"
-        )
-    return _Into.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
+    """Convert from P(max) or P(min) to a layout without, or into them without a transfer."""
+    if way.dst.has_extremum:
+        return _Into.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
+    return _OutOf.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
 
 
 def _value_home(layout: Layout) -> Layout:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import last_linear_layout
 from sbpflow.boxing.step import check_dtype
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
@@ -78,7 +79,11 @@ class GlobalTensor:
                 "not; it speaks for ranks without a part. Use requires_grad_() on the result"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
-        return x if replicas == "equal" else _spread_first(x)
+        if replicas == "equal":
+            return x
+        if replicas == "first":
+            return _spread_first(x)
+        raise SbpError(f"from_local: replicas={replicas!r}; use equal or first")
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
@@ -130,13 +135,25 @@ class GlobalTensor:
         ``where`` is a layout, or an nd-sbp on the same placement, also as text: ``"(S(0), B)"``.
         The gradient of the result is expected in dual(dst), or in ``grad_sbp`` if the consumer
         guarantees that (a B tensor that all ranks use alike has gradient B); it leaves in
-        dual(src). Steps are named "<id>/fwd" and "<id>/bwd".
+        dual(src). Steps are named "<id>/fwd" and "<id>/bwd"; a conversion into P(max) or P(min)
+        that sends and has a gradient passes through S or B, by steps of "<id>/linear".
         """
         dst = self._layout_of(where)
         if dst == self.layout and grad_sbp is None:
             return self
         check_user(dst, self.shape)
         promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)
+        if dst.has_extremum and self.part.requires_grad and torch.is_grad_enabled():
+            backend = self.boxing.world.backend_of(dst)
+            last = last_linear_layout(self.layout, dst, self.shape, self.dtype, backend)
+            if last != self.layout:
+                linear = self._convert(last, None, f"{id}/linear", channel)
+                return linear._convert(dst, None, id, channel)
+        return self._convert(dst, promised, id, channel)
+
+    def _convert(
+        self, dst: Layout, promised: Layout | None, id: str, channel: str
+    ) -> "GlobalTensor":
         boxing, shape, dtype = self.boxing, self.shape, self.dtype
         forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
         if not (self.part.requires_grad and torch.is_grad_enabled()):

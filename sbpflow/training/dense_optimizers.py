@@ -45,8 +45,7 @@ def make_dense_optimizer(
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
-    kind = torch.optim.AdamW if isinstance(config, AdamW) else torch.optim.Adam
-    return kind(
+    return _ADAMS[type(config)](
         listed,
         lr=config.lr,
         betas=config.betas,
@@ -56,6 +55,9 @@ def make_dense_optimizer(
 
 
 CAPTURABLE = (Adam, AdamW, RmsProp)  # torch's SGD and Adagrad have their rate as a number alone
+
+
+_ADAMS = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
 
 
 def _capturable(config: Adam | AdamW | RmsProp, listed: list[Tensor]) -> torch.optim.Optimizer:
@@ -70,8 +72,7 @@ def _capturable(config: Adam | AdamW | RmsProp, listed: list[Tensor]) -> torch.o
             weight_decay=config.weight_decay,
             capturable=True,
         )
-    kind = torch.optim.AdamW if isinstance(config, AdamW) else torch.optim.Adam
-    return kind(
+    return _ADAMS[type(config)](
         listed,
         lr=rate,
         betas=config.betas,
@@ -90,4 +91,4 @@ def state_per_element(config: DenseOptimizer) -> int:
         return 1
     if isinstance(config, RmsProp):
         return 2 if config.momentum else 1
-    return 2
+    return {Adam: 2, AdamW: 2}[type(config)]

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 
-from sbpflow.config.train_options import ScheduleConfig
+from sbpflow.config.train_options import DecayShape, ScheduleConfig
+from sbpflow.errors import unknown_value
 
 RateFactor = Callable[[int], float]
 
@@ -30,8 +31,10 @@ def rate_factor(config: ScheduleConfig) -> RateFactor:
         progress = min(1.0, (step - config.decay_start) / config.decay_steps)
         if config.shape == "cosine":
             left = (1.0 + math.cos(math.pi * progress)) / 2.0
-        else:
+        elif config.shape == "polynomial":
             left = (1.0 - progress) ** config.power
+        else:
+            raise unknown_value("optimizer.schedule.shape", config.shape, DecayShape)
         return config.end_factor + (1.0 - config.end_factor) * left
 
     return factor

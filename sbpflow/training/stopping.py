@@ -14,7 +14,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.config.train_options import Metric, PlateauConfig, StopConfig, is_better
-from sbpflow.errors import TrainingError
+from sbpflow.errors import TrainingError, unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
@@ -188,8 +188,10 @@ def _of(evaluation: Evaluation | None, metric: Metric) -> float:
 def _no_metric(name: str, metric: Metric, step: int) -> str:
     if metric == "gauc":
         why = "no group has rows of both classes"
-    else:
+    elif metric in ("auc", "logloss", "normalised_entropy"):
         why = "val has rows of one class only"
+    else:
+        raise unknown_value("metric", metric, Metric)
     return (
         f"train.{name}.metric: {metric} of val at step {step} does not exist: {why}, or use "
         f"train.{name}.metric=logloss"

@@ -12,7 +12,8 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
-from sbpflow.config.schema import OptimizerConfig, RowwiseAdagrad
+from sbpflow.config.schema import OptimizerConfig
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.checkpoints import check_shared

@@ -21,14 +21,14 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.snapshot import Snapshot
 from sbpflow.checkpoint.write import Part, PieceWriter
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.world import World
 
 ROWS, WIDTH = 200, 4
-RULE = SparseOptimizer(name="adagrad", lr=0.1)
+RULE = sparse_optimizer("adagrad", lr=0.1)
 CPU = torch.device("cpu")
 
 

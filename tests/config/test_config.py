@@ -10,8 +10,10 @@ from models.registry import MODELS
 from models.wdl import WdlConfig
 from sbpflow.config.checks import check, data_path
 from sbpflow.config.load import config_facts, dump_config, load_config
-from sbpflow.config.schema import Config, LazyAdam, SparseSgd
+from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
+from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -41,6 +43,40 @@ def test_shipped_configs_load_and_survive_a_dump(path, tmp_path):
     copy = tmp_path / "dump.yaml"
     copy.write_text(dump_config(config))
     assert load_config(copy, models=MODELS) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_plan_on_the_command_line_replaces_the_scheme_of_the_file(path, caplog):
+    found = load_config(path, ["parallel.plan=auto"], models=MODELS).parallel
+    assert (found.plan, found.scheme) == ("auto", None)
+    assert caplog.messages == ["parallel.plan replaces parallel.scheme of the configuration"]
+
+
+def test_a_scheme_on_the_command_line_replaces_the_plan_of_the_file(load, caplog):
+    found = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
+    assert (found.plan, found.scheme) == (None, "3")
+    assert caplog.messages == ["parallel.scheme replaces parallel.plan of the configuration"]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("parallel: {plan: auto, scheme: 1}", []),
+        ("", ["parallel.plan=auto", "parallel.scheme=1"]),
+        ("parallel: {scheme: 2}", ["parallel.plan=auto", "parallel.scheme=1"]),
+        ("", ["parallel={scheme: 1}", "parallel.plan=auto"]),
+    ],
+)
+def test_a_plan_and_a_scheme_of_one_place_are_refused(load, caplog, text, overrides):
+    message = refused(load, *overrides, text=text)
+    assert message.startswith("parallel.plan: auto beside parallel.scheme: 1")
+    assert not caplog.messages
+
+
+def test_null_on_the_command_line_replaces_nothing(load, caplog):
+    found = load("parallel: {scheme: 2}", "parallel.plan=null").parallel
+    assert (found.plan, found.scheme) == (None, "2")
+    assert not caplog.messages
 
 
 def test_shipped_configs_are_found():
@@ -84,7 +120,7 @@ def test_floats_as_people_write_them(load, text):
 
 
 def test_an_optimizer_name_brings_its_own_settings(load):
-    assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == SparseSgd()
+    assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == Sgd()
     message = refused(load, "optimizer.sparse={name: sgd, betas: [0.9, 0.99]}")
     assert "optimizer.sparse.betas: sgd has no such setting (lazy_adam has)" in message
 
@@ -95,6 +131,7 @@ MISTAKES = {
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
     "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of same, sgd, adagrad"],
+    "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
     "optimizer.tables.wide.*.beta=1.0": ["optimizer.tables.wide.*.beta: same has no", "(ftrl has)"],
     "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
     "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],

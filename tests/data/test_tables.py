@@ -1,7 +1,9 @@
 """Tables as people have them: every kind of column, from CSV and Parquet, encoded and grown."""
 
 import json
+import shlex
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ from data import load_manifest
 from data.__main__ import main
 from data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from data.format.npy import write_array
+from data.format.remake import how_to_remake
 from data.format.shards import RowFiles
 from data.format.verify import verify_set
 from data.format.vocabulary import open_vocabularies
 from data.prepare import prepare
 from data.prepare.encode import encode_all
 from data.prepare.schema_file import read_schema
+from data.prepare.split import parse_split
 from sbpflow.__main__ import explain
 from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
@@ -260,6 +264,16 @@ def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
         "FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 --hash-size C1xC2=9 "
         f"--min-count 3 --seed 9 --dense log1 --output {tmp_path}"
     ) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["time:0.8,0.1,0.1", "ratio:0.8,0.1,0.1", "time:ts<5,ts<9", "file:val=a*,test=b*"]
+)
+def test_a_set_is_made_anew_with_its_split(tmp_path, text):
+    content = {"inputs": [], "schema": {"columns": [], "dense": []}, "fields": [], "seed": 1,
+               "split": asdict(parse_split(text)), "min_count": 1, "dense": []}  # fmt: skip
+    words = shlex.split(how_to_remake(tmp_path, content))
+    assert words[words.index("--split") + 1] == text
 
 
 def test_two_runs_into_one_output_do_not_meet(tmp_path, capsys):

@@ -10,13 +10,13 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
     TableConfig,
     TableLayout,
 )
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -158,10 +158,10 @@ def join_tables(
     tables: dict[str, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
     for out in case.outputs():
         for table in out.tables:
-            state_shape = case.optimizer.state_shape(table.num_rows, table.dim)
+            rule = case.optimizer
             tables[table.name] = (
                 np.full(table.shape, np.nan),
-                {name: np.full(state_shape, np.nan) for name in case.optimizer.state_names},
+                {key: np.full(rule.state_shape(key, *table.shape), np.nan) for key in rule.state},
             )
     for result in results:
         for name, (r0, r1, c0, c1), weights, state in result["pieces"]:

@@ -10,8 +10,8 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import INITIAL_RANGE, FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement

@@ -38,7 +38,7 @@ class ReferenceTable:
     def update(self, rule, rows: dict[int, np.ndarray], step: int, lr: float) -> None:
         width = self.weights.shape[1]
         for row, grad in rows.items():
-            w = self.weights[row] * (1.0 - lr * rule.weight_decay)
+            w = self.weights[row] * (1.0 - lr * rule.decay)
             if rule.name == "sgd":
                 w = w - lr * grad
             elif rule.name in ("adagrad", "rowwise_adagrad"):

@@ -7,7 +7,8 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.world import World
 from tests.embedding.cases import SEED, Case, Spec
@@ -15,7 +16,7 @@ from tests.embedding.cases import SEED, Case, Spec
 CASE = Case(
     tables={"deep": (("deep.a", 9, 4),)},
     specs={"deep.a": Spec("S(0)", "unique")},
-    optimizer=SparseOptimizer(name="sgd", lr=1.0),
+    optimizer=sparse_optimizer("sgd", lr=1.0),
 )
 IDS = torch.tensor([[3], [5]])
 
@@ -70,9 +71,10 @@ def test_moves_accumulate_batches(ranks):
     torch.testing.assert_close(change, torch.full_like(change, -2.0))
 
 
+OWNERS = {"betas": "lazy_adam", "eps": "adagrad", "initial_accumulator": "rowwise_adagrad"}
 WRONG = {
     "lr": (0.0, -1.0, float("inf"), float("nan")),
-    "eps": (-1.0, float("nan"), float("inf")),
+    "eps": (-1.0, 0.0, float("nan"), float("inf")),
     "initial_accumulator": (-0.1, float("nan")),
     "weight_decay": (-0.1, float("inf")),
     "l1": (-1.0,),
@@ -84,15 +86,29 @@ WRONG = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, v) for key, vs in WRONG.items() for v in vs])
 def test_a_constant_out_of_range_is_named_with_one_that_would_pass(key, value):
+    name = OWNERS.get(key, "ftrl" if key in ("l1", "l2", "beta") else "sgd")
     with pytest.raises(ConfigError) as error:
-        SparseOptimizer(**{"name": "sgd", "lr": 0.1, key: value})
+        sparse_optimizer(name, **{"lr": 0.1, key: value})
     start, _, passes = str(error.value).partition("; use ")
-    assert start == f"sparse optimizer sgd: {key} {value}"
+    assert start == f"sparse optimizer {name}: {key} {value}"
     assert "0" in passes
     example = passes.partition(f"for example {key}=")[2]
-    SparseOptimizer(**{"name": "sgd", "lr": 0.1, key: literal_eval(example)})
+    sparse_optimizer(name, **{"lr": 0.1, key: literal_eval(example)})
 
 
 def test_constants_at_their_bounds_are_taken():
-    zero = dict.fromkeys(("eps", "initial_accumulator", "weight_decay", "l1", "l2", "beta"), 0)
-    SparseOptimizer(name="lazy_adam", lr=1e-9, betas=(0, 0.999999), **zero)
+    sparse_optimizer("lazy_adam", lr=1e-9, betas=(0, 0.999999), weight_decay=0)
+    sparse_optimizer("ftrl", **dict.fromkeys(("initial_accumulator", "l1", "l2", "beta"), 0))
+
+
+def test_an_optimizer_or_a_constant_that_there_is_not_is_refused():
+    for name, message in {
+        "lazy_adm": r"'lazy_adm'; use sgd, adagrad, .*; did you mean lazy_adam\?",
+        "my_rules:Sign": r"'my_rules:Sign': no such class is imported here",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            sparse_optimizer(name)
+    with pytest.raises(ConfigError, match=r"ftrl: has no weight_decay; use lr, beta, l1"):
+        sparse_optimizer("ftrl", weight_decay=0.1)
+    with pytest.raises(ConfigError, match=r"'adagrad': this class is sgd; leave it out"):
+        Sgd(name="adagrad")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.streams import fill_uniform
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
@@ -39,7 +39,7 @@ def make_case(wide: str, deep: str, optimizer: str, **changes: Spec) -> Case:
     return Case(
         tables={"wide": WIDE, "deep": DEEP},
         specs=specs | {name.replace("_", "."): spec for name, spec in changes.items()},
-        optimizer=SparseOptimizer(name=optimizer, lr=0.1),
+        optimizer=sparse_optimizer(optimizer, lr=0.1),
         sums=("wide",),
     )
 
@@ -183,13 +183,13 @@ def test_summed_tables_on_a_grid_of_some_ranks_equal_the_reference(ranks, optimi
         tables={"w": tables, "deep": DEEP},
         specs={name: Spec("(S(0), S(1))", "reduce", ranks=((2, 0),)) for name, *_ in tables}
         | {name: Spec("S(0)", "unique") for name, *_ in DEEP},
-        optimizer=SparseOptimizer(name=optimizer, lr=0.1),
+        optimizer=sparse_optimizer(optimizer, lr=0.1),
         sums=("w",),
     )
     check(ranks, 3, case)
 
 
-PER_SHARD = SparseOptimizer(name="rowwise_adagrad", lr=0.1, row_state="per_shard")
+PER_SHARD = sparse_optimizer("rowwise_adagrad", lr=0.1, row_state="per_shard")
 # (spec, columns of each shard)
 SHARDED = {
     "S(1)": (Spec("S(1)", "columns"), (4, 4, 4, 4)),
@@ -243,5 +243,5 @@ def test_state_per_shard_is_a_rule_of_its_own_for_every_shard(ranks, name, kerne
 
 
 def test_only_a_rowwise_rule_has_a_row_state():
-    with pytest.raises(ConfigError, match=r"adagrad: row_state 'per_shard' is for rowwise_adagrad"):
-        SparseOptimizer(name="adagrad", lr=0.1, row_state="per_shard")
+    with pytest.raises(ConfigError, match=r"adagrad: has no row_state"):
+        sparse_optimizer("adagrad", lr=0.1, row_state="per_shard")

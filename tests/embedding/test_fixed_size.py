@@ -5,17 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.runs import Runs
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 
-RULES = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "ftrl"]
 ROWS, WIDTH = 23, 5
 
 
 def storages(name: str) -> list[TorchStorage]:
-    optimizer = SparseOptimizer(name=name, lr=0.1)
+    optimizer = sparse_optimizer(name, lr=0.1)
     start = torch.rand(ROWS, WIDTH, dtype=torch.float64) - 0.5
     made = []
     for fixed in (False, True):

@@ -6,8 +6,8 @@ import torch
 from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, IdBounds, Lists
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -27,7 +27,7 @@ def plan_tables(outputs, layouts, *, size, features=FEATURES, policy="error") ->
         outputs,
         layouts,
         features=features,
-        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+        optimizer=sparse_optimizer("sgd", lr=0.1),
         dtype=torch.float32,
         world=Placement.line("cpu", size),
         backend="gloo",

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import choose
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
@@ -19,20 +20,20 @@ from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.streams import fill_uniform, stream_key
 
 CPU = torch.device("cpu")
-SGD = SparseOptimizer(name="sgd", lr=0.1)
+SGD = sparse_optimizer("sgd", lr=0.1)
 RULES = [
     SGD,
-    SparseOptimizer(name="adagrad", lr=0.1, eps=1e-3, initial_accumulator=0.2),
-    SparseOptimizer(name="rowwise_adagrad", lr=0.1, eps=1e-2, initial_accumulator=0.1),
+    sparse_optimizer("adagrad", lr=0.1, eps=1e-3, initial_accumulator=0.2),
+    sparse_optimizer("rowwise_adagrad", lr=0.1, eps=1e-2, initial_accumulator=0.1),
 ]
 ALL_RULES = [
     *RULES,
     replace(SGD, weight_decay=0.2),
-    SparseOptimizer(name="rowwise_adagrad", lr=0.1, weight_decay=0.1),
-    SparseOptimizer(name="lazy_adam", lr=0.1),
-    SparseOptimizer(name="lazy_adam", lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
-    SparseOptimizer(name="ftrl", lr=0.1, beta=1.0, l1=0.02, l2=0.1, initial_accumulator=0.1),
-    SparseOptimizer(name="ftrl", lr=0.1),
+    sparse_optimizer("rowwise_adagrad", lr=0.1, weight_decay=0.1),
+    sparse_optimizer("lazy_adam", lr=0.1),
+    sparse_optimizer("lazy_adam", lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
+    sparse_optimizer("ftrl", lr=0.1, beta=1.0, l1=0.02, l2=0.1, initial_accumulator=0.1),
+    sparse_optimizer("ftrl", lr=0.1, beta=0.0),
 ]
 NEEDS = {"numba": "numba", "fbgemm": "fbgemm_gpu"}
 

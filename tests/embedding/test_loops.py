@@ -10,8 +10,8 @@ from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.errors import DataError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -43,7 +43,7 @@ def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error"):
         [OutputConfig(name="deep", tables=tuple(tables))],
         layouts,
         features=features,
-        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+        optimizer=sparse_optimizer("sgd", lr=0.1),
         dtype=torch.float32,
         world=line,
         backend="gloo",

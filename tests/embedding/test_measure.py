@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import measure as module
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
@@ -31,7 +31,7 @@ def shape_of(**changes) -> StackShape:
         "per_bag": 1,
         "lists": 0,
         "home_ids": 0,
-        "optimizer": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
+        "optimizer": sparse_optimizer("rowwise_adagrad", lr=0.1),
         "dtype": torch.float32,
         "row_dtype": torch.float32,
     }
@@ -61,7 +61,7 @@ def test_the_incumbent_stays_within_a_band(times, name):
         {"per_bag": 4},
         {"lists": 2, "home_ids": 32},
         {"row_dtype": torch.bfloat16},
-        {"optimizer": SparseOptimizer(name="ftrl", lr=0.1), "width": 3},
+        {"optimizer": sparse_optimizer("ftrl", lr=0.1), "width": 3},
     ],
 )
 def test_every_kernel_is_timed_on_every_shape(changes):
@@ -95,7 +95,7 @@ def test_times_that_cannot_be_kept_are_a_warning(tmp_path, caplog):
     (record,) = caplog.records
     assert "not kept" in record.message
     assert str(tmp_path / "file") in record.message
-    assert "set XDG_CACHE_HOME to a folder that can be written" in record.message
+    assert "set XDG_CACHE_HOME to a folder of your own that can be written" in record.message
 
 
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:

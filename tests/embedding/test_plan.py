@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
@@ -23,6 +22,7 @@ from sbpflow.embedding.plan.tables import (
     check_cover,
     shards_of,
 )
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, choose_kernels
 from sbpflow.errors import ConfigError
@@ -33,7 +33,7 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests.embedding.cases import Case, Spec
 
 CPU = torch.device("cpu")
-SGD = SparseOptimizer(name="sgd", lr=0.1)
+SGD = sparse_optimizer("sgd", lr=0.1)
 TABLES = (("deep.a", 41, 6), ("deep.b", 3, 6), ("deep.c", 64, 6), ("deep.d", 9, 6))
 
 
@@ -41,7 +41,7 @@ def make_case(**specs: Spec) -> Case:
     return Case(
         tables={"deep": TABLES},
         specs={f"deep.{name}": spec for name, spec in specs.items()},
-        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+        optimizer=sparse_optimizer("sgd", lr=0.1),
     )
 
 
@@ -204,7 +204,7 @@ def test_shards_overlap_exactly_if_two_of_them_share_an_element(extents):
 
 FACTS = {
     "width": 16,
-    "optimizer": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
+    "optimizer": sparse_optimizer("rowwise_adagrad", lr=0.1),
     "dtype": torch.float32,
     "row_dtype": torch.float32,
     "column_split": False,
@@ -219,7 +219,11 @@ NO_NUMBA = {"numba": "numba is not installed"}
         ({}, "fbgemm", "same meaning"),
         ({"optimizer": SGD, "column_split": True}, "fbgemm", "same meaning"),
         ({"column_split": True}, "torch", "spans the ranks"),
-        ({"optimizer": SparseOptimizer(name="lazy_adam", lr=0.1)}, "torch", "no lazy Adam"),
+        (
+            {"optimizer": sparse_optimizer("lazy_adam", lr=0.1)},
+            "torch",
+            "kernel fbgemm has no rule lazy_adam",
+        ),
         ({"optimizer": replace(SGD, weight_decay=0.1)}, "torch", "ignores weight decay"),
         ({"width": 6}, "torch", "width 6 is not a multiple of 4"),
         ({"dtype": torch.float64}, "torch", "no float64 rows"),
@@ -284,7 +288,7 @@ def test_an_argument_that_is_none_of_the_choices_is_named(change, message):
             [OutputConfig(name="out", tables=(table,))],
             {"a": layout},
             features=[FeatureConfig(name="a")],
-            optimizer=SparseOptimizer(name="sgd", lr=0.1),
+            optimizer=sparse_optimizer("sgd", lr=0.1),
             world=world,
             batch_size=8,
             **arguments,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.torch_storage import TorchStorage
@@ -130,7 +130,7 @@ def test_infinities_stay_and_finite_values_stay_finite(dtype):
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_steps_smaller_than_half_a_unit_add_up(dtype):
-    rule = SparseOptimizer(name="sgd", lr=1e-4)
+    rule = sparse_optimizer("sgd", lr=1e-4)
     storage = TorchStorage(
         64,
         64,

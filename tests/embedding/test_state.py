@@ -6,7 +6,8 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.runtime.streams import fill_uniform
 from sbpflow.runtime.world import World
 from tests.embedding.cases import SEED, Case, Spec
@@ -45,10 +46,10 @@ def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], lis
 
 
 RULES = [
-    (SparseOptimizer(name="sgd", lr=0.1), {}),
-    (SparseOptimizer(name="lazy_adam", lr=0.1), {"exp_avg": 4, "exp_avg_sq": 4}),
-    (SparseOptimizer(name="rowwise_adagrad", lr=0.1), {"sum": None}),
-    (SparseOptimizer(name="rowwise_adagrad", lr=0.1, row_state="per_shard"), {"sum": "shards"}),
+    (sparse_optimizer("sgd", lr=0.1), {}),
+    (sparse_optimizer("lazy_adam", lr=0.1), {"exp_avg": 4, "exp_avg_sq": 4}),
+    (sparse_optimizer("rowwise_adagrad", lr=0.1), {"sum": None}),
+    (sparse_optimizer("rowwise_adagrad", lr=0.1, row_state="per_shard"), {"sum": "shards"}),
 ]
 COLUMN_SHARDS = {"w": 1, "x": 1, "y": 4, "z": 2}  # on 4 ranks
 

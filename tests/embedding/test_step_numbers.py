@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
@@ -12,11 +12,11 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 ROWS, WIDTH = 23, 5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULES = {
-    "sgd": SparseOptimizer(name="sgd", lr=0.1, weight_decay=0.3),
-    "adagrad": SparseOptimizer(name="adagrad", lr=0.1),
-    "rowwise_adagrad": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
-    "lazy_adam": SparseOptimizer(name="lazy_adam", lr=0.1),
-    "ftrl": SparseOptimizer(name="ftrl", lr=0.1, beta=1.0, l1=0.01, l2=0.1),
+    "sgd": sparse_optimizer("sgd", lr=0.1, weight_decay=0.3),
+    "adagrad": sparse_optimizer("adagrad", lr=0.1),
+    "rowwise_adagrad": sparse_optimizer("rowwise_adagrad", lr=0.1),
+    "lazy_adam": sparse_optimizer("lazy_adam", lr=0.1),
+    "ftrl": sparse_optimizer("ftrl", lr=0.1, beta=1.0, l1=0.01, l2=0.1),
 }
 
 

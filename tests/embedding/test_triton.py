@@ -4,6 +4,9 @@ Equal bits where both round every operation. Where torch on CPU multiplies and a
 (``lerp``, ``addcmul`` and the like, by the width of its vectors) float32's last bits differ.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,22 +14,24 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.embedding.storage.triton_storage import TritonStorage
+from sbpflow.errors import SbpError
 
 # On CPU under the interpreter, see tests/conftest.py; on a card compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULES = {
-    "sgd": SparseOptimizer(name="sgd", lr=0.1),
-    "decayed": SparseOptimizer(name="adagrad", lr=0.1, weight_decay=0.1),
-    "adagrad": SparseOptimizer(name="adagrad", lr=0.1),
-    "rowwise_adagrad": SparseOptimizer(name="rowwise_adagrad", lr=0.1),
-    "lazy_adam": SparseOptimizer(name="lazy_adam", lr=0.1),
-    "ftrl": SparseOptimizer(name="ftrl", lr=0.1, beta=1.0, l1=0.01, l2=0.1),
+    "sgd": sparse_optimizer("sgd", lr=0.1),
+    "decayed": sparse_optimizer("adagrad", lr=0.1, weight_decay=0.1),
+    "adagrad": sparse_optimizer("adagrad", lr=0.1),
+    "rowwise_adagrad": sparse_optimizer("rowwise_adagrad", lr=0.1),
+    "lazy_adam": sparse_optimizer("lazy_adam", lr=0.1),
+    "ftrl": sparse_optimizer("ftrl", lr=0.1, beta=1.0, l1=0.01, l2=0.1),
 }
 MOST_IDS = 200
 
@@ -140,3 +145,25 @@ def compare(one, other, row_dtype=None):
     differ = (other.weights != one.weights).float().mean()
     assert differ < 0.02
     torch.testing.assert_close(other.weights, one.weights, rtol=2**-6, atol=2**-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large(SparseOptimizer):
+    """Has more constants than the kernel passes on."""
+
+    name: str = "large"
+    kernels: ClassVar = {"triton": "tests.embedding.test_triton:five_constants"}
+
+    def step(self, block):
+        raise NotImplementedError
+
+
+def five_constants(optimizer):
+    return None, (1.0,) * 5
+
+
+def test_an_optimizer_that_does_not_fit_the_kernel_is_refused():
+    _, storage = both(3, 4, Large())
+    message = "kernel triton: sparse optimizer large has 5 constants and 0 states; 4 and 2 fit"
+    with pytest.raises(SbpError, match=message):
+        storage.update(Access(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)

@@ -23,6 +23,8 @@ def fail(mode: str, rank: int) -> None:
         raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")
     if mode == "own_words_on_one" and rank == 1:
         raise RuntimeError("Timed out waiting for my own queue")
+    if mode == "exit_on_one" and rank == 1:
+        sys.exit(7)
     if mode == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -70,6 +70,34 @@ def test_one_process_says_its_mistake_once(tmp_path):
     assert output == expected
 
 
+@pytest.mark.parametrize(
+    ("call", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "sys.exit(7)"),
+        ("exit(-1)", 255, "sys.exit(-1)"),
+        ("sys.exit('no more rows')", 1, "sys.exit('no more rows')"),
+        ("sys.exit(256)", 1, "sys.exit(256)"),
+        ("sys.exit(10**30)", 1, "sys.exit(1000000000000000000000000000000)"),
+    ],
+)
+def test_an_exit_of_the_program_says_where(tmp_path, call, code, said):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom sbpflow.runtime.launch import run_main\n\n\n"
+        f"def main():\n    {call}\n\n\nrun_main(main)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    expected = f"the program ended itself with exit code {code}: {said} at {program}:6, in main"
+    assert (done.returncode, done.stderr) == (code, f"\n{expected}\n[rank 0]\n")
+
+
 def test_a_port_in_use_is_named_with_a_way_out(tmp_path, taken_port):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken_port}
     process = start("ok", tmp_path, RANK=0, WORLD_SIZE=2, **address)

@@ -109,6 +109,18 @@ def test_an_unexpected_error_keeps_its_traceback_whatever_its_words(run: Run) ->
     assert "died" not in output
 
 
+@pytest.mark.parametrize("run", ["exit_on_one"], indirect=True)
+def test_a_rank_that_exits_is_named_with_its_code_and_line(run: Run) -> None:
+    run.pids()
+    output = run.output(END_S)
+    lines = ENTRY.read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if text.strip() == "sys.exit(7)")
+    said = f"the program ended itself with exit code 7: sys.exit(7) at {ENTRY}:{line}, in fail"
+    assert output.count(said) == 1
+    assert f"{said}\n[rank 1]\n" in output
+    assert "died" not in output
+
+
 @pytest.mark.parametrize("run", ["killed"], indirect=True)
 def test_survivors_name_the_rank_that_died(run: Run) -> None:
     run.pids()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.plain_model import plain_model
 from sbpflow.runtime import compiler
+from sbpflow.runtime.cache_dir import code_cache
 from sbpflow.tensor import ops
 from tests.models.twins import FEW, MODELS, config_of, twin_run
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device, train
@@ -135,9 +137,13 @@ def compiled(world, name, scheme):
     real = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: real(module, backend="aot_eager")
     try:
-        return train(world, config, SHORT)
+        result = train(world, config, SHORT)
     finally:
         torch.nn.Module.compile = real
+    # Not torch's own choice, which is a folder that any local user may have made.
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(code_cache("inductor"))
+    assert not torch._inductor.config.cpp_cache_precompile_headers
+    return result
 
 
 # Each compiles for seconds: the largest and the least stand for all.

@@ -5,8 +5,8 @@ import numpy as np
 from planner.calibration.design import Law, Sample
 from planner.costs.features import zipf_mandelbrot
 from planner.task import Choice, Plan, Shape, Task
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
 
 WORLD = (0, 1, 2, 3)
 
@@ -29,7 +29,7 @@ def make_task(
         },
         world_size=world_size,
         batch_size=batch_size,
-        optimizer=SparseOptimizer(name="rowwise_adagrad", lr=0.05),
+        optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05),
     )
 
 

@@ -16,7 +16,6 @@ from planner.calibration.fit import TERMS, fit
 from planner.calibration.judge import judge, predicted_phases, predicted_steps
 from planner.calibration.least_squares import nonnegative_least_squares
 from planner.calibration.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
-from planner.calibration.optimizers import NAMES
 from planner.calibration.ranks import gather_texts
 from planner.calibration.records import (
     Record,
@@ -36,6 +35,7 @@ from planner.costs.transfers import SKEWS, transfer_of
 from planner.costs.work import INDEX, MEMORY
 from planner.task import Choice, Shape
 from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.rules.registry import RULES
 from sbpflow.errors import DataError
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
@@ -96,7 +96,7 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
     assert profile.about["plans"] == str(len(lines))
     assert profile.world_size == 2
     assert profile.step_factors["rowwise_adagrad"] == 1.0
-    assert set(profile.step_factors) == set(NAMES)
+    assert set(profile.step_factors) == set(RULES)
     assert profile.step_factors["lazy_adam"] > profile.step_factors["sgd"] > 0
     assert (profile.matrix >= 0).all()
     task = make_task(world_size=2)

@@ -13,7 +13,7 @@ from planner.costs.kernels import kernel_ms, kernels_of
 from planner.costs.profile import load, weights_from
 from planner.costs.work import INDEX
 from planner.task import Choice, Shape
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, missing_kernels
 from tests.planner.tasks import make_task
 
@@ -43,7 +43,7 @@ def test_every_kernel_that_serves_an_optimizer_is_measured_the_one_taken_first()
     assert set(found) == {"sgd", "ftrl"}
     facts = StackFacts(
         width=4,
-        optimizer=SparseOptimizer(name="sgd", lr=0.1),
+        optimizer=sparse_optimizer("sgd", lr=0.1),
         dtype=torch.float32,
         row_dtype=torch.float32,
         column_split=False,

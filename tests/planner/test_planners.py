@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peer_torchrec_planner import machine
 from planner.clusters import described, profile_of
 from planner.costs.cost import CostModel
 from planner.plan_command import compare, explain, plan
@@ -58,6 +59,19 @@ def test_heuristics_give_plans_that_the_engine_takes(name, world_size):
     one = setting(world_size=world_size)
     answer = (embark if name == "embark" else GREEDY[name])(one)
     one.task.check(plan_of(one.task, one.problem, answer))
+
+
+@pytest.mark.parametrize(
+    ("device_type", "memory"),
+    [("cpu", {"ddr_cap", "ddr_mem_bw"}), ("cuda", {"hbm_cap", "hbm_mem_bw"})],
+)
+def test_torchrec_plans_for_the_device_of_the_task(device_type, memory):
+    """Its shardings, its memory and its bandwidth all go by the device."""
+    one = setting(world_size=2, device_type=device_type)
+    words = machine(one)
+    assert words["compute_device"] == device_type
+    assert words.keys() - {"compute_device", "intra_host_bw", "inter_host_bw"} == memory
+    assert all(words[name] > 0 for name in memory)
 
 
 def test_greedy_balances_what_it_looks_at():

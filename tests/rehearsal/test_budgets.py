@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from sbpflow.config.schema import Ftrl
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
+from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.mixes import as_input, make_collection
 from tests.embedding.test_mixes import EXCHANGES, RULES, mix_of

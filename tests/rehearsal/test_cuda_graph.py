@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbpflow.config.schema import Ftrl, OptimizerConfig, RmsProp, TrainConfig
+from sbpflow.config.schema import OptimizerConfig, RmsProp, TrainConfig
 from sbpflow.config.train_options import ClipConfig, ScheduleConfig
+from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import embedding_output

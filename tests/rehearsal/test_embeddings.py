@@ -69,7 +69,7 @@ def test_rows_and_vectors_in_half_precision(rehearsed_ranks, exchange, dtype):
     mix = mixes.mix_of(
         exchange,
         8,
-        mixes.SparseOptimizer(name="sgd", lr=0.1),
+        mixes.sparse_optimizer("sgd", lr=0.1),
         wire=dtype,
         row_dtype=dtype,
         batch_sizes=(13, 8, 5, 9),

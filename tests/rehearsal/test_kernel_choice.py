@@ -5,7 +5,8 @@ from unittest import mock
 import pytest
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.storage import choose, measure
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage import measure
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.kernels import with_measured_kernels
 from tests.training.wdl_case import FIELDS, make_config
@@ -63,7 +64,7 @@ def times_of_torch(world):
         per_bag=2,
         lists=2,
         home_ids=16,
-        optimizer=choose.SparseOptimizer(name="adagrad", lr=0.1),
+        optimizer=sparse_optimizer("adagrad", lr=0.1),
         dtype=measure.torch.float32,
         row_dtype=measure.torch.bfloat16,
         device="rehearsed CUDA device",

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import sbpflow
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.choose import KernelChoice, make_storage
 from tests.deadlines import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +23,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_the_module_of_the_page_is_the_examples():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 5
     assert BLOCKS[0].strip() in (ROOT / "examples" / "own_module.py").read_text()
 
 
@@ -91,3 +93,44 @@ def _parse(output: str) -> list[float]:
     lines = output.splitlines()
     assert [line.rpartition(" ")[0] for line in lines] == [f"{n} [2, 24]" for n in range(1, 4)]
     return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+@pytest.fixture
+def page_modules(monkeypatch):
+    """The page's optimizer and its loops, as modules of their names."""
+    for name, block in (("my_rules", BLOCKS[3]), ("my_loops", BLOCKS[4])):
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(block.replace("cache=True, ", ""), name, "exec"), vars(module))
+    return sys.modules["my_rules"]
+
+
+def test_the_optimizer_of_the_page_does_the_same_in_both_kernels(page_modules):
+    pytest.importorskip("numba")
+    rule = sparse_optimizer("my_rules:Momentum", lr=0.1, momentum=0.5, weight_decay=0.2)
+    assert type(rule) is page_modules.Momentum
+    torch.manual_seed(0)
+    start = torch.randn(9, 4, dtype=torch.float64)
+    weights, velocity = start.clone(), torch.zeros(9, 4, dtype=torch.float64)
+    storages = [
+        make_storage(
+            KernelChoice(kernel, "for the test"),
+            9,
+            4,
+            dim=4,
+            optimizer=rule,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+        )
+        for kernel in ("torch", "numba")
+    ]
+    for storage in storages:
+        storage.weights.copy_(start)
+    for step in (1, 2, 3):
+        rows, grads = torch.tensor([1, 5, 8]), torch.randn(3, 4, dtype=torch.float64)
+        velocity[rows] = 0.5 * velocity[rows] + grads
+        weights[rows] = weights[rows] * (1 - 0.1 * 0.2) - 0.1 * velocity[rows]
+        for storage in storages:
+            storage.update(storage.access(rows), grads, 0.1, step)
+            torch.testing.assert_close(storage.weights, weights, rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(storage.state["velocity"], velocity, rtol=1e-14, atol=1e-14)

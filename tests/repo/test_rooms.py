@@ -151,4 +151,10 @@ def test_rooms_import_downwards_only():
     assert rooms[0] == "sbp"
     assert rooms[-1] == "run"
     inside = order(ROOT / "sbpflow" / "embedding", but=set())
-    assert [room for room in inside if room != "state"] == ["plan", "storage", "ids", "exchange"]
+    assert [room for room in inside if room != "state"] == [
+        "rules",
+        "plan",
+        "storage",
+        "ids",
+        "exchange",
+    ]

@@ -84,9 +84,11 @@ COMPILED = (
     "compiled_half",
     "mark_loops",
     "loops",
+    "numba_rules",
     "numba_storage",
     "triton_dropout",
     "triton_kernels",
+    "triton_rules",
     "triton_storage",
 )
 

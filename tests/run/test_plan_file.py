@@ -1,5 +1,6 @@
 """A plan written and read again is the same plan, and nothing else is read."""
 
+import hashlib
 import json
 
 import pytest
@@ -59,3 +60,21 @@ def test_a_changed_plan_is_refused():
         plan_from_json(json.dumps({**content, "format": True}))
     with pytest.raises(DataError, match="RecursionError"):
         plan_from_json("[" * 100_000)
+
+
+def test_a_plan_whose_optimizers_have_every_constant_is_read():
+    """As files were written when one class had the constants of all optimizers."""
+    plan = plan_of("3", dim=8)
+    content = json.loads(plan_to_json(plan))
+
+    def widen(value):
+        if isinstance(value, dict):
+            every = {"betas": [0.9, 0.999], "l1": 0.0, "l2": 0.0, "beta": 0.0}
+            more = every if value.get("is") == "SparseOptimizer" else {}
+            return {**more, **{key: widen(item) for key, item in value.items()}}
+        return [widen(item) for item in value] if isinstance(value, list) else value
+
+    content["plan"] = widen(content["plan"])
+    assert "betas" in json.dumps(content)
+    content["sha256"] = hashlib.sha256(json.dumps(content["plan"]).encode()).hexdigest()
+    assert plan_from_json(json.dumps(content)) == plan

@@ -124,6 +124,15 @@ def test_raw_rows_that_cannot_be_scored_end_it_unless_they_may(run, tmp_path):
     assert pl.read_parquet(tmp_path / "s.parquet")["id"].to_list() == good
 
 
+def test_an_optimizer_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
+    own = "tests.embedding.own_rule:ScaledMomentum"
+    changed = f"optimizer.sparse={{name: '{own}'}}"
+    with pytest.raises(ConfigError, match=f"add --optimizer {own}"):
+        predict(words(run, folder / "set", tmp_path / "s.parquet", changed))
+    named = ("--optimizer", own, changed)
+    assert predict(words(run, folder / "set", tmp_path / "s.parquet", *named)) == 0
+
+
 def test_unlabelled_parquet_has_scores_and_no_labels(run, tmp_path):
     rows = [row for row in table(60) if row["price"] != INF]
     frame = pl.DataFrame(rows, infer_schema_length=None).drop("click", "buy")

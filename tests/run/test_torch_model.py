@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from examples import own_module
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, SparseSgd
+from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.plan.tables import INITIAL_RANGE
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, start_job
@@ -165,7 +166,7 @@ def config(
         parallel=ParallelConfig(
             scheme=scheme, dtype=dtype, kernel="torch", device="cpu", dense=dense or {}
         ),
-        optimizer=OptimizerConfig(sparse=SparseSgd(lr=LR), dense=DenseSgd(lr=LR)),
+        optimizer=OptimizerConfig(sparse=Sgd(lr=LR), dense=DenseSgd(lr=LR)),
     )
 
 

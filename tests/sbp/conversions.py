@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.plan import last_linear_layout, plan_boxing
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split, format_nd_sbp
@@ -52,8 +52,11 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
         expected = oracle.cut(full, extent) if inside else part
         assert _same(part, expected, tolerance), f"{what}: wrong values on rank {world.rank}"
         return
-    replicas, mine = _cells(world, layout, lambda sbp: isinstance(sbp, Broadcast))
-    terms, my_term = _cells(world, layout, lambda sbp: not isinstance(sbp, Broadcast))
+    if layout.has_extremum:
+        _check_extremum(world, part, layout, full, what)
+        return
+    replicas, mine = _cells(world.rank, layout, Broadcast)
+    terms, my_term = _cells(world.rank, layout, (Split, Partial))
     # For each replica the sum of its terms; for each term the sum of its replicas.
     sums = torch.zeros((len(replicas) + len(terms), *full.shape), dtype=torch.float64)
     if inside:
@@ -68,14 +71,37 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
         assert torch.allclose(mean, part.double()), f"{what}: replicas of a term differ"
 
 
-def _cells(world, layout, chosen):
-    """Coordinates along the axes that ``chosen`` picks, and which of them this rank is at."""
+def _check_extremum(world, part, layout, full, what):
+    """In each replica the extremum of the terms is the value; replicas of a term are equal."""
+    sign = 1.0 if oracle.reduction(layout) == "max" else -1.0
+    replicas, mine = _cells(world.rank, layout, Broadcast)
+    terms, my_term = _cells(world.rank, layout, (Split, Partial))
+    # The highest of each replica, and of each term its highest and what is highest of -term.
+    best = torch.full((len(replicas) + 2 * len(terms), *full.shape), -torch.inf).double()
+    extent = oracle.extent(layout, full.shape, world.rank) if mine is not None else None
+    if extent is not None:
+        signed = sign * part.double()
+        oracle.cut(best[mine], extent).copy_(signed)
+        oracle.cut(best[len(replicas) + my_term], extent).copy_(signed)
+        oracle.cut(best[len(replicas) + len(terms) + my_term], extent).copy_(-signed)
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=world.group(range(world.size), "oracle"))
+    for replica, value in zip(replicas, best, strict=False):
+        right = torch.equal(value, sign * full.double())
+        assert right, f"{what}: the extremum of replica {replica} is another"
+    if extent is not None:
+        highest, lowest = best[len(replicas) :].view(2, len(terms), *full.shape)[:, my_term]
+        same = torch.equal(oracle.cut(highest, extent), -oracle.cut(lowest, extent))
+        assert same, f"{what}: replicas of a term differ"
+
+
+def _cells(rank, layout, kinds):
+    """Coordinates along the axes whose sbp is of ``kinds``, and which of them ``rank`` is at."""
     sizes = [
-        size if chosen(sbp) else 1
+        size if isinstance(sbp, kinds) else 1
         for sbp, size in zip(layout.nd_sbp, layout.placement.shape, strict=True)
     ]
     cells = list(itertools.product(*map(range, sizes)))
-    coord = oracle.coordinate(layout, world.rank)
+    coord = oracle.coordinate(layout, rank)
     if coord is None:
         return cells, None
     here = tuple(0 if size == 1 else at for at, size in zip(coord, sizes, strict=True))
@@ -90,10 +116,12 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
     """Value, local parts, names and bytes forward; exact gradient and adjoint identity backward.
 
     The two inner products of the identity go to ``products``, for ``check_products`` to compare.
+    The gradient of P(max) lies where its terms are: it comes from a consumer that takes the value.
     """
     what = f"{src} -> {dst} {dtype} {list(shape)}"
     full = whole_numbers(shape, dtype)
-    part = on_device(world, oracle.shares(full, src, seed=1), src, dtype)
+    shares = oracle.shares(full, src, seed=1)
+    part = on_device(world, shares, src, dtype)
     differentiable = dtype.is_floating_point
     x = GlobalTensor.from_local(part, src, shape, boxing)
     if differentiable:
@@ -101,13 +129,26 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
     with Meter() as forward:
         y = x.to(dst, grad_sbp)
     check_parts(world, y.part.detach(), dst, full, what)
-    planned = plan_boxing(src, dst, shape, dtype, id="to", backend=world.backend_of(dst))
+    backend, stop = world.backend_of(dst), src
+    if differentiable and dst.has_extremum and src != dst:
+        stop = last_linear_layout(src, dst, shape, dtype, backend)
+    planned = [
+        step
+        for a, b in [(src, stop), (stop, dst)]
+        for step in plan_boxing(a, b, shape, dtype, id="to", backend=backend)
+    ]
     check_traffic(world, forward, planned, what)
     if differentiable:
-        grad_layout = Layout(dst.placement, grad_sbp) if grad_sbp else dst.dual()
-        sides = check_gradient(world, x, y, grad_layout, whole_numbers(shape, dtype, step=5), what)
+        if dst.has_extremum:
+            y = y.to(tuple(Broadcast() if isinstance(s, Partial) else s for s in dst.nd_sbp))
+        grad_layout = Layout(dst.placement, grad_sbp) if grad_sbp else y.layout.dual()
+        cotangent = whole_numbers(shape, dtype, step=5)
+        if src.has_extremum:
+            check_holders(world, x, y, shares, cotangent, what)
+            return forward.names
+        sides = check_gradient(world, x, y, grad_layout, cotangent, what)
         pairs = [] if products is None else products
-        if grad_layout == dst.dual():
+        if grad_layout == y.layout.dual():
             pairs.append((what, sides))
         if products is None:
             check_products(world, pairs)
@@ -133,14 +174,41 @@ def check_traffic(world, meter, steps, what):
 
 def check_gradient(world, x, y, grad_layout, cotangent, what):
     """dL/dx for L = <y, c>, c laid out as dual(src); this rank's shares of <Ax, c> and <x, A'c>."""
+    seed, gradient = _propagate(world, x, y, grad_layout, cotangent, what)
+    check_parts(world, gradient, x.layout.dual(), cotangent, f"gradient of {what}")
+    products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
+    return torch.stack([(a.double() * b.double()).sum().cpu() for a, b in products])
+
+
+def _propagate(world, x, y, grad_layout, cotangent, what):
     seeds = oracle.shares(cotangent, grad_layout, seed=2)
     seed = on_device(world, seeds, grad_layout, cotangent.dtype)
     torch.autograd.backward([y.part], [seed])
     gradient = x.part.grad
     assert gradient is not None, f"{what}: no gradient"
-    check_parts(world, gradient, x.layout.dual(), cotangent, f"gradient of {what}")
-    products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
-    return torch.stack([(a.double() * b.double()).sum().cpu() for a, b in products])
+    return seed, gradient
+
+
+def check_holders(world, x, y, shares, cotangent, what):
+    """dL/dx for L = <y, c>, x of P(max): all of c where the first term is that has the extremum.
+
+    Copies along B axes have gradients that add up to it.
+    """
+    _, gradient = _propagate(world, x, y, y.layout.dual(), cotangent, what)
+    assert gradient.shape == x.part.shape, f"{what}: a gradient of {list(gradient.shape)}"
+    places = len(_cells(world.rank, x.layout, Partial)[0])
+    value = whole_numbers(x.shape, x.dtype)
+    holds = torch.zeros((places, *x.shape), dtype=torch.bool)
+    got = torch.zeros((places, *x.shape), dtype=torch.float64)
+    for rank, share in shares.items():
+        extent = oracle.extent(x.layout, x.shape, rank)
+        _, place = _cells(rank, x.layout, Partial)
+        oracle.cut(holds[place], extent).copy_(share == oracle.cut(value, extent))
+        if rank == world.rank:
+            oracle.cut(got[place], extent).add_(gradient.cpu())
+    first = holds & (holds.int().cumsum(0) == 1)
+    right = torch.equal(sum_over_ranks(world, got), first * cotangent.double())
+    assert right, f"gradient of {what}: not with the first holder"
 
 
 def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expected=None):

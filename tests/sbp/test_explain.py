@@ -8,8 +8,9 @@ scheme 2, which contradicts its own derivation, and counts ids with the copy tha
 import pytest
 
 from models.wdl import WdlConfig, WideConfig
-from sbpflow.config.schema import Config, DataConfig, OptimizerConfig, SparseSgd
+from sbpflow.config.schema import Config, DataConfig, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.model import Fields
@@ -52,7 +53,7 @@ def test_explain_totals_are_the_derivations(scheme, p, device):
             wide=WideConfig(crosses=(("C1", "C2"), ("C3", "C4"))),
         ),
         parallel=ParallelConfig(device=device, scheme=scheme),
-        optimizer=OptimizerConfig(sparse=SparseSgd(lr=0.1)),
+        optimizer=OptimizerConfig(sparse=Sgd(lr=0.1)),
     )
     _, plan = plan_run(config, FIELDS, world_size=p, device_type=device)
     facts = describe(plan)

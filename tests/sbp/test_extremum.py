@@ -134,3 +134,36 @@ def _promised(world, grad_sbp):
 @pytest.mark.parametrize("grad_sbp", [None, "P", "B"])
 def test_a_promised_gradient_holds_out_of_a_maximum(ranks, grad_sbp):
     assert ranks(2, _promised, grad_sbp) == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def _from_terms(world, ranks, dst_ranks, op):
+    """P -> P(op) -> B, beside P -> B: one gradient, for the value is the same."""
+    boxing = Boxing(world)
+    src = Layout(Placement.of("cpu", ranks), (P,) * Placement.of("cpu", ranks).ndim)
+    there = Placement.of("cpu", dst_ranks)
+    full, weights = _distinct((5,)), _distinct((5,)) + 1
+    part = oracle.shares(full, src, seed=1).get(world.rank, torch.empty(0, dtype=full.dtype))
+    x = GlobalTensor.from_local(part, src, (5,), boxing).requires_grad_()
+    y = x.to(Layout(there, (Partial(op),) * there.ndim))
+    assert torch.equal(y.full(), full)
+    everywhere = Layout(Placement.line("cpu", world.size), (B,))
+    y.to(everywhere).backward(GlobalTensor.from_full(weights, everywhere, boxing))
+    check_parts(world, x.part.grad, src.dual(), weights, f"gradient of {src} -> {y.layout}")
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ([0, 1], [0, 1]),
+        ([0, 1], [0, 1, 2]),
+        ([1, 2, 0], [2, 1]),
+        ([0], [1, 2]),
+        (GRIDS[0], GRIDS[0]),
+        (GRIDS[0], GRIDS[1]),
+        (GRIDS[0], [0, 1]),
+    ],
+    ids=str,
+)
+def test_terms_of_a_sum_become_a_maximum_with_the_gradient_of_the_sum(ranks, src, dst, op):
+    ranks(4, _from_terms, src, dst, op)

@@ -23,6 +23,7 @@ from tests.sbp.conversions import (
     check_parts,
     check_products,
     one_axis,
+    sum_over_ranks,
     whole_numbers,
 )
 
@@ -422,20 +423,29 @@ def test_into_a_maximum_pads_with_the_lowest(ranks, nd_sbp):
     assert whole[1][1] == torch.iinfo(torch.int32).min
 
 
-def _extremum_elsewhere(world):
+def _extremum_elsewhere(world, src, dst):
     boxing = Boxing(world)
     full = whole_numbers((3, 2), torch.float64)
-    here = Layout(Placement.of("cpu", [0]), (B,))
-    there = Layout(Placement.of("cpu", [1]), (Partial("max"),))
-    x = GlobalTensor.from_full(full, here, boxing)
-    moved = x.to(there)
-    assert torch.equal(moved.full(), full)
-    x.requires_grad_().to(there)
+    here = Layout(Placement.of("cpu", [0, 2]), parse_nd_sbp(src))
+    there = Layout(Placement.of("cpu", [1, 2]), parse_nd_sbp(dst))
+    x = GlobalTensor.from_full(full, here, boxing).requires_grad_()
+    with Meter() as meter:
+        y = x.to(there)
+    assert torch.equal(y.full(), full)
+    ops.reduce_sum(y.to("B")).backward()
+    got = torch.zeros(3, 2, dtype=torch.float64)
+    if world.rank in here.placement:
+        oracle.cut(got, oracle.extent(here, (3, 2), world.rank)).add_(x.part.grad)
+    copies = 2 if src == "P" else 1  # each term of a sum has the whole gradient
+    assert torch.equal(sum_over_ranks(world, got), torch.full_like(full, copies))
+    return meter.names
 
 
-def test_sending_into_a_maximum_has_no_gradient(ranks):
-    with pytest.raises(AssertionError, match=r"has no gradient: .*go through B, or detach"):
-        ranks(2, _extremum_elsewhere)
+@pytest.mark.parametrize("src", ["S(0)", "B", "P", "P(max)", "P(min)"])
+def test_sending_into_a_maximum_has_a_gradient(ranks, src):
+    """The values travel once, and not at all where a rank that has them becomes their holder."""
+    names = [] if src == "B" else ["all_to_all"]
+    assert ranks(3, _extremum_elsewhere, src, "P(max)") == [names] * 3
 
 
 def _reductions_change(world):

@@ -3,6 +3,7 @@
 A failure prints the smallest case found as two lines that can be pasted into Python.
 """
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from tests import oracle
 from tests.sbp.conversions import check_conversion, whole_numbers
 from tests.sbp.simulator import simulate
 
-DTYPES = ["float64", "float32", "bfloat16", "int64", "int32", "int8"]
+FLOATS = ["float64", "float32", "bfloat16"]
+DTYPES = [*FLOATS, "int64", "int32", "int8"]
 
 
 @st.composite
@@ -42,8 +44,9 @@ GRIDS = [(1,), (2,), (3,), (4,), (5,), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]
 @st.composite
 def layouts(draw, placement, shape):
     """Any legal layout; a dim that is split once may have explicit sizes, zeros included."""
+    partial = Partial(draw(st.sampled_from(["sum", "max", "min"])))
     nd_sbp = [
-        draw(st.sampled_from([Broadcast(), Partial(), *map(Split, range(len(shape)))]))
+        draw(st.sampled_from([Broadcast(), partial, partial, *map(Split, range(len(shape)))]))
         for _ in placement.shape
     ]
     for axis, sbp in enumerate(nd_sbp):
@@ -68,12 +71,12 @@ def cuts(draw, size, parts):
 
 
 @st.composite
-def cases(draw, world_size):
+def cases(draw, world_size, dtypes=DTYPES):
     shape = draw(shapes())
     origin = draw(placements(world_size))
     target = origin if draw(st.booleans()) else draw(placements(world_size))
     src, dst = draw(layouts(origin, shape)), draw(layouts(target, shape))
-    return src, dst, shape, draw(st.sampled_from(DTYPES))
+    return src, dst, shape, draw(st.sampled_from(dtypes))
 
 
 def _reproduction(case, backend):
@@ -117,13 +120,15 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_bytes_that_are_not_counted_move_by_move_are_the_same(case):
-    """Along one axis no move is listed."""
-    src, dst, shape, _ = case
+    """Along one axis no move is listed. A plan sends just where a move is made."""
+    src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)
     for move in find_moves(src, dst, shape):
         expected[move.src] += move.numel * (move.src != move.dst)
     sent = elements_sent(src, dst, shape)
     assert {rank: sent.get(rank, 0) for rank in range(6)} == expected
+    steps = plan_boxing(src, dst, shape, getattr(torch, dtype), id="x", backend="gloo")
+    assert any(step.total_bytes for step in steps) == any(sent.values())
 
 
 EMPTY_GROUPS = [
@@ -152,18 +157,43 @@ def _check_all(world, drawn):
         check_conversion(world, boxing, src, dst, shape, getattr(torch, dtype))
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(drawn=st.lists(cases(4), min_size=3, max_size=3))
-def test_any_conversion_on_real_ranks(ranks, drawn):
-    """With gradients; user tensors must fill their ranks, so short balanced splits are left out."""
-    legal = [case for case in drawn if _fills(case)]
-    note("\n".join(_reproduction(case, "gloo") for case in legal))
-    ranks(4, _check_all, legal)
+def _convert_any(ranks, world_size, examples, dtypes=DTYPES):
+    """Number of conversions tried on real ranks, with gradients, several to a call.
+
+    User tensors must fill their ranks, so short balanced splits are left out.
+    """
+    tried = 0
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn=st.lists(cases(world_size, dtypes), min_size=4, max_size=4))
+    def convert(drawn):
+        nonlocal tried
+        legal = [case for case in drawn if _fills(case)]
+        note("\n".join(_reproduction(case, "gloo") for case in legal))
+        ranks(world_size, _check_all, legal)
+        tried += len(legal)
+
+    convert()
+    return tried
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_conversion_on_real_ranks(ranks, world_size):
+    assert _convert_any(ranks, world_size, 80, FLOATS) > 160
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ten_thousand_gradients_on_real_ranks(ranks, world_size):
+    """A third of them on each number of ranks."""
+    tried = _convert_any(ranks, world_size, 1500, FLOATS)
+    assert tried >= 3334, f"only {tried} of the cases drawn fill their ranks"
 
 
 def _fills(case):

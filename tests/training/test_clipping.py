@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config.schema import Config, SparseSgd
+from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.config.train_options import ClipConfig
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.runtime.world import World
 from tests.training.wdl_case import make_batches, make_config, make_job
 
@@ -197,7 +198,7 @@ def test_the_factor_is_that_of_torch(ranks):
 def test_tables_of_one_group_have_rates_of_their_own_and_are_clipped_together(ranks):
     optimizer = replace(
         make_config("1", "sgd").optimizer,
-        tables={"deep.C2": SparseSgd(lr=0.3)},
+        tables={"deep.C2": Sgd(lr=0.3)},
         clip=ClipConfig(norm=0.05, rows=True),
     )
     config = replace(make_config("1", "sgd"), optimizer=optimizer)

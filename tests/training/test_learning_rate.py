@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.config.schema import Ftrl, OptimizerConfig, ScheduleConfig
+from sbpflow.config.schema import OptimizerConfig, ScheduleConfig
+from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.streams import stream_key
 from sbpflow.runtime.world import World

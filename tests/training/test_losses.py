@@ -9,17 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import (
-    Adagrad,
-    Config,
-    DenseAdagrad,
-    DenseSgd,
-    Ftrl,
-    RmsProp,
-    SparseSgd,
-    TableChanges,
-)
+from sbpflow.config.schema import Config, DenseAdagrad, DenseSgd, RmsProp, TableChanges
 from sbpflow.config.train_options import LossConfig, ScheduleConfig
+from sbpflow.embedding.rules.adagrad import Adagrad
+from sbpflow.embedding.rules.ftrl import Ftrl
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.runtime.world import World
@@ -195,7 +189,10 @@ def test_changes_are_added_to_what_stands_before():
 
 def test_a_change_that_the_rule_has_not_is_refused():
     tables = {"wide.*": Ftrl(), "*": TableChanges(weight_decay=0.1)}
-    with pytest.raises(ConfigError, match=r"^optimizer\.tables\.\*: wide\.C1xC2: .*takes l2 in"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optimizer\.tables\.\*: wide\.C1xC2: .*ftrl: has no weight_decay; use .* l2",
+    ):
         plan_run(
             with_tables(make_config("1", "sgd"), tables), FIELDS, world_size=1, device_type="cpu"
         )
@@ -204,7 +201,7 @@ def test_a_change_that_the_rule_has_not_is_refused():
 OWN = {
     "deep.C1": TableChanges(lr=0.3, initial_range=0.5),
     "deep.C2": TableChanges(weight_decay=0.5),
-    "wide.C3xC4": SparseSgd(lr=0.02),
+    "wide.C3xC4": Sgd(lr=0.02),
 }
 
 

@@ -232,7 +232,7 @@ def test_without_a_calibration_the_command_that_makes_one_is_named(
 
 def test_a_plan_beside_a_scheme_is_refused():
     with pytest.raises(ConfigError, match=r"leave one out, for example parallel\.scheme=null"):
-        load_config(CONFIG, ["parallel.plan=auto"], models=MODELS)
+        load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
 
 
 def test_programs_without_a_planner_say_so(synth_set):

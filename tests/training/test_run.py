@@ -17,18 +17,14 @@ from data.read.loaders import open_loaders
 from models.layered import LayeredPart
 from sbpflow.__main__ import explain
 from sbpflow.config.schema import (
-    Adagrad,
     Adam,
     AdamW,
     Config,
     DataConfig,
     DenseSgd,
-    LazyAdam,
-    OptimizerConfig,
     TrainConfig,
 )
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.run.build_plan import sparse_optimizer
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.tensor import ops
@@ -301,12 +297,6 @@ def test_a_train_part_without_a_batch_is_refused(synth_set):
 
 
 def test_hyperparameters_reach_the_optimizers():
-    lazy = OptimizerConfig(sparse=LazyAdam(lr=0.5, betas=(0.8, 0.7), eps=1e-3))
-    made = sparse_optimizer(lazy.sparse)
-    assert (made.name, made.lr, made.betas, made.eps) == ("lazy_adam", 0.5, (0.8, 0.7), 1e-3)
-    adagrad = Adagrad(lr=0.4, eps=1e-4, initial_accumulator=0.25)
-    made = sparse_optimizer(adagrad)
-    assert (made.name, made.lr, made.eps, made.initial_accumulator) == ("adagrad", 0.4, 1e-4, 0.25)
     parameter = torch.zeros(2, requires_grad=True)
     for config in (
         DenseSgd(lr=0.3, momentum=0.6, weight_decay=0.02),

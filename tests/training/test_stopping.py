@@ -11,8 +11,9 @@ import pytest
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.checks import check_rows
-from sbpflow.config.schema import Config, Ftrl, OptimizerConfig, TrainConfig
+from sbpflow.config.schema import Config, OptimizerConfig, TrainConfig
 from sbpflow.config.train_options import PlateauConfig, StopConfig, is_better
+from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError, TrainingError
 from sbpflow.run.build_plan import plan_run
 from sbpflow.runtime.world import World

@@ -9,20 +9,13 @@ import torch
 
 from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import (
-    Adagrad,
-    Adam,
-    AdamW,
-    Config,
-    DataConfig,
-    DenseSgd,
-    Ftrl,
-    LazyAdam,
-    OptimizerConfig,
-    RowwiseAdagrad,
-    SparseSgd,
-)
+from sbpflow.config.schema import Adam, AdamW, Config, DataConfig, DenseSgd, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.rules.adagrad import Adagrad
+from sbpflow.embedding.rules.ftrl import Ftrl
+from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, build_job
 from sbpflow.run.model import Fields
@@ -38,7 +31,7 @@ FIELDS = Fields.of(
 )
 NUM_ROWS = {one.name: one.rows for one in FIELDS.ids}
 SPARSE = {
-    "sgd": SparseSgd(lr=0.1),
+    "sgd": Sgd(lr=0.1),
     "adagrad": Adagrad(lr=0.05),
     "rowwise_adagrad": RowwiseAdagrad(lr=0.05),
     "lazy_adam": LazyAdam(lr=1e-2),

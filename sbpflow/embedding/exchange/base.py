@@ -26,9 +26,9 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.rules.base import SumOverColumns
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage, sum_of_squares
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.errors import SbpError
 
 # (the last batch kept, rows of all, one merged (access, gradients) per storage)

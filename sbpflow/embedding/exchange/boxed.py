@@ -22,10 +22,12 @@ from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueColumnsGroup, 
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import LocalAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
+from sbpflow.errors import unknown_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,4 +304,6 @@ def make_group(
         return LocalRowsGroup(plan, boxing, make, row_capacity)
     if plan.exchange == "local":
         return LocalGroup(plan, boxing, make, None)
-    return BoxedGroup(plan, boxing, make, received)
+    if plan.exchange in ("columns", "reduce"):
+        return BoxedGroup(plan, boxing, make, received)
+    raise unknown_value("exchange", plan.exchange, Exchange)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.base import GRADIENTS
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
+from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:

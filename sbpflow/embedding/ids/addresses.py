@@ -51,11 +51,11 @@ class BagShape:
         self.of_use = self._index([n for n, use in enumerate(uses) for _ in range(use.hotness)])
         starts = [sum(hotness[:n]) for n in range(len(hotness))]
         self._starts, self._per_sample = self._index(starts), sum(hotness)
-        means = [use.table.pooling == "mean" for use in uses]
+        means = [use.table.averages for use in uses]
         self._mean = any(means) and (ragged or not self._one_hot)
         self._is_mean = torch.tensor(means, device=device)
         shares = [
-            1.0 / use.hotness if use.table.pooling == "mean" else 1.0
+            1.0 / use.hotness if use.table.averages else 1.0
             for use in uses
             for _ in range(use.hotness)
         ]

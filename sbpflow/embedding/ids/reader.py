@@ -16,8 +16,8 @@ from sbpflow.embedding.ids.batch_ids import (
     positions,
 )
 from sbpflow.embedding.ids.list_loops import find_loops
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.errors import DataError
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
+from sbpflow.errors import DataError, unknown_value
 from sbpflow.runtime.late_read import LateRead
 from sbpflow.runtime.streams import mix
 
@@ -389,9 +389,14 @@ class IdReader:
         return values.to(self._plan.ids_dtype)
 
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
-        if self._plan.out_of_range == "clamp":
+        policy = self._plan.out_of_range
+        if policy == "clamp":
             return torch.minimum(ids.clamp(min=0), limits - 1)
-        return torch.where(bad, mix(ids).remainder(limits), ids)
+        if policy == "hash":
+            return torch.where(bad, mix(ids).remainder(limits), ids)
+        if policy == "error":
+            raise RuntimeError("ids out of range are refused, not replaced")
+        raise unknown_value("out_of_range", policy, OutOfRange)
 
     def _refuse(self, number: int, id: int, row: int) -> None:
         raise DataError(

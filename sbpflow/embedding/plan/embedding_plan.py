@@ -14,7 +14,6 @@ from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, RowSteps, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import (
     HALF_DTYPES,
     FeatureConfig,
@@ -25,6 +24,7 @@ from sbpflow.embedding.plan.tables import (
     check_exchange,
     shards_of,
 )
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement

@@ -13,6 +13,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
+from sbpflow.errors import unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -97,7 +98,7 @@ class GroupPlan:
 
     @property
     def pooled(self) -> bool:
-        return self.output.combine == "sum" and self.exchange in ("local", "reduce")
+        return self.output.sums and self.exchange in ("local", "reduce")
 
     @property
     def width(self) -> int:
@@ -138,9 +139,11 @@ class GroupPlan:
 
     def looks_up_everything(self, rank: int) -> tuple[Use, ...]:
         """The uses that ``rank`` looks up for the whole batch, whose ids it therefore needs."""
-        if self.exchange not in ("columns", "reduce"):
+        if self.exchange in ("local", "unique"):
             return ()
-        return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
+        if self.exchange in ("columns", "reduce"):
+            return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
+        raise unknown_value("exchange", self.exchange, Exchange)
 
     def rank_width(self, rank: int) -> int:
         """Columns that ``rank`` computes for every sample."""
@@ -181,13 +184,18 @@ class GroupPlan:
         if self.exchange == "columns":
             sizes = tuple(self.rank_width(rank) for rank in self.world.ranks)
             return Layout(self.world, (Split(1, sizes),)), home
-        if self.exchange != "reduce":
+        if self.exchange in ("local", "unique"):
             return None
+        if self.exchange == "reduce":
+            return self._layout_of_terms(), home
+        raise unknown_value("exchange", self.exchange, Exchange)
+
+    def _layout_of_terms(self) -> Layout:
         if self.grid is None:
-            return Layout(Placement.of(self.world.device_type, self.owners), (Partial(),)), home
+            return Layout(Placement.of(self.world.device_type, self.owners), (Partial(),))
         first_row = self.grid.ranks[: self.grid.shape[1]]
         sizes = tuple(self.rank_width(rank) for rank in first_row)
-        return Layout(self.grid, (Partial(), Split(1, sizes))), home
+        return Layout(self.grid, (Partial(), Split(1, sizes)))
 
     def forward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
         """Vectors to the samples' home ranks, for a global batch of ``num_rows``."""

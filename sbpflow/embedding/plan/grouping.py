@@ -12,7 +12,6 @@ import torch
 
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import GroupPlan, whole_gradients_are_less
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
@@ -20,7 +19,8 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
-from sbpflow.errors import ConfigError
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
@@ -157,7 +157,7 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
         return _GroupKey("local", context.dtype)
     if given.exchange == "reduce":
         placement = given.layout.placement
-        split = _column_split(given.layout) if output.combine == "sum" else None
+        split = _column_split(given.layout) if output.sums else None
         return _GroupKey("reduce", wire, alike=(placement.ranks, placement.shape, split))
     if given.exchange == "local":
         lookups = context.batch_size * sum(
@@ -174,7 +174,9 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
             table.kernel,
         )
         return _GroupKey(given.exchange, wire, alike=alike)
-    return _GroupKey(given.exchange, wire)
+    if given.exchange == "columns":
+        return _GroupKey("columns", wire)
+    raise unknown_value("exchange", given.exchange, Exchange)
 
 
 def _rule_of(table: TableConfig, context: _Context) -> SparseOptimizer:

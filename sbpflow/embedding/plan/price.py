@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.stack import Stack, Use
+from sbpflow.errors import unknown_value
 
 # Nanoseconds on one core, and milliseconds per call. The first five lines are rounded readings:
 # compiled kernels, rowwise Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX),
@@ -164,8 +166,6 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
     """
     cost = _Rank()
     size = group.world.size
-    rule = stack.optimizer
-    states = len(rule.state_names) if rule.name != "rowwise_adagrad" else 1
     table, lookups, mine, width = use.table, load.lookups, load.mine, load.width
     all_touched = load.touched * load.held
     if size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients:
@@ -180,10 +180,12 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
             received = mine * size * load.held
             cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
             cost.copy(2 * ROW_PASSES * mine * stack.dim * item)
-        else:
+        elif group.exchange == "local":
             received = mine * size
             cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
             cost.copy(mine * size * stack.dim * item)
+        else:
+            raise unknown_value("exchange", group.exchange, Exchange)
         cost.read(received if group.exchange == "unique" else mine, width)
         cost.index_and_sum(received, width)
     else:
@@ -195,7 +197,7 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
     if group.whole_gradients and size > 1:
         num_bytes = table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize
         cost.copy(WHOLE_PASSES * num_bytes)
-    cost.step(all_touched, width, states)
+    cost.step(all_touched, width, len(stack.optimizer.state))
     if shared:
         cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
     return cost

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.tables import Shard, TableConfig, shard_on
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.sbp.layout import Layout
 
 

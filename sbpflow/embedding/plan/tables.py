@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -84,6 +84,11 @@ class TableConfig:
     def shape(self) -> tuple[int, int]:
         return (self.num_rows, self.dim)
 
+    @property
+    def averages(self) -> bool:
+        """Whether a bag is the mean of its rows, not their sum."""
+        return {"sum": False, "mean": True}[self.pooling]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
@@ -117,13 +122,20 @@ class OutputConfig:
     def __post_init__(self) -> None:
         if not self.tables:
             raise ConfigError(f"output {self.name}: has no tables; name one or more")
+        if self.combine not in ("concat", "sum"):
+            raise ConfigError(f"output {self.name}: combine {self.combine!r}; use concat or sum")
         dims = {table.dim for table in self.tables}
         if self.combine == "sum" and len(dims) > 1:
             raise ConfigError(f"output {self.name}: a sum needs equal dims, not {sorted(dims)}")
 
     @property
+    def sums(self) -> bool:
+        """Whether the vectors are added up, not put side by side."""
+        return {"concat": False, "sum": True}[self.combine]
+
+    @property
     def width(self) -> int:
-        if self.combine == "sum":
+        if self.sums:
             return self.tables[0].dim
         return sum(table.dim * len(table.features) for table in self.tables)
 

@@ -9,28 +9,26 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
+from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer, SumOverColumns
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
-from sbpflow.embedding.storage.optimizer_rules import SumOverColumns
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
 _SILENT_S = 2.0  # a user who waits longer is told what for
 
-_NOT_IN_FBGEMM = {"lazy_adam": "lazy Adam", "ftrl": "FTRL"}
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
 
@@ -94,15 +92,17 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     if stack.row_dtype in HALF_DTYPES:
         # On CPU its bf16 is missing, its fp16 rounds to the nearest and is 5 times slower.
         return "FBGEMM does not round half-precision rows at random here"
-    if stack.optimizer.name in _NOT_IN_FBGEMM:
-        return f"FBGEMM has no {_NOT_IN_FBGEMM[stack.optimizer.name]}"
-    if stack.optimizer.weight_decay:
+    if stack.optimizer.decay:
         return "FBGEMM ignores weight decay in some modes"
     if stack.width % 4:
         return f"width {stack.width} is not a multiple of 4"
     if stack.column_split and stack.optimizer.shares_row_state:
-        return "the row's Adagrad state spans the ranks that share it"
+        return "the state of a row spans the ranks that share it"
     return None
+
+
+def _numba_fault(stack: StackFacts) -> str | None:
+    return None if stack.device_type == "cpu" else "numba compiles for CPUs"
 
 
 def _triton_fault(stack: StackFacts) -> str | None:
@@ -118,13 +118,14 @@ def kernel_faults(
     stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> dict[KernelName, str | None]:
     """Every kernel, and why it cannot serve a stack; ``None`` for those that can."""
-    no_cpu = None if stack.device_type == "cpu" else "numba compiles for CPUs"
-    return {
-        "torch": None,
-        "fbgemm": missing.get("fbgemm") or _fbgemm_fault(stack),
-        "numba": missing.get("numba") or no_cpu,
-        "triton": missing.get("triton") or _triton_fault(stack),
-    }
+    faults: dict[KernelName, str | None] = {"torch": None}
+    checks = {"fbgemm": _fbgemm_fault, "numba": _numba_fault, "triton": _triton_fault}
+    for kernel in get_args(CompiledKernel):
+        lacks = None
+        if kernel not in stack.optimizer.kernels:
+            lacks = f"kernel {kernel} has no rule {stack.optimizer.name}"
+        faults[kernel] = missing.get(kernel) or lacks or checks[kernel](stack)
+    return faults
 
 
 def choose_kernel(
@@ -249,4 +250,6 @@ def _class_of(name: KernelName) -> type[TorchStorage]:
         from sbpflow.embedding.storage.triton_storage import TritonStorage
 
         return TritonStorage
-    return TorchStorage
+    if name in ("torch", "fbgemm"):  # FBGEMM's without rows
+        return TorchStorage
+    raise unknown_value("kernel", name, KernelName)

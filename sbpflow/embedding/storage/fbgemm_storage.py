@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import BeforeUpdate
@@ -32,11 +33,11 @@ class FbgemmStorage:
         self._tbe = _make_tbe(rows, width, optimizer, device)
         self._lr = optimizer.lr
         self.before_update: BeforeUpdate | None = None
-        self._state_names = optimizer.state_names
+        self._state_names = tuple(optimizer.state)
         self.weights.zero_()
-        if optimizer.initial_accumulator:
-            for tensor in self.state.values():
-                tensor.fill_(optimizer.initial_accumulator)
+        for name, tensor in self.state.items():
+            if start := optimizer.initial_state(name):
+                tensor.fill_(start)
 
     @property
     def absent(self) -> None:
@@ -112,7 +113,6 @@ class Tbe(Protocol):
 
 
 def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Tbe:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         BoundsCheckMode,
@@ -120,11 +120,6 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    kinds: dict[str, Any] = {
-        "sgd": EmbOptimType.EXACT_SGD,
-        "adagrad": EmbOptimType.EXACT_ADAGRAD,
-        "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    }
     on_cuda = device.type == "cuda"
     make: Callable[..., Any] = SplitTableBatchedEmbeddingBagsCodegen
     return make(
@@ -136,9 +131,8 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
                 ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU,
             )
         ],
-        optimizer=kinds[optimizer.name],
+        **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
-        eps=optimizer.eps,
         pooling_mode=PoolingMode.SUM,
         # Ids are checked once per batch, with field and row named; TBE's default trains row 0 on
         # a bad id. NONE also leaves the caller's tensors untouched.
@@ -160,7 +154,7 @@ def _host_buffers(
     if argument not in inspect.signature(make).parameters:
         return {}
     buffers = {"weights": huge_pages.zeros((rows * width,), torch.float32, device)}
-    if optimizer.state_names:
-        size = torch.Size(optimizer.state_shape(rows, width)).numel()
+    for name in optimizer.state:
+        size = torch.Size(optimizer.state_shape(name, rows, width)).numel()
         buffers["momentum1"] = huge_pages.zeros((size,), torch.float32, device)
     return {argument: buffers}

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.frequencies import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import Storage
 from sbpflow.embedding.storage.choose import (
@@ -35,7 +35,7 @@ from sbpflow.embedding.storage.choose import (
     make_storage,
 )
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import cache_dir, make_private
 
 LOG = logging.getLogger(__name__)
 
@@ -136,13 +136,13 @@ class Profile:
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
         fresh = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path.parent)
             fresh.write_text(json.dumps(entries, indent=1))
             fresh.replace(self.path)
         except OSError as error:
             LOG.warning(
                 "times of kernels are not kept, so the next start measures them again: %s; set "
-                "XDG_CACHE_HOME to a folder that can be written, such as /tmp/cache",
+                "XDG_CACHE_HOME to a folder of your own that can be written",
                 error,
             )
 

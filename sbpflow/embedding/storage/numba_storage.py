@@ -7,17 +7,20 @@ bits are equal. Imported only where numba is installed.
 import logging
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan.optimizer import SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
+from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.cache_dir import code_cache
 from sbpflow.runtime.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
@@ -25,11 +28,11 @@ LOG = logging.getLogger(__name__)
 MOST_BITS_PER_ID = 512
 # Floats as numba takes them, of the type of an array's.
 _NUMBERS = cast(
-    "dict[torch.dtype, Callable[[float], float]]",
+    "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
 _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32
-_NO_WEIGHTS = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+_NOTHING = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
 class Indexer:
@@ -82,7 +85,7 @@ class CompiledAccess(Access):
             compiled.sum_rows(given, inverse.numpy(), sums.numpy())
         else:
             ends = self.explicit_offsets().contiguous().numpy()
-            weights = _NO_WEIGHTS[grads.dtype]
+            weights = _NOTHING[grads.dtype]
             if self.weights is not None:
                 weights = self.weights.to(grads.dtype).contiguous().numpy()
             compiled.sum_bags(given, inverse.numpy(), ends, weights, sums.numpy())
@@ -99,6 +102,10 @@ class NumbaStorage(TorchStorage):
 
     kernel = "numba"
     _indexer: Indexer | None = None
+
+    @cached_property
+    def _rule(self) -> Callable[[SparseOptimizer, RowArrays], None]:
+        return kernel_function(self.optimizer, "numba")
 
     def access(
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
@@ -121,7 +128,7 @@ class NumbaStorage(TorchStorage):
         if access.offsets is None:
             compiled_half.widen(bits, at, out.numpy(), dropped)
             return out if access.weights is None else out * access.weights.unsqueeze(1)
-        ends, shares = access.offsets.contiguous().numpy(), _NO_WEIGHTS[self.dtype]
+        ends, shares = access.offsets.contiguous().numpy(), _NOTHING[self.dtype]
         if access.weights is not None:
             shares = access.weights.to(self.dtype).contiguous().numpy()
         compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
@@ -142,15 +149,16 @@ class NumbaStorage(TorchStorage):
     ) -> None:
         if tell := self.before_update:  # which another thread may take away
             tell(rows)
+        numbers = self.optimizer.numbers(lr, step)
         if self.weights.dtype == self.dtype:
-            self._step(self.weights, rows, rows, grads, squares, lr, step)
+            self._step(self.weights, rows, rows, grads, squares, numbers)
             return
         for start in range(0, rows.numel(), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             block = self.weights.index_select(0, rows[part]).to(self.dtype)
             own = None if squares is None else squares[part]
             at = torch.arange(block.shape[0], dtype=rows.dtype)
-            self._step(block, at, rows[part], grads[part], own, lr, step)
+            self._step(block, at, rows[part], grads[part], own, numbers)
             self._store_rounded(block, rows[part], step)
 
     def _store_rounded(self, values: Tensor, rows: Tensor, step: int) -> None:
@@ -174,55 +182,22 @@ class NumbaStorage(TorchStorage):
         rows: Tensor,
         grads: Tensor,
         squares: Tensor | None,
-        lr: float,
-        step: int,
+        numbers: StepNumbers,
     ) -> None:
-        rule = self.optimizer
-        number = _NUMBERS[self.dtype]
-        keep = number(1.0 - lr * rule.weight_decay)
-        state = [self.state[name].numpy() for name in rule.state_names]
-        w, a, r, g = weights.numpy(), at.numpy(), rows.numpy(), grads.numpy()
-        if rule.name == "sgd":
-            compiled.step_sgd(w, a, g, number(lr), keep)
-        elif rule.name == "adagrad":
-            compiled.step_adagrad(w, a, state[0], r, g, number(lr), number(rule.eps), keep)
-        elif rule.name == "rowwise_adagrad":
-            if squares is None:
-                raise RuntimeError("a rowwise rule needs the rows' squares")
-            q = squares.numpy()
-            compiled.step_rowwise_adagrad(
-                w, a, state[0], r, g, q, number(lr), number(rule.eps), keep
-            )
-        elif rule.name == "lazy_adam":
-            beta1, beta2 = rule.betas
-            compiled.step_lazy_adam(
-                w,
-                a,
-                state[0],
-                state[1],
-                r,
-                g,
-                number(-lr / (1.0 - beta1**step)),
-                number(rule.eps),
-                keep,
-                number(1.0 - beta1),
-                number(beta2),
-                number(1.0 - beta2),
-                number((1.0 - beta2**step) ** 0.5),
-            )
-        else:
-            compiled.step_ftrl(
-                w,
-                a,
-                state[0],
-                state[1],
-                r,
-                g,
-                number(rule.lr),
-                number(rule.beta),
-                number(rule.l1),
-                number(rule.l2),
-            )
+        of_rows = rows.numpy()
+        self._rule(
+            self.optimizer,
+            RowArrays(
+                weights.numpy(),
+                of_rows if at is rows else at.numpy(),
+                of_rows,
+                grads.numpy(),
+                [state.numpy() for state in self.state.values()],
+                _NOTHING[self.dtype] if squares is None else squares.numpy(),
+                numbers,
+                _NUMBERS[self.dtype],
+            ),
+        )
 
 
 def warm_up(
@@ -265,4 +240,4 @@ def warm_up(
 
 def log_warm_up(seconds: float) -> None:
     """Say where the time went, if it was more than a moment."""
-    LOG.info("numba kernels ready in %.1f s, kept in %s", seconds, cache_dir() / "numba")
+    LOG.info("numba kernels ready in %.1f s, kept in %s", seconds, code_cache("numba") or "memory")

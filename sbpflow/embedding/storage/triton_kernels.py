@@ -15,7 +15,6 @@ import triton.language as tl
 BLOCK = 32
 SPLIT = 64
 
-SGD, ADAGRAD, ROWWISE_ADAGRAD, LAZY_ADAM, FTRL = 0, 1, 2, 3, 4
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
@@ -255,70 +254,29 @@ def _rounded(value, noise, ROWS_AS: tl.constexpr):
     return tl.where(finite, near, value)
 
 
-@triton.jit
-def _adagrad(sums, place, shown, grad, weight, lr, eps):
-    total = tl.load(sums + place, mask=shown, other=0.0) + grad * grad
-    tl.store(sums + place, total, mask=shown)
-    return weight - lr * (grad / (tl.sqrt_rn(total) + eps))
-
-
-@triton.jit
-def _rowwise_adagrad(sums, row, heads, grad, square, weight, lr, eps):
-    total = tl.load(sums + row, mask=heads, other=0.0) + square
-    tl.store(sums + row, total, mask=heads)
-    rate = -lr * (1.0 / (tl.sqrt_rn(total) + eps))
-    return weight + rate[:, None] * grad
-
-
-@triton.jit
-def _lazy_adam(means, squares, place, shown, grad, weight, lr, eps, rise, keep, share, root):
-    mean = tl.load(means + place, mask=shown, other=0.0)
-    mean = mean + rise * (grad - mean)
-    tl.store(means + place, mean, mask=shown)
-    square = tl.load(squares + place, mask=shown, other=0.0) * keep
-    square = square + share * grad * grad
-    tl.store(squares + place, square, mask=shown)
-    return weight - lr * (mean / (tl.sqrt_rn(square) / root + eps))
-
-
-@triton.jit
-def _ftrl(sums, linears, place, shown, grad, weight, lr, beta, l1, l2):
-    old = tl.load(sums + place, mask=shown, other=0.0)
-    total = old + grad * grad
-    tl.store(sums + place, total, mask=shown)
-    root = tl.sqrt_rn(total)
-    linear = tl.load(linears + place, mask=shown, other=0.0) + grad
-    linear = linear - (root - tl.sqrt_rn(old)) / lr * weight
-    tl.store(linears + place, linear, mask=shown)
-    beyond = linear - tl.minimum(tl.maximum(linear, -l1), l1)
-    curvature = (root + beta) / lr + l2
-    safe = tl.where(beyond == 0.0, 1.0, curvature)
-    return tl.where(beyond == 0.0, 0.0, -beyond / safe)
-
-
 # A line per argument would make this twice as long.
 # fmt: off
 @triton.jit
 def update(
     keys, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
-    noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, lr, decay, eps, a, b, c, d,
-    squares_factor, words_per_row, first_column,
-    RULE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SUMS: tl.constexpr,
-    KEPT: tl.constexpr,
+    noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, rate, decay, correction,
+    a, b, c, d, squares_factor, words_per_row, first_column,
+    STEP: tl.constexpr, ROWWISE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_SUMS: tl.constexpr, KEPT: tl.constexpr,
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One optimizer step on every row that ``keys`` (sorted) names, where its run begins.
 
     ``HAS_SUMS``: ``grads`` [n, width] are the runs' sums already and ``squares`` [n] given. Keys of
-    ``num_rows`` and above name no row. ``a`` .. ``d`` are the rule's own numbers. ``KEPT``: what
-    changes from step to step is in ``numbers`` [3] float64: ``lr``, ``decay``, lazy Adam's ``d``.
+    ``num_rows`` and above name no row. ``STEP`` is a function of ``triton_rules``, ``a`` .. ``d``
+    are its constants. ``KEPT``: ``rate``, ``decay`` and ``correction``, which change from step to
+    step, are in ``numbers`` [3] float64. ``ROWWISE``: there is state by row.
     """
     if KEPT:
-        lr = tl.load(numbers).to(tl.float32)
+        rate = tl.load(numbers).to(tl.float32)
         decay = tl.load(numbers + 1).to(tl.float32)
-        if RULE == 3:
-            d = tl.load(numbers + 2).to(tl.float32)
+        correction = tl.load(numbers + 2).to(tl.float32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     column = tl.arange(0, COLUMNS)
@@ -337,20 +295,16 @@ def update(
     shown = heads[:, None] & (column < width)[None, :]
     place = row[:, None] * width + column[None, :]
     weight = tl.load(table + place, mask=shown, other=0.0).to(tl.float32) * decay
-    if RULE == 0:
-        weight = weight - lr * grad
-    if RULE == 1:
-        weight = _adagrad(state_a, place, shown, grad, weight, lr, eps)
-    if RULE == 2:
+    square = rate
+    if ROWWISE:
         if HAS_SUMS:
             square = tl.load(squares + at, mask=heads, other=0.0)
         else:
             square = tl.sum(grad * grad, 1) * squares_factor
-        weight = _rowwise_adagrad(state_a, row, heads, grad, square, weight, lr, eps)
-    if RULE == 3:
-        weight = _lazy_adam(state_a, state_b, place, shown, grad, weight, lr, eps, a, b, c, d)
-    if RULE == 4:
-        weight = _ftrl(state_a, state_b, place, shown, grad, weight, a, b, c, d)
+    weight = STEP(
+        weight, grad, square, state_a, state_b, place, shown, row, heads, rate, correction,
+        a, b, c, d,
+    )
     if ROWS_AS != 0:
         noise = _noise(
             noise_keys, noise_bases, noise_shift, row, column, words_per_row, first_column,

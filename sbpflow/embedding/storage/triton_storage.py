@@ -11,20 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.rules.base import StepNumbers
+from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import triton_kernels as kernels
 from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.step_numbers import StepNumbers
 from sbpflow.embedding.storage.torch_storage import TorchStorage
+from sbpflow.errors import SbpError
 from sbpflow.runtime.streams import step_keys
 
 _launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
-_RULES = {
-    "sgd": kernels.SGD,
-    "adagrad": kernels.ADAGRAD,
-    "rowwise_adagrad": kernels.ROWWISE_ADAGRAD,
-    "lazy_adam": kernels.LAZY_ADAM,
-    "ftrl": kernels.FTRL,
-}
+MOST_CONSTANTS, MOST_STATES = 4, 2  # of a step, as ``triton_rules`` says
 _ROWS_AS = {
     torch.float32: kernels.FLOAT32,
     torch.bfloat16: kernels.BFLOAT16,
@@ -47,6 +43,17 @@ class TritonStorage(TorchStorage):
     def _block(self) -> int:
         """Positions of a tile: fewer of wide rows, to stay in registers."""
         return max(1, min(kernels.BLOCK, 2048 // self._columns))
+
+    @cached_property
+    def _step(self) -> tuple[Any, tuple[float, ...]]:
+        """The step of the optimizer and its constants, zeros behind them."""
+        step, constants = kernel_function(self.optimizer, "triton")(self.optimizer)
+        if len(constants) > MOST_CONSTANTS or len(self.state) > MOST_STATES:
+            raise SbpError(
+                f"kernel triton: sparse optimizer {self.optimizer.name} has {len(constants)} "
+                f"constants and {len(self.state)} states; {MOST_CONSTANTS} and {MOST_STATES} fit"
+            )
+        return step, (*constants, *[0.0] * (MOST_CONSTANTS - len(constants)))
 
     def lookup(self, access: Access, lr: float | None = None) -> Tensor:
         del lr
@@ -73,7 +80,7 @@ class TritonStorage(TorchStorage):
 
     def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
         if access.addresses.numel() == 0:
-            if self.optimizer.name == "rowwise_adagrad":
+            if self.optimizer.has_row_state:
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
         if tell := self.before_update:  # which another thread may take away
@@ -123,35 +130,25 @@ class TritonStorage(TorchStorage):
     def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
         """The arguments that say which rule, and with which numbers."""
         optimizer, states, kept = self.optimizer, list(self.state.values()), self.kept
-        a, b, c, d = self._constants()
-        if kept is None and optimizer.name == "lazy_adam":
-            d = numbers.root
+        step, (a, b, c, d) = self._step
         own = self._dim if optimizer.shares_row_state else self.weights.shape[1]
         return {
             "table": self.weights,
             "state_a": states[0] if states else self.weights,
             "state_b": states[1] if len(states) > 1 else self.weights,
             "numbers": self.weights if kept is None else kept.floats,
-            "lr": numbers.rate if kept is None else 0.0,
+            "rate": numbers.rate if kept is None else 0.0,
             "decay": numbers.decay if kept is None else 0.0,
-            "eps": optimizer.eps,
+            "correction": numbers.correction if kept is None else 0.0,
             "a": a,
             "b": b,
             "c": c,
             "d": d,
             "squares_factor": 1.0 / max(own, 1),
-            "RULE": _RULES[optimizer.name],
+            "STEP": step,
+            "ROWWISE": optimizer.has_row_state,
             "KEPT": kept is not None,
         }
-
-    def _constants(self) -> tuple[float, float, float, float | Tensor]:
-        optimizer = self.optimizer
-        if optimizer.name == "lazy_adam":
-            beta1, beta2 = optimizer.betas
-            return 1.0 - beta1, beta2, 1.0 - beta2, 0.0
-        if optimizer.name == "ftrl":
-            return optimizer.lr, optimizer.beta, optimizer.l1, optimizer.l2
-        return 0.0, 0.0, 0.0, 0.0
 
     def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
         """The arguments that say how rows are rounded."""

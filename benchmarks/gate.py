@@ -1,0 +1,375 @@
+"""The speed gate: two commits in turns, and what the second does slower by more than the noise.
+
+    python -m benchmarks.gate --base COMMIT [--head COMMIT] [--only NAME ...] [--rounds 8]
+
+Without ``--head`` the working tree is measured, new files included. Both are checked out into a
+temporary folder and run there by this interpreter, on the same inputs (made by the base) and with
+one fresh cache, so that measured kernel times are shared. The names of ``--only``:
+  vs_torchrec, vs_torchrec_whole, vs_torchrec_link
+            a training step of the model of ``benchmarks.vs_torchrec`` on 2 ranks; with every table
+            whole; over a link of 1 Gbit/s (needs root, ip and tc)
+  demo      the training of ``make demo``
+  loader    rows of a shuffled set, read into tensors
+  prepare   ``python -m data prepare`` of generated TSV
+  explain   ``python -m sbpflow explain``
+  start     a run of 2 steps on 2 ranks: launch to the first step, and its CPU time
+Every figure comes with CPU time, which depends less on other work on the machine than the clock.
+
+The first turn warms up and compares the work: losses must agree to float32 rounding. Then each
+round runs both commits, in the order A B B A. A ratio is the cost of head over that of base in one
+round; the interval is the 95 % interval of Student's t on the logarithms of the ratios. A figure is
+slower if the interval is above 1 and the median above 1.02: paths, environment and place in memory
+shift the times of equal code, and rounds do not average that out (Mytkowicz et al., "Producing
+Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone
+finds one slower in every third gate; so rows found slower are measured again, as many rounds, and
+only what is slower both times is reported as slower.
+
+Exit status: 1 if something is slower, does different work, or fails; 0 otherwise. Where nothing is
+reported, the upper end of the interval says what could have been missed: use more ``--rounds``.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.network import start_ranks
+from benchmarks.planner_worker import difference
+from benchmarks.record import Results, provenance
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WORKING_TREE = "working tree"
+PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
+MARGIN = 1.02
+SLOWER, FASTER, SAME = "slower", "faster", "not told apart"
+# Losses of different kernels and orders of summation are up to 5e-5 apart after an epoch
+# (benchmarks/results/cpu_criteo.jsonl); of the work of a loader all numbers are whole.
+WORK_TOLERANCE = 5e-5
+LINK = "1gbit"
+
+
+class Measured(NamedTuple):
+    """One run: figures by name, ending in their unit, and the numbers that equal work shares."""
+
+    figures: dict[str, float]
+    work: dict[str, float]
+
+
+class Verdict(NamedTuple):
+    """Head against base in one figure: medians, and the ratio of costs with its interval."""
+
+    name: str
+    figure: str
+    base: float
+    head: float
+    cost_ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) -> Verdict:
+    """Compare the values of the rounds; figures with ``_per_`` are rates, the others costs."""
+    old, new = (head, base) if "_per_" in figure else (base, head)
+    mean, half = difference(new, old)
+    low, high = (1 + mean) * math.exp(-half), (1 + mean) * math.exp(half)
+    ratio = statistics.median(b / a for a, b in zip(old, new, strict=True))
+    verdict = SAME
+    if low > 1 and ratio > MARGIN:
+        verdict = SLOWER
+    elif high < 1 and ratio < 1 / MARGIN:
+        verdict = FASTER
+    medians = statistics.median(base), statistics.median(head)
+    return Verdict(name, figure, *medians, ratio, low, high, verdict)
+
+
+def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts after the second measurement of rows that were slower in the first.
+
+    A figure measured again has its second figures, and is slower only if it was so both times.
+    """
+    second = {(one.name, one.figure): one for one in again}
+    verdicts: list[Verdict] = []
+    for one in first:
+        repeat = second.get((one.name, one.figure), one)
+        both = one.verdict == repeat.verdict
+        verdicts.append(repeat if both else repeat._replace(verdict=SAME))
+    return verdicts
+
+
+def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
+    """The first number in which the work differs, as text; empty if none does."""
+    shared = [key for key in base if key in head]
+    if base and not shared:
+        return f"no number in common: {', '.join(base)} and {', '.join(head)}"
+    for key in shared:
+        if not abs(base[key] - head[key]) <= WORK_TOLERANCE:
+            return f"{key} is {base[key]:.7g} and {head[key]:.7g}"
+    return ""
+
+
+def git(*words: str, **environment: str) -> str:
+    """A git command in this repository; its output, or the end of this program."""
+    done = subprocess.run(
+        ["git", *words],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def resolve(name: str, scratch: Path) -> str:
+    """The hash of a commit; the working tree becomes a commit that no branch has."""
+    if name != WORKING_TREE:
+        return git("rev-parse", "--verify", f"{name}^{{commit}}")
+    index = {"GIT_INDEX_FILE": str(scratch / "index")}
+    git("add", "--all", **index)
+    who = ("-c", "user.name=gate", "-c", "user.email=gate@localhost")
+    return git(*who, "commit-tree", git("write-tree", **index), "-p", "HEAD", "-m", WORKING_TREE)
+
+
+@contextmanager
+def checkout(commit: str, folder: Path) -> Iterator[Path]:
+    """A worktree of a commit with the gate's worker in it, whose packages are those imported."""
+    git("worktree", "add", "--detach", str(folder), commit)
+    try:
+        worker = Path(__file__).with_name("gate_worker.py")
+        shutil.copy(worker, folder / "benchmarks" / worker.name)
+        assert_isolated(folder)
+        yield folder
+    finally:
+        git("worktree", "remove", "--force", str(folder))
+
+
+def assert_isolated(root: Path) -> None:
+    """SystemExit if Python, started in a checkout, imports a package from elsewhere.
+
+    An editable installation puts another checkout on the path, which must come later.
+    """
+    packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
+    code = f"import {', '.join(packages)}\nfor m in ({', '.join(packages)},): print(m.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    files = [Path(line) for line in done.stdout.splitlines()]
+    if done.returncode or any(not file.is_relative_to(root) for file in files):
+        raise SystemExit(f"{root} imports {files}, not its own packages {packages}\n{done.stderr}")
+
+
+class Bench:
+    """Measures a checkout; inputs are made once, by the code of the base."""
+
+    def __init__(self, scratch: Path, base: Path, *, quick: bool) -> None:
+        self.scratch, self.base, self.quick = scratch, base, quick
+        self.rows: dict[str, Callable[[Path], Measured]] = {
+            "vs_torchrec": lambda root: self._steps(root, "unique", None),
+            "vs_torchrec_whole": lambda root: self._steps(root, "whole", None),
+            "vs_torchrec_link": lambda root: self._steps(root, "unique", LINK),
+            "demo": self._demo,
+            "loader": self._loader,
+            "prepare": self._prepare,
+            "explain": self._explain,
+            "start": self._start,
+        }
+
+    def measure(self, name: str, root: Path) -> Measured:
+        measured = self.rows[name](root)
+        numbers = ", ".join(f"{key} {value:.5g}" for key, value in measured.figures.items())
+        print(f"  {name} {root.name}: {numbers}", file=sys.stderr, flush=True)
+        return measured
+
+    def _steps(self, root: Path, layout: str, link: str | None) -> Measured:
+        words = ["--question", "steps", "--layout", layout, *(["--quick"] if self.quick else [])]
+        with tempfile.TemporaryDirectory(dir=self.scratch) as output:
+            words += ["--output", output]
+            start_ranks("benchmarks.gate_worker", 2, words, link=link, folder=root)
+            ranks = [json.loads(path.read_text()) for path in sorted(Path(output).iterdir())]
+        cpu = sum(rank["figures"]["step_cpu_ms"] for rank in ranks)
+        figures = {"step_ms": ranks[0]["figures"]["step_ms"], "step_cpu_ms": cpu}
+        return Measured(figures, ranks[0]["work"])
+
+    def _loader(self, root: Path) -> Measured:
+        rows = 100_000 if self.quick else 1_000_000
+        words = ["--question", "loader", *(["--quick"] if self.quick else [])]
+        words += ["--set", str(self._synth("loader", rows)), "--data-package", data_package(root)]
+        with tempfile.TemporaryDirectory(dir=self.scratch) as output:
+            _run(root, "-m", "benchmarks.gate_worker", *words, "--output", output)
+            return Measured(**json.loads((Path(output) / "0.json").read_text()))
+
+    def _demo(self, root: Path) -> Measured:
+        events, _, cost = self._train(root)
+        losses = {f"loss of step {e['step']}": e["loss"] for e in events if e["event"] == "step"}
+        return Measured({**cost, "samples_per_s": events[-1]["samples_per_s"]}, losses)
+
+    def _start(self, root: Path) -> Measured:
+        events, began, cost = self._train(root, "train.max_steps=2")
+        first = next(event["time"] for event in events if event["event"] == "step")
+        seconds = datetime.fromisoformat(first).timestamp() - began
+        return Measured({"first_step_s": seconds, "cpu_s": cost["cpu_s"]}, {})
+
+    def _train(
+        self, root: Path, *words: str
+    ) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
+        """Events of a run of the demo, the time of its launch, and what it cost."""
+        source = self._demo_set()
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            job = ("train_wdl.py", "--config", "configs/demo.yaml", f"run.dir={folder}/run")
+            began = time.time()
+            cost = _run(root, *launch, *job, f"data.path={source}", *words)
+            lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], began, cost
+
+    def _explain(self, root: Path) -> Measured:
+        words = ("--config", "configs/demo.yaml", "--world-size", "64")
+        source = f"data.path={self._demo_set()}"
+        return Measured(_run(root, "-m", "sbpflow", "explain", *words, source), {})
+
+    def _prepare(self, root: Path) -> Measured:
+        source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
+        size = len(source.read_bytes()) / 1e6  # also brings it into the page cache
+        os.sync()  # writes of the turn before must not count
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
+            cost = _run(root, "-m", data_package(root), "prepare", *words)
+        figures = {"mb_per_s": size / cost["wall_s"], "mb_per_cpu_s": size / cost["cpu_s"]}
+        return Measured(figures, {})
+
+    def _demo_set(self) -> Path:
+        return self._synth("demo", 40_000 if self.quick else 300_000)
+
+    def _synth(self, name: str, rows: int, *words: str) -> Path:
+        output = self.scratch / name
+        if not output.exists():
+            size = ("--rows", str(rows), "--vocab-scale", "0.002", "--output", str(output))
+            _run(self.base, "-m", data_package(self.base), "synth", *size, *words)
+        return output
+
+
+def data_package(root: Path) -> str:
+    """The package of the loader and its commands; commits have it in one of two places."""
+    return "data" if (root / "data" / "__init__.py").exists() else "sbpflow.data"
+
+
+def _run(root: Path, *words: str) -> dict[str, float]:
+    """Wall and CPU seconds of a Python command in a checkout with all processes it starts."""
+    command = [sys.executable, *words]
+    began = time.perf_counter()
+    with (
+        tempfile.TemporaryFile() as output,
+        subprocess.Popen(command, cwd=root, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        _, status, used = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if status:
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+            raise SystemExit(f"{root.name}: python {' '.join(words)}\n{text}")
+    return {"wall_s": wall, "cpu_s": used.ru_utime + used.ru_stime}
+
+
+def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) -> list[Verdict]:
+    """Every row in each round, both commits next to each other in alternating order."""
+    values: dict[tuple[str, str], dict[Path, list[float]]] = {}
+    for turn in range(rounds):
+        print(f"round {turn + 1} of {rounds}", file=sys.stderr)
+        order = (bench.base, head) if turn % 2 == 0 else (head, bench.base)
+        for name in names:
+            for root in order:
+                for figure, value in bench.measure(name, root).figures.items():
+                    both = values.setdefault((name, figure), {bench.base: [], head: []})
+                    both[root].append(value)
+    return [judge(*key, both[bench.base], both[head]) for key, both in values.items()]
+
+
+def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
+    """Where head does other work than base; also compiles, fills caches and makes inputs."""
+    print("warm-up", file=sys.stderr)
+    found: dict[str, str] = {}
+    for name in names:
+        base_work, head_work = (bench.measure(name, root).work for root in (bench.base, head))
+        if text := different_work(base_work, head_work):
+            found[name] = text
+    return found
+
+
+def _report(verdicts: Sequence[Verdict], different: Mapping[str, str]) -> None:
+    print(f"{'':18}{'':15}{'base':>11}{'head':>11}{'cost ratio':>12}   95 % interval")
+    for one in verdicts:
+        print(
+            f"{one.name:18}{one.figure:15}{one.base:11.5g}{one.head:11.5g}{one.cost_ratio:12.3f}   "
+            f"{one.low:.3f} to {one.high:.3f}   {one.verdict}"
+        )
+    for name, text in different.items():
+        print(f"{name}: the work differs: {text}")
+
+
+def _arguments() -> argparse.Namespace:
+    names = list(Bench(Path(), Path(), quick=False).rows)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", required=True, help="a commit")
+    parser.add_argument("--head", default=WORKING_TREE, help="a commit; the working tree if none")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the gate itself")
+    parser.add_argument("--output", help="also write benchmarks/results/OUTPUT.jsonl")
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: an interval takes 2 rounds or more")
+    if args.quick and args.output:
+        parser.error("--quick --output: tiny sizes are not recorded; leave one of them out")
+    return args
+
+
+def main() -> None:
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # worktrees go
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the Makefile has it
+    facts = provenance()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary).resolve()
+        os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
+        base, head = (resolve(name, scratch) for name in (args.base, args.head))
+        print(f"{facts['device']}, {facts['cores']} cores, Python {facts['python']}, ", end="")
+        print(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+        for side, name, commit in (("base", args.base, base), ("head", args.head, head)):
+            print(f"{side}: {name} ({commit[:12]}, {git('log', '-1', '--format=%s', commit)})")
+        with checkout(base, scratch / "base") as old, checkout(head, scratch / "head") as new:
+            bench = Bench(scratch, old, quick=args.quick)
+            different = compare_work(bench, new, args.only)
+            verdicts = measure_rounds(bench, new, args.only, args.rounds)
+            slower = {one.name for one in verdicts if one.verdict == SLOWER}
+            if suspects := [name for name in args.only if name in slower]:
+                print(f"again, for they were slower: {', '.join(suspects)}", file=sys.stderr)
+                again = measure_rounds(bench, new, suspects, args.rounds)
+                verdicts = confirmed(verdicts, again)
+    _report(verdicts, different)
+    if args.output:
+        results, load = Results(args.output), round(os.getloadavg()[0], 1)
+        for one in verdicts:
+            work = different.get(one.name, "")
+            commits = {"base_commit": base, "head_commit": head}
+            sizes = {"rounds": args.rounds, "load": load, "different_work": work}
+            results.add(benchmark="gate", **one._asdict(), **commits, **sizes)
+    sys.exit(1 if different or any(one.verdict == SLOWER for one in verdicts) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What the speed gate measures in one process: training steps of a rank, or a loader.
+
+``benchmarks.gate`` copies this file into each checkout and runs it there, so that both commits are
+measured by the same code. It must run with the modules of old and new commits, so it uses few of
+them and imports them where it needs them.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+SEED = 11
+LOSS_STEPS = 10  # compared, and the warm-up
+
+
+def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Wall and CPU ms per step of this rank in the model of ``vs_torchrec``, and first losses."""
+    import torch
+
+    from benchmarks.click_model import SHAPES, make_batches
+    from benchmarks.click_trainer import ClickTrainer
+    from sbpflow import World
+
+    torch.set_num_threads(1)
+    shape, steps, turns = SHAPES["usual"], 30, 5
+    if args.quick:
+        shape = replace(shape, table_rows=20_000, rows_per_rank=1024, num_batches=4)
+        steps, turns = 10, 2
+    # The keyword of the precision of exchanges has two names, by commit.
+    known = inspect.signature(ClickTrainer).parameters
+    precision: dict[str, Any] = {"wire" if "wire" in known else "comm_dtype": "float32"}
+    with World.start("cpu") as world:
+        batches = make_batches(shape, world.rank, world.size)
+        trainer = ClickTrainer(shape, batches, world, seed=SEED, layout=args.layout, **precision)
+        losses = trainer.pipelined(LOSS_STEPS)
+
+        def one_turn() -> None:
+            trainer.pipelined(steps)
+            world.barrier()
+
+        world.barrier()
+        wall, cpu = in_turns(one_turn, turns)
+    return {
+        "figures": {"step_ms": 1e3 * wall / steps, "step_cpu_ms": 1e3 * cpu / steps},
+        "work": {f"loss of step {step}": loss for step, loss in enumerate(losses, 1)},
+    }
+
+
+def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Rows of a shuffled set per second and per CPU second, read into torch tensors."""
+    package = importlib.import_module(args.data_package)
+    manifest = package.load_manifest(Path(args.set))
+    reader = package.open_loader(manifest, batch_size=16_384, shuffle="rows", tail="drop")
+    epoch, rows, clicks = -1, 0, 0.0
+
+    def one_epoch() -> None:
+        nonlocal epoch, rows, clicks
+        epoch, rows, clicks = epoch + 1, 0, 0.0
+        for batch in reader.epoch(epoch):
+            rows += len(batch.labels)
+            clicks += float(batch.labels.sum())
+
+    one_epoch()  # the warm-up
+    work = {"rows": float(rows), "clicks": clicks}
+    wall, cpu = in_turns(one_epoch, 2 if args.quick else 10)
+    return {"figures": {"rows_per_s": rows / wall, "rows_per_cpu_s": rows / cpu}, "work": work}
+
+
+def in_turns(call: Callable[[], object], turns: int) -> tuple[float, float]:
+    """Medians of seconds by the clock and of CPU seconds of this process."""
+    wall: list[float] = []
+    cpu: list[float] = []
+    for _ in range(turns):
+        began, busy = time.perf_counter(), time.process_time()
+        call()
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - busy)
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--question", choices=("steps", "loader"), required=True)
+    parser.add_argument("--output", required=True, help="folder of a JSON file per rank")
+    parser.add_argument("--layout", help="of all tables: unique or whole")
+    parser.add_argument("--set", help="prepared set of the loader")
+    parser.add_argument("--data-package", help="data, or where the checkout has it")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    measured = measure_steps(args) if args.question == "steps" else measure_loader(args)
+    rank = os.environ.get("RANK", "0")
+    (Path(args.output) / f"{rank}.json").write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()

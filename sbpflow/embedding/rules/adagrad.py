@@ -1,0 +1,32 @@
+"""Adagrad: J. Duchi et al., 2011, with ``eps`` outside the root as in FBGEMM and torch."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
+from sbpflow.runtime.ranges import NonNegative, Rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adagrad(SparseOptimizer):
+    """``sum`` holds the squares of all gradients so far, from ``initial_accumulator``."""
+
+    name: Literal["adagrad"] = "adagrad"
+    eps: Rate = 1e-8
+    initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+
+    state: ClassVar = {"sum": "element"}
+    kernels: ClassVar = {
+        "numba": "sbpflow.embedding.storage.numba_rules:adagrad",
+        "fbgemm": "sbpflow.embedding.storage.fbgemm_rules:adagrad",
+        "triton": "sbpflow.embedding.storage.triton_rules:adagrad",
+    }
+
+    def initial_state(self, name: str) -> float:
+        return self.initial_accumulator
+
+    def step(self, block: RowBlock) -> None:
+        total = block.take("sum").addcmul_(block.grads, block.grads)
+        block.put("sum", total)
+        block.subtract_quotient(block.grads, total.sqrt_().add_(self.eps))

@@ -1,0 +1,47 @@
+"""FTRL-Proximal per coordinate: McMahan et al., KDD 2013, algorithm 1."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
+from sbpflow.runtime.ranges import NonNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ftrl(SparseOptimizer):
+    """FTRL-Proximal, for sparse weights: ``l1`` sets small ones to 0, ``l2`` shrinks all.
+
+    A row keeps its starting values until it is touched, as in TensorFlow's Ftrl.
+    """
+
+    name: Literal["ftrl"] = "ftrl"
+    beta: NonNegative = 1.0
+    l1: NonNegative = 0.0
+    l2: NonNegative = 0.0
+    initial_accumulator: NonNegative = 0.0
+
+    state: ClassVar = {"sum": "element", "linear": "element"}
+    kernels: ClassVar = {
+        "numba": "sbpflow.embedding.storage.numba_rules:ftrl",
+        "triton": "sbpflow.embedding.storage.triton_rules:ftrl",
+    }
+    # ``linear`` is such a sum, and a weight follows from it.
+    one_rate: ClassVar = "keeps sums of steps at one rate"
+
+    def initial_state(self, name: str) -> float:
+        return self.initial_accumulator if name == "sum" else 0.0
+
+    def step(self, block: RowBlock) -> None:
+        old = block.take("sum")
+        total = old.addcmul(block.grads, block.grads)
+        block.put("sum", total)
+        root = total.sqrt_()
+        linear = block.take("linear").add_(block.grads)
+        linear.addcmul_((root - old.sqrt_()).div_(self.lr), block.weights, value=-1.0)
+        block.put("linear", linear)
+        beyond = linear - linear.clamp(-self.l1, self.l1)
+        curvature = root.add_(self.beta).div_(self.lr).add_(self.l2)
+        # Nothing seen yet and no l1 leaves 0 / 0: such a coordinate stays at 0.
+        block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))

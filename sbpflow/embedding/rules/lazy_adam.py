@@ -1,0 +1,41 @@
+"""Adam over the rows of a batch only, as TensorFlow's LazyAdam and torch's SparseAdam."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer, StepNumbers
+from sbpflow.runtime.ranges import Beta, NonNegative, Rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LazyAdam(SparseOptimizer):
+    """Adam over the rows of a batch only; the others keep value and state."""
+
+    name: Literal["lazy_adam"] = "lazy_adam"
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: NonNegative = 0.0
+
+    state: ClassVar = {"exp_avg": "element", "exp_avg_sq": "element"}
+    kernels: ClassVar = {
+        "numba": "sbpflow.embedding.storage.numba_rules:lazy_adam",
+        "triton": "sbpflow.embedding.storage.triton_rules:lazy_adam",
+    }
+
+    def numbers(self, lr: float, step: int) -> StepNumbers:
+        """Bias is corrected by the job's count of steps: the mean's in the rate."""
+        beta1, beta2 = self.betas
+        rate, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
+        return StepNumbers(rate, 1.0 - lr * self.weight_decay, step, correction)
+
+    def step(self, block: RowBlock) -> None:
+        beta1, beta2 = self.betas
+        mean = block.take("exp_avg").lerp_(block.grads, 1.0 - beta1)
+        block.put("exp_avg", mean)
+        square = block.take("exp_avg_sq").mul_(beta2)
+        square.addcmul_(block.grads, block.grads, value=1.0 - beta2)
+        block.put("exp_avg_sq", square)
+        denominator = square.sqrt_().div_(block.numbers.correction).add_(self.eps)
+        block.subtract_quotient(mean, denominator)

@@ -1,0 +1,108 @@
+"""Which sparse optimizers there are; a user's own needs no entry, only its module imported."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from importlib import import_module
+from inspect import isabstract
+from typing import Any, TypeGuard
+
+from sbpflow.embedding.rules.adagrad import Adagrad
+from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
+from sbpflow.embedding.rules.ftrl import Ftrl
+from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
+from sbpflow.embedding.rules.sgd import Sgd
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.runtime.own_class import import_own_class
+
+RULES: dict[str, type[SparseOptimizer]] = {
+    str(kind.__dataclass_fields__["name"].default): kind
+    for kind in (Sgd, Adagrad, RowwiseAdagrad, LazyAdam, Ftrl)
+}
+
+
+def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
+    """The classes by name, and that of ``package.module:Class`` if its module is imported."""
+    if not isinstance(name, str) or ":" not in name:
+        return RULES
+    module, _, own = name.partition(":")
+    kind: object = getattr(sys.modules.get(module), own, None)
+    return {**RULES, name: kind} if _is_rule(kind) else RULES
+
+
+def import_rule(key: str, name: str) -> None:
+    """Import the class of a user's own that ``key`` names; ConfigError if it is not a rule's."""
+    kind = import_own_class(key, name, "my_package.my_module:MyOptimizer")
+    if not _is_rule(kind):
+        raise ConfigError(
+            f"{key}: {name} is not a sparse optimizer; it must be a frozen dataclass derived from "
+            "sbpflow.SparseOptimizer with a name and a method step(block), as docs/embeddings.md "
+            "shows"
+        )
+
+
+def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
+    if not (isinstance(kind, type) and issubclass(kind, SparseOptimizer)) or isabstract(kind):
+        return False
+    own_fields = vars(kind).get("__dataclass_fields__", {})  # none of a plain subclass
+    return "name" in own_fields and isinstance(own_fields["name"].default, str)
+
+
+def rule_class(name: str) -> type[SparseOptimizer]:
+    """The class of a name; ConfigError with near matches if there is none."""
+    kinds = known_rules(name)
+    if name not in kinds and ":" in name:
+        raise ConfigError(
+            f"sparse optimizer {name!r}: no such class is imported here; import its module first"
+        )
+    if name not in kinds:
+        near = get_close_matches(name, kinds, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"sparse optimizer {name!r}; use {', '.join(kinds)}{hint}")
+    return kinds[name]
+
+
+def sparse_optimizer(name: str, **constants: object) -> SparseOptimizer:
+    """The optimizer of that name: ``sparse_optimizer("adagrad", lr=0.1)``.
+
+    ``name`` may be ``package.module:Class``, once its module is imported. Raises ConfigError for a
+    name or a constant that there is not, or one out of its range.
+    """
+    kind = rule_class(name)
+    _check_constants(name, kind, constants)
+    given: dict[str, Any] = {"name": name, **constants}
+    return kind(**given)
+
+
+def with_constants(optimizer: SparseOptimizer, constants: Mapping[str, object]) -> SparseOptimizer:
+    """``optimizer`` with some of its constants changed; ConfigError as ``sparse_optimizer``."""
+    _check_constants(optimizer.name, type(optimizer), constants)
+    changes: Mapping[str, Any] = constants
+    return replace(optimizer, **changes)
+
+
+def _check_constants(
+    name: str, kind: type[SparseOptimizer], constants: Mapping[str, object]
+) -> None:
+    known = [field.name for field in fields(kind) if field.name != "name"]
+    if unknown := [key for key in constants if key not in known]:
+        raise ConfigError(
+            f"sparse optimizer {name}: has no {', '.join(unknown)}; use {', '.join(known)}"
+        )
+
+
+def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:
+    """What a kernel calls for an optimizer; SbpError if it has nothing."""
+    place = optimizer.kernels.get(kernel)
+    if place is None:
+        raise SbpError(f"kernel {kernel} has no rule {optimizer.name}; use parallel.kernel: torch")
+    module, _, name = place.partition(":")
+    function = getattr(import_module(module), name, None)
+    if not callable(function):
+        raise SbpError(
+            f"sparse optimizer {optimizer.name}: kernels names {place!r} for {kernel}, and there "
+            "is no such function; write package.module:function"
+        )
+    return function

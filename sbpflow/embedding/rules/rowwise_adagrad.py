@@ -1,0 +1,41 @@
+"""Adagrad with one number per row, the mean of squares over the table's full width."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
+from sbpflow.runtime.ranges import NonNegative, Rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowwiseAdagrad(SparseOptimizer):
+    """One state number per row; ``row_state: per_shard`` keeps one per row and column shard.
+
+    That is what TorchRec does: nothing is added up over ranks, and results depend on the layout.
+    """
+
+    name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
+    eps: Rate = 1e-8
+    initial_accumulator: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+    row_state: Literal["logical", "per_shard"] = "logical"
+
+    state: ClassVar = {"sum": "row"}
+    kernels: ClassVar = {
+        "numba": "sbpflow.embedding.storage.numba_rules:rowwise_adagrad",
+        "fbgemm": "sbpflow.embedding.storage.fbgemm_rules:rowwise_adagrad",
+        "triton": "sbpflow.embedding.storage.triton_rules:rowwise_adagrad",
+    }
+
+    @property
+    def shares_row_state(self) -> bool:
+        return self.row_state == "logical"
+
+    def initial_state(self, name: str) -> float:
+        return self.initial_accumulator
+
+    def step(self, block: RowBlock) -> None:
+        total = block.take("sum").add_(block.mean_squares)
+        block.put("sum", total)
+        scale = total.sqrt_().add_(self.eps).reciprocal_().mul_(-block.numbers.rate)
+        block.weights.addcmul_(block.grads, scale.unsqueeze(1))

@@ -1,0 +1,24 @@
+"""Stochastic gradient descent: no state."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
+from sbpflow.runtime.ranges import NonNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sgd(SparseOptimizer):
+    """``weight_decay``, here and elsewhere, shrinks touched rows by lr * weight_decay a step."""
+
+    name: Literal["sgd"] = "sgd"
+    weight_decay: NonNegative = 0.0
+
+    kernels: ClassVar = {
+        "numba": "sbpflow.embedding.storage.numba_rules:sgd",
+        "fbgemm": "sbpflow.embedding.storage.fbgemm_rules:sgd",
+        "triton": "sbpflow.embedding.storage.triton_rules:sgd",
+    }
+
+    def step(self, block: RowBlock) -> None:
+        block.subtract(block.grads)

@@ -1,0 +1,186 @@
+"""The sparse optimizers as loops that numba compiles: a function each, called for every step.
+
+They mean what ``SparseOptimizer.step`` does, weight decay included; ``compiled`` says how far the
+bits are equal. In the loops ``weights[at[j]]`` and the states of ``rows[j]`` take a step from
+``grads[j]``, ``keep`` is what weight decay leaves, and numbers are of the type of the arrays.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from sbpflow.embedding.rules.adagrad import Adagrad
+from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
+from sbpflow.embedding.rules.ftrl import Ftrl
+from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
+from sbpflow.embedding.storage.compiled import fma
+from sbpflow.runtime.compiled import Array, compiled
+
+
+class RowArrays(NamedTuple):
+    """What one step works on; each row once."""
+
+    weights: Array  # [.., width]
+    at: Array  # [touched] int: where in ``weights`` a row is
+    rows: Array  # [touched] int: where in the states
+    grads: Array  # [touched, width]
+    state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
+    squares: Array  # [touched] as ``RowBlock.mean_squares``, [0] of those without state by row
+    numbers: StepNumbers  # of the host
+    number: Callable[[float | Tensor], float]  # makes one of the type of the arrays
+
+
+@compiled
+def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
+    for j in range(at.size):
+        a = at[j]
+        for k in range(grads.shape[1]):
+            weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
+
+
+def sgd(optimizer: SparseOptimizer, to: RowArrays) -> None:
+    del optimizer
+    _step_sgd(to.weights, to.at, to.grads, to.number(to.numbers.rate), to.number(to.numbers.decay))
+
+
+@compiled
+def _step_adagrad(
+    weights: Array,
+    at: Array,
+    total: Array,
+    rows: Array,
+    grads: Array,
+    lr: float,
+    eps: float,
+    keep: float,
+) -> None:
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        for k in range(grads.shape[1]):
+            state = fma(grads[j, k], grads[j, k], total[r, k])
+            total[r, k] = state
+            move = (-lr * grads[j, k]) / (np.sqrt(state) + eps)
+            weights[a, k] = weights[a, k] * keep + move
+
+
+def adagrad(optimizer: Adagrad, to: RowArrays) -> None:
+    (total,), number = to.state, to.number
+    constants = number(to.numbers.rate), number(optimizer.eps), number(to.numbers.decay)
+    _step_adagrad(to.weights, to.at, total, to.rows, to.grads, *constants)
+
+
+@compiled
+def _step_rowwise_adagrad(
+    weights: Array,
+    at: Array,
+    total: Array,
+    rows: Array,
+    grads: Array,
+    squares: Array,
+    lr: float,
+    eps: float,
+    keep: float,
+) -> None:
+    one = lr / lr
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        state = total[r] + squares[j]
+        total[r] = state
+        scale = (one / (np.sqrt(state) + eps)) * -lr
+        for k in range(grads.shape[1]):
+            weights[a, k] = fma(grads[j, k], scale, weights[a, k] * keep)
+
+
+def rowwise_adagrad(optimizer: RowwiseAdagrad, to: RowArrays) -> None:
+    (total,), number = to.state, to.number
+    constants = number(to.numbers.rate), number(optimizer.eps), number(to.numbers.decay)
+    _step_rowwise_adagrad(to.weights, to.at, total, to.rows, to.grads, to.squares, *constants)
+
+
+@compiled
+def _step_lazy_adam(
+    weights: Array,
+    at: Array,
+    mean: Array,
+    square: Array,
+    rows: Array,
+    grads: Array,
+    move: float,
+    eps: float,
+    keep: float,
+    take: float,
+    beta2: float,
+    give2: float,
+    correction: float,
+) -> None:
+    """``take`` is 1 - beta1, ``give2`` 1 - beta2, ``move`` -lr over the mean's correction."""
+    half, one = take / (take + take), take / take
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        for k in range(grads.shape[1]):
+            g, m = grads[j, k], mean[r, k]
+            if take < half:  # as torch.lerp, exact at both ends
+                m = fma(take, g - m, m)
+            else:
+                m = fma(-(g - m), one - take, g)
+            mean[r, k] = m
+            v = fma(give2 * g, g, square[r, k] * beta2)
+            square[r, k] = v
+            denominator = np.sqrt(v) / correction + eps
+            weights[a, k] = weights[a, k] * keep + (move * m) / denominator
+
+
+def lazy_adam(optimizer: LazyAdam, to: RowArrays) -> None:
+    (mean, square), number = to.state, to.number
+    beta1, beta2 = optimizer.betas
+    _step_lazy_adam(
+        to.weights,
+        to.at,
+        mean,
+        square,
+        to.rows,
+        to.grads,
+        number(-to.numbers.rate),
+        number(optimizer.eps),
+        number(to.numbers.decay),
+        number(1.0 - beta1),
+        number(beta2),
+        number(1.0 - beta2),
+        number((1.0 - beta2**to.numbers.step) ** 0.5),
+    )
+
+
+@compiled
+def _step_ftrl(
+    weights: Array,
+    at: Array,
+    total: Array,
+    linear: Array,
+    rows: Array,
+    grads: Array,
+    rate: float,
+    beta: float,
+    l1: float,
+    l2: float,
+) -> None:
+    for j in range(at.size):
+        a, r = at[j], rows[j]
+        for k in range(grads.shape[1]):
+            g, before, w = grads[j, k], total[r, k], weights[a, k]
+            state = fma(g, g, before)
+            total[r, k] = state
+            root = np.sqrt(state)
+            z = fma(-((root - np.sqrt(before)) / rate), w, linear[r, k] + g)
+            linear[r, k] = z
+            beyond = z - min(max(z, -l1), l1)
+            curvature = (root + beta) / rate + l2
+            weights[a, k] = -beyond / curvature if beyond != 0 else l1 - l1
+
+
+def ftrl(optimizer: Ftrl, to: RowArrays) -> None:
+    (total, linear), number = to.state, to.number
+    constants = map(number, (optimizer.lr, optimizer.beta, optimizer.l1, optimizer.l2))
+    _step_ftrl(to.weights, to.at, total, linear, to.rows, to.grads, *constants)

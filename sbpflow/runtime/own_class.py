@@ -1,0 +1,30 @@
+"""Classes of the user's own, which a configuration names as ``package.module:Class``."""
+
+import difflib
+from importlib import import_module
+
+from sbpflow.errors import ConfigError
+
+
+def import_own_class(key: str, name: str, example: str) -> type:
+    """The class that ``package.module:Class`` names; ConfigError, for ``key``, if there is none."""
+    module_name, _, class_name = name.partition(":")
+    example = f"for example {key}={example}"
+    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+        raise ConfigError(f"{key}: {name!r} is not package.module:Class; {example}")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports is missing
+        raise ConfigError(
+            f"{key}: {name}: there is no module {error.name}; put its folder on PYTHONPATH, "
+            f"such as PYTHONPATH=. for the folder you are in; {example}"
+        ) from error
+    kind = getattr(module, class_name, None)
+    if kind is None:
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(class_name, classes, 3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"{key}: {module_name} has no {class_name!r}{hint}")
+    return kind

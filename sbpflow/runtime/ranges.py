@@ -1,0 +1,51 @@
+"""What a number of a configuration may be, as an annotation of its field."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number, for ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = [(">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below)]
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in parts if bound is not None)
+
+
+Rate = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(low=0)]
+Beta = Annotated[float, Range(low=0, below=1)]
+
+
+def broken_rule(value: Any, kind: Any) -> str | None:
+    """What the annotation ``kind`` asks for, if ``value`` is something else.
+
+    Knows marked numbers, tuples of them and ``Literal``; any other kind passes.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bounds = [mark for mark in args[1:] if isinstance(mark, Range)]
+        passes = math.isfinite(value) and all(bound.holds(value) for bound in bounds)
+        return None if passes else " ".join(["a finite number", *map(str, bounds)])
+    if origin is tuple:
+        broken = len(value) != len(args) or any(map(broken_rule, value, args))
+        texts = ", ".join(str(mark) for mark in get_args(args[0])[1:])
+        return f"{len(args)} numbers, each {texts}" if broken else None
+    if origin is Literal:
+        return None if value in args else f"one of {', '.join(map(str, args))}"
+    return None

@@ -1,0 +1,200 @@
+"""Compiled code is loaded from a cache only if no other user could have written it."""
+
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from sbpflow.runtime.cache_dir import code_cache, make_private
+from sbpflow.runtime.compiler import keep_compiled_privately
+
+ROOT = Path(__file__).resolve().parents[2]
+STRANGER = 12345
+PROGRAM = """
+import numpy as np
+from sbpflow.runtime.compiled import compiled
+
+
+@compiled
+def doubled(x):
+    return 2 * x
+
+
+@compiled
+def tripled(x):
+    return 3 * x
+
+
+print(doubled(21), tripled(14))
+"""
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+class Plant:
+    """A pickle that makes a folder when it is loaded, as an attacker's would run a command."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that runs the program of two compiled functions, and gives what it printed."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def run() -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        )
+        return done.stdout, done.stderr
+
+    return run
+
+
+def planted(folder: Path, mark: Path) -> None:
+    indexes = list(folder.rglob("*.nbi"))
+    assert indexes, "numba has kept nothing"
+    for index in indexes:
+        index.write_bytes(pickle.dumps(Plant(mark)))
+
+
+def test_what_numba_kept_is_loaded_from_a_folder_of_this_user_alone(run, tmp_path):
+    """The plant works where this user has made it: the tests below do not pass for nothing."""
+    assert run() == ("42 42\n", "")
+    folder = tmp_path / "cache" / "sbpflow" / "numba"
+    modes = [stat.S_IMODE(one.stat().st_mode) for one in (folder, *list(folder.parents)[:2])]
+    assert modes == [0o700] * 3
+    planted(folder, tmp_path / "mark")
+    with pytest.raises(subprocess.CalledProcessError):
+        run()  # the first index makes the mark, the second cannot
+    assert (tmp_path / "mark").is_dir()
+
+
+@pytest.mark.parametrize("how", [pytest.param("owner", marks=root_only), "mode"])
+def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
+    run()
+    folder = tmp_path / "cache" / "sbpflow" / "numba"
+    planted(folder, tmp_path / "mark")
+    if how == "owner":
+        os.chown(folder, STRANGER, STRANGER)
+    else:
+        folder.chmod(0o777)
+    printed, warned = run()
+    assert printed == "42 42\n"
+    assert not (tmp_path / "mark").exists()
+    assert warned.count(f"compiled code is not kept in {folder}") == 1
+    assert (f"belongs to user {STRANGER}" if how == "owner" else "(mode 0777)") in warned
+    assert "set XDG_CACHE_HOME to a folder of your own" in warned
+    assert len(warned.splitlines()) == 1
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The cache of this user, with a folder and a file inside."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "sbpflow" / "numba"
+    make_private(folder / "module")
+    (folder / "module" / "file").touch(mode=0o600)
+    return folder
+
+
+def test_a_folder_of_this_user_is_taken(folder):
+    (folder / "module" / "file").chmod(0o664)  # as a umask of 002 makes it: nobody comes there
+    folder.parent.parent.chmod(0o1777)  # as /tmp
+    assert code_cache("numba") == folder
+
+
+@pytest.mark.parametrize(
+    ("which", "mode", "said"),
+    [
+        ("", 0o770, "numba may be written by others (mode 0770)"),
+        ("", 0o702, "numba may be written by others (mode 0702)"),
+        ("..", 0o777, "sbpflow may be written by others (mode 0777)"),
+        ("module", 0o775, "module may be written by others (mode 0775)"),
+        ("module/file", 0o666, "file may be written by others (mode 0666)"),
+    ],
+)
+def test_what_others_may_write_to_is_refused(folder, caplog, which, mode, said):
+    folder.chmod(0o755)
+    (folder / which).chmod(mode)
+    assert code_cache("numba") is None
+    assert code_cache("numba") is None
+    (message,) = caplog.messages
+    assert said in message
+
+
+@root_only
+@pytest.mark.parametrize("which", ["", "..", "module", "module/file"])
+def test_what_belongs_to_another_user_is_refused(folder, caplog, which):
+    os.chown(folder / which, STRANGER, STRANGER)
+    assert code_cache("numba") is None
+    (message,) = caplog.messages
+    assert f"belongs to user {STRANGER}, you are user 0" in message
+
+
+def test_a_link_is_followed_before_the_check(folder, tmp_path):
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert code_cache("numba") == tmp_path / "elsewhere"
+    (tmp_path / "elsewhere").chmod(0o777)
+    folder.unlink()
+    folder.parent.rename(tmp_path / "other")
+    folder.parent.symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "code").symlink_to(tmp_path / "elsewhere")
+    assert code_cache("code") is None
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert code_cache("numba") is None
+    (message,) = caplog.messages
+    assert str(tmp_path / "file") in message
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_torch_compile_keeps_its_code_in_the_users_cache(folder, monkeypatch, by_torch):
+    """Its own default is a folder of a known name in the shared temporary one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
+    if by_torch:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    else:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_privately()
+    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert kept == folder.parent / "inductor"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "given")
+    keep_compiled_privately()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "given"
+
+
+def test_torch_compile_gets_a_fresh_folder_where_the_cache_is_not_this_users_alone(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (folder.parent / "inductor").mkdir()
+    (folder.parent / "inductor").chmod(0o777)
+    keep_compiled_privately()
+    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.parent not in kept.parents
+    assert (kept.stat().st_uid, stat.S_IMODE(kept.stat().st_mode)) == (os.geteuid(), 0o700)
+    assert not list(kept.iterdir())

@@ -1,0 +1,155 @@
+"""Where ranks listen: on the interface in use, and on none but loopback where all are here."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sbpflow.runtime import store as module
+from sbpflow.runtime.store import open_store
+from tests.launch.test_by_hand import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+LOOPBACK = "0100007F"  # 127.0.0.1 as the kernel lists it
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+
+def main():
+    import torch.distributed as dist
+    from sbpflow.runtime.world import World
+    from tests.launch.test_listens import listening
+
+    world = World.start("cpu", timeout_s=60)
+    world.group(range(world.size), "late")  # through the store that rank 0 serves
+    world.barrier()
+    found = f"{os.environ.get('GLOO_SOCKET_IFNAME')} {' '.join(listening(os.getpid()))}"
+    Path(sys.argv[1], str(world.rank)).write_text(found)
+    world.barrier()
+    world.close()
+
+if os.environ.get("WRAPPED"):
+    from sbpflow.runtime.launch import run_main
+    run_main(main)
+main()
+"""
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses at which a process listens, in the kernel's hexadecimal."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    mine = {link for link in links if link.startswith("socket:")}
+    rows = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+
+
+def started(command: Sequence[str], folder: Path, **env: object) -> subprocess.Popen[str]:
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+    clean = {key: value for key, value in os.environ.items() if key not in drop}
+    given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    return subprocess.Popen(
+        [*command, str(program), str(folder)],
+        env=clean | given | {name: str(value) for name, value in env.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def found_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[list[str]]:
+    """Of each rank: gloo's interface, then where it listens."""
+    said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert not any(process.returncode for process in processes), said
+    assert not any("listens on all interfaces" in text for text in said), said
+    return [(folder / str(rank)).read_text().split() for rank in range(2)]
+
+
+@pytest.mark.parametrize("wrapped", ["", "1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_ranks_started_by_hand_on_one_machine_listen_on_loopback(tmp_path, host, wrapped):
+    port = free_port()
+    env = {"WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port, "WRAPPED": wrapped}
+    ranks = [started([sys.executable], tmp_path, RANK=rank, **env) for rank in range(2)]
+    first, second = found_by(ranks, tmp_path)
+    assert f"{LOOPBACK}:{port:04X}" in first
+    for interface, *addresses in (first, second):
+        assert interface == "lo"
+        assert addresses, "gloo listens"
+        assert {one.partition(":")[0] for one in addresses} == {LOOPBACK}
+
+
+def test_ranks_of_torchrun_on_one_machine_listen_on_loopback(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = started([*command, "--nproc-per-node", "2"], tmp_path)
+    for interface, *addresses in found_by([process], tmp_path):
+        assert interface == "lo"
+        assert {one.partition(":")[0] for one in addresses} == {LOOPBACK}
+
+
+def resolve(monkeypatch, *addresses: str) -> None:
+    def found(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", found)
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "why"),
+    [
+        ("own-name", ["127.0.1.1"], "it is not one address to all machines"),  # as on Debian
+        ("two-cards", ["10.0.0.1", "10.1.0.1"], "it is not one address to all machines"),
+        ("service", ["192.0.2.7"], r"192\.0\.2\.7 is not an address of this machine"),
+    ],
+)
+def test_a_store_that_listens_on_all_interfaces_says_so_and_why(
+    monkeypatch, caplog, name, addresses, why
+):
+    """As before where one address could be the wrong one; connecting is by the name."""
+    resolve(monkeypatch, *addresses)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", name)
+    port = free_port()
+    listener = module._listener(name, module._address_of(name, port), port)
+    assert listener is None
+    (message,) = caplog.messages
+    said = f"MASTER_ADDR={name}: rank 0 listens on all interfaces at port {port}, for {why}"
+    assert re.match(said, message)
+    assert message.endswith("see SECURITY.md")
+
+
+def test_a_name_of_this_machine_is_loopback_where_all_ranks_are_here(monkeypatch):
+    resolve(monkeypatch, "::1", "127.0.1.1")
+    monkeypatch.setenv("MASTER_ADDR", "own-name")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert module._address_of("own-name", 1) == "127.0.1.1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert module._address_of("own-name", 1) == ""
+
+
+def test_a_process_that_opens_its_store_twice_has_one(monkeypatch, caplog):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one = open_store(True)
+    other = open_store(True)
+    one.set("key", "value")
+    assert other.get("key") == "value"
+    assert [at for at in listening(os.getpid()) if at.endswith(f":{port:04X}")] == [
+        f"{LOOPBACK}:{port:04X}"
+    ]
+    assert not caplog.messages

@@ -1,0 +1,125 @@
+"""Branches over the values of a Literal end in an error, not in the case that was left over.
+
+Of a chain ``if x == "a": .. elif x == "b": .. else: ..``, or of ifs one after the other that leave
+the block: a value that is added later must not run as another one. Two branches or more make a
+chain; one branch and an else are as often "this, or anything else".
+"""
+
+import ast
+
+import pytest
+
+from tests.repo.test_tree import PYTHON, name
+
+PACKAGES = ("sbpflow", "models", "data", "planner")
+OURS = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
+
+
+def _texts(node: ast.expr) -> set[str] | None:
+    """The texts that a value is compared with, if all of them are constants."""
+    values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    texts = {one.value for one in values if isinstance(one, ast.Constant)}
+    return texts if len(texts) == len(values) and all(isinstance(t, str) for t in texts) else None
+
+
+def literals(tree: ast.AST) -> list[frozenset[str]]:
+    """Every ``Literal[...]`` of texts in a module."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            if texts := _texts(node.slice):
+                found.append(frozenset(texts))
+    return found
+
+
+def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
+    """What ``x == "a"`` or ``x in ("a", "b")`` compares, and with which texts."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.In):
+        return None
+    texts = _texts(test.comparators[0])
+    return None if texts is None or len(test.ops) > 1 else (ast.unparse(test.left), texts)
+
+
+def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] | None:
+    """The chain that a block begins with: what it is over, its texts, its branches, and what runs
+    for any other value. None where a branch goes on behind the chain.
+    """
+    subject, texts, branches = "", set(), 0
+    while block and isinstance(first := block[0], ast.If):
+        compared = _compared(first.test)
+        if compared is None or compared[0] != (subject or compared[0]):
+            break
+        subject, branches = compared[0], branches + 1
+        texts |= compared[1]
+        leaves = isinstance(first.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+        if not first.orelse and not leaves:
+            return None
+        block = first.orelse or block[1:]
+    return subject, texts, branches, block
+
+
+def open_chains(tree: ast.AST, closed: list[frozenset[str]]) -> list[tuple[int, str]]:
+    """Line and subject of chains over a closed set that do not raise for any other value."""
+    found, seen = [], set()
+    for node in ast.walk(tree):
+        for field in ("body", "orelse"):
+            block = getattr(node, field, None)
+            for at in range(len(block) if isinstance(block, list) else 0):
+                if block[at] in seen or (chain := _chain(block[at:])) is None:
+                    continue
+                seen |= {*block[at : at + chain[2]], *_elifs(block[at])}
+                subject, texts, branches, rest = chain
+                in_set = any(texts <= values for values in closed)
+                if branches > 1 and in_set and not (rest and isinstance(rest[0], ast.Raise)):
+                    found.append((block[at].lineno, subject))
+    return found
+
+
+def _elifs(node: ast.stmt) -> list[ast.stmt]:
+    found = []
+    while isinstance(node, ast.If) and len(node.orelse) == 1:
+        found.append(node := node.orelse[0])
+    return found
+
+
+def _all_literals() -> list[frozenset[str]]:
+    return [one for path in OURS for one in literals(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def test_branches_over_a_literal_raise_for_what_they_do_not_know():
+    closed = _all_literals()
+    assert frozenset({"auc", "gauc", "logloss", "normalised_entropy"}) in closed
+    wrong = [
+        f"{name(path)}:{line}: other values of {subject} run as one of its cases"
+        for path in OURS
+        for line, subject in open_chains(ast.parse(path.read_text(encoding="utf-8")), closed)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+CHAIN = """
+def f(x):
+    if x == "a":
+        y = 1
+    elif x == "b":
+        y = 2
+    else:
+        {other}
+    return y
+"""
+RETURNS = """
+def f(x):
+    if x.name == "a":
+        return 1
+    if x.name in ("b", "c"):
+        return 2
+    {other}
+"""
+
+
+@pytest.mark.parametrize("code", [CHAIN, RETURNS])
+@pytest.mark.parametrize(("other", "count"), [("y = 3", 1), ("raise ValueError(x)", 0)])
+def test_the_search_would_notice(code, other, count):
+    closed = [frozenset("abcd")]
+    assert len(open_chains(ast.parse(code.format(other=other)), closed)) == count
+    assert not open_chains(ast.parse(code.format(other=other)), [frozenset("ax")])

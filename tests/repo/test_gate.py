@@ -1,0 +1,119 @@
+"""The speed gate: its verdicts, and that each commit is measured with its own code."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gate
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = [10.0, 11.0, 9.0, 10.5]  # of four rounds on a machine whose speed changes
+
+
+def times(factors):
+    return [value * factor for value, factor in zip(BASE, factors, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "cost", "rate"),
+    [
+        ((1.0, 1.01, 0.99, 1.0), gate.SAME, gate.SAME),
+        ((1.1, 1.11, 1.09, 1.1), gate.SLOWER, gate.FASTER),
+        ((0.9, 0.91, 0.89, 0.9), gate.FASTER, gate.SLOWER),
+        ((1.01, 1.011, 1.009, 1.01), gate.SAME, gate.SAME),  # beyond the noise, below the margin
+        ((1.1, 1.5, 0.9, 1.1), gate.SAME, gate.SAME),  # above the margin, but so is the noise
+    ],
+)
+def test_slower_is_beyond_the_noise_and_the_margin(factors, cost, rate):
+    assert gate.judge("demo", "wall_s", BASE, times(factors)).verdict == cost
+    assert gate.judge("loader", "rows_per_s", BASE, times(factors)).verdict == rate
+
+
+def test_the_interval_is_that_of_student_on_logarithms_of_pairs():
+    verdict = gate.judge("demo", "wall_s", [1.0, 10.0], [1.1, 10.0 * 1.3])
+    logs = math.log(1.1), math.log(1.3)
+    half = 12.706 * (logs[1] - logs[0]) / 2  # one degree of freedom; stdev / sqrt(2)
+    assert math.log(verdict.low) == pytest.approx(sum(logs) / 2 - half)
+    assert math.log(verdict.high) == pytest.approx(sum(logs) / 2 + half)
+    assert (verdict.cost_ratio, verdict.base, verdict.head) == pytest.approx((1.2, 5.5, 7.05))
+
+
+def test_slower_once_is_not_slower():
+    slow, same = (gate.judge("demo", "wall_s", BASE, times([f] * 4)) for f in (1.2, 1.0))
+    other = same._replace(name="explain")
+    assert gate.confirmed([slow, other], [slow]) == [slow, other]
+    assert gate.confirmed([slow, other], [same]) == [same, other]
+    assert gate.confirmed([same, other], [slow])[0].verdict == gate.SAME
+
+
+@pytest.mark.parametrize(
+    ("head", "text"),
+    [
+        ({"loss of step 1": 0.50001, "loss of step 2": 0.4}, ""),
+        ({"loss of step 2": 0.4}, ""),  # logged at other steps
+        ({"loss of step 1": 0.5, "loss of step 2": 0.4001}, "loss of step 2 is 0.4 and 0.4001"),
+        ({"loss of step 1": math.nan}, "loss of step 1 is 0.5 and nan"),
+        ({"loss of step 3": 0.5}, "no number in common: loss of step 1, loss of step 2 and "),
+    ],
+)
+def test_different_work_is_reported(head, text):
+    found = gate.different_work({"loss of step 1": 0.5, "loss of step 2": 0.4}, head)
+    assert found.startswith(text) if text else found == ""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of two packages that have a commit and a change of the working tree."""
+    folder = tmp_path / "repository"
+    for package in ("sbpflow", "benchmarks"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text("SIDE = 'base'\n")
+    monkeypatch.setattr(gate, "REPOSITORY", folder)
+    gate.git("init", "--quiet")
+    gate.git("add", "--all")
+    gate.git("-c", "user.name=a", "-c", "user.email=a@localhost", "commit", "--quiet", "-m", "one")
+    (folder / "sbpflow" / "__init__.py").write_text("from sbpflow.new import SIDE\n")
+    (folder / "sbpflow" / "new.py").write_text("SIDE = 'head'\n")
+    return folder
+
+
+def test_each_checkout_imports_its_own_packages_and_goes_away(repository, tmp_path):
+    """An installed sbpflow, which the tests run with, is not imported."""
+    for name, side in (("HEAD", "base"), (gate.WORKING_TREE, "head")):
+        before = gate.git("status", "--short")
+        with gate.checkout(gate.resolve(name, tmp_path), tmp_path / side) as root:
+            code = "import sbpflow, benchmarks.gate_worker; print(sbpflow.SIDE)"
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+            )
+            assert done.stdout.strip() == side
+        assert gate.git("status", "--short") == before
+    assert len(gate.git("worktree", "list").splitlines()) == 1
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_package_from_elsewhere_is_refused(repository, tmp_path, monkeypatch):
+    """Where Python does not look into the current folder, another checkout would be measured."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    with (
+        pytest.raises(SystemExit, match="not its own packages"),
+        gate.checkout(gate.resolve("HEAD", tmp_path), tmp_path / "base"),
+    ):
+        pass
+    assert len(gate.git("worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["vs_torchrec", "vs_torchrec_whole", "demo", "loader", "prepare", "explain", "start"]
+)
+def test_every_row_can_be_measured(tmp_path, name):
+    """On tiny sizes, in this tree; the link needs root."""
+    measured = gate.Bench(tmp_path, ROOT, quick=True).measure(name, ROOT)
+    assert len(measured.figures) >= 2
+    assert all(value > 0 for value in measured.figures.values())
+    assert bool(measured.work) == (name not in ("prepare", "explain", "start"))

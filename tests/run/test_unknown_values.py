@@ -1,0 +1,151 @@
+"""A value that a chain of branches does not know raises; it does not run as one of its cases.
+
+Each is legal where it comes from, as one that was added later would be.
+"""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import polars as pl
+import pytest
+import torch
+
+from data.prepare.keys import key_of
+from data.prepare.split import SplitRule
+from sbpflow.boxing.copies import neutral
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.config.train_options import ScheduleConfig, is_better
+from sbpflow.embedding.ids.batch_ids import Bags
+from sbpflow.embedding.ids.reader import IdReader
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.choose import KernelChoice, make_storage
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.run.row_formats import make_rows
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
+from sbpflow.training.learning_rate import rate_factor
+
+CPU = torch.device("cpu")
+
+
+def test_a_rule_that_a_kernel_does_not_know():
+    """The numba kernel is asked for a rule that it has no function for."""
+    if find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+
+    class Momentum(SparseOptimizer):
+        def step(self, block):
+            raise AssertionError("numba was chosen")
+
+    choice = KernelChoice("numba", "for the test")
+    options = {
+        "dim": 4,
+        "optimizer": Momentum(name="mine:Momentum", lr=0.1),
+        "dtype": torch.float32,
+        "device": CPU,
+    }
+    with pytest.raises((ValueError, KeyError), match=r"(?i)numba.*momentum|momentum.*numba"):
+        make_storage(choice, 5, 4, **options)
+
+
+def test_a_metric_of_which_nobody_says_whether_more_is_better():
+    with pytest.raises(ValueError, match=r"metric: 'recall' .*auc or gauc or logloss or normal"):
+        is_better("recall", 0.9, 0.5, 0.0)
+    assert is_better("auc", 0.9, 0.5, 0.0)
+    assert is_better("logloss", 0.5, 0.9, 0.0)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_policy_for_ids_that_the_reader_does_not_know(ragged):
+    table = TableConfig(name="t", features=("f",), num_rows=4, dim=2)
+    world = Placement.line("cpu", 1)
+    plan = plan_embeddings(
+        [OutputConfig(name="o", tables=(table,))],
+        {"t": TableLayout(layout=Layout(world, (Broadcast(),)), exchange="local")},
+        features=[FeatureConfig(name="f", hotness=2, ragged=ragged)],
+        optimizer=sparse_optimizer("sgd", lr=0.1),
+        dtype=torch.float32,
+        world=world,
+        backend="gloo",
+        batch_size=2,
+        out_of_range="hash",
+    )
+    ids = {"f": torch.tensor([[0, 9], [1, 2]])}
+    if ragged:
+        ids = {"f": Bags(torch.tensor([0, 9, 2]), torch.tensor([0, 2, 3]))}
+    IdReader(plan, 0, CPU).read(ids)
+    with pytest.raises(ValueError, match=r"out_of_range: 'drop' .*error or clamp or hash"):
+        IdReader(replace(plan, out_of_range="drop"), 0, CPU).read(ids)
+
+
+def _schedule():
+    config = ScheduleConfig(decay_steps=10)
+    object.__setattr__(config, "shape", "linear")
+    return rate_factor(config)(5)
+
+
+def _norm():
+    from models.layers import Layers
+
+    one = torch.ones(2)
+    layers = SimpleNamespace(
+        parameters={"m.weight": one, "m.bias": one},
+        buffers={"m.running_mean": one, "m.running_var": one},
+        _cast=lambda x, dtype, id: x,
+    )
+    return Layers._norm(layers, "group", "m", torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda: neutral("mean", torch.float32), ValueError, "'mean' .*sum or max or min"),
+        (_schedule, ValueError, "shape: 'linear' .*polynomial or cosine"),
+        (
+            lambda: make_rows("t", torch.ones(2, 64), "int4", torch.float32),
+            ValueError,
+            "'int4' .*as_trained or float16 or int8",
+        ),
+        (
+            lambda: OutputConfig(
+                name="o",
+                tables=(TableConfig(name="t", features=("f",), num_rows=4, dim=2),),
+                combine="max",
+            ),
+            ConfigError,
+            "output o: combine 'max'; use concat or sum",
+        ),
+        (
+            lambda: GlobalTensor.from_local(
+                torch.ones(2, device="meta"),
+                Layout(Placement.line("cpu", 2), "B"),
+                (2,),
+                DryBoxing(2),
+                replicas="frist",
+            ),
+            SbpError,
+            "replicas='frist'; use equal or first",
+        ),
+        (lambda: key_of(pl.Series("a", ["x"]), "date"), ValueError, "'date' .*hex or string or"),
+        (lambda: key_of(pl.Series("a", [1.5]), "date"), ValueError, "'date' .*hex or string or"),
+        (lambda: key_of(pl.Series("a", [1]), "date"), ValueError, "'date' .*hex or string or"),
+        (lambda: SplitRule("day").of_piece("a", (1,), 3), ValueError, "'day' .*time or date or"),
+        (lambda: state_per_element(SimpleNamespace()), KeyError, "SimpleNamespace"),
+        (
+            lambda: make_dense_optimizer(SimpleNamespace(lr=0.1), [torch.ones(1)]),
+            KeyError,
+            "SimpleNamespace",
+        ),
+        (_norm, ValueError, "model.norm: 'group' .*none or batch or layer"),
+    ],
+)
+def test_a_value_that_is_not_known(use, error, message):
+    with pytest.raises(error, match=message):
+        use()

@@ -1,0 +1,286 @@
+"""A sparse optimizer that the product does not know: one module and one function for a kernel.
+
+It trains under every layout and exchange as a reference does, is saved, restored, planned and
+priced, and no kernel without it is chosen.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from models.registry import MODELS
+from sbpflow.__main__ import explain
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.config.load import config_from_tree, dump_config, load_config
+from sbpflow.config.parse import plain
+from sbpflow.embedding.rules.registry import RULES, kernel_function, sparse_optimizer
+from sbpflow.embedding.storage.choose import (
+    StackFacts,
+    choose_kernel,
+    choose_kernels,
+    kernel_faults,
+)
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.explain import describe
+from sbpflow.run.job import build_job
+from sbpflow.run.plan_file import plan_from_json, plan_to_json
+from sbpflow.runtime.streams import fill_uniform
+from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
+from tests.embedding.own_rule import ScaledMomentum
+from tests.training.wdl_case import FIELDS, make_batches, make_config
+from tests.training.wdl_case import train as train_wdl
+
+NAME = "tests.embedding.own_rule:ScaledMomentum"
+RULE = ScaledMomentum(lr=0.05, momentum=0.8, weight_decay=0.1)
+WIDE = (("wide.a", 37, 1), ("wide.b", 5, 1))
+DEEP = (("deep.a", 41, 6), ("deep.b", 9, 6), ("deep.c", 64, 6))
+GRIDS = {2: ((0, 1),), 4: ((0, 1), (3, 2))}
+
+
+def specs_of(layout: str, size: int) -> tuple[Spec, Spec]:
+    """Of the wide tables, whose columns cannot be split, and of the deep ones."""
+    rows = {"reduce": Spec("S(0)", "reduce"), "unique": Spec("S(0)", "unique")}
+    last = size - 1
+    return {
+        "dp": (Spec("B", "local"), Spec("B", "local")),
+        "scheme 1": (rows["reduce"], Spec("S(1)", "columns")),
+        "scheme 2": (rows["reduce"], rows["reduce"]),
+        "scheme 3": (rows["unique"], rows["unique"]),
+        "S(1) unique": (rows["unique"], Spec("S(1)", "unique")),
+        "grid": (rows["reduce"], Spec("(S(0), S(1))", "reduce", ranks=GRIDS.get(size, ((0,),)))),
+        "whole": (Spec("B", "columns", ranks=(last,)), Spec("S(0)", "columns", ranks=(last,))),
+        "uneven columns": (
+            rows["reduce"],
+            Spec("S(1)", "columns", ranks=(last, 0), sizes=(1, 5)) if last else Spec("B", "local"),
+        ),
+        "uneven unique": (
+            rows["unique"],
+            Spec("S(1)", "unique", sizes={1: (6,), 2: (5, 1), 4: (2, 1, 1, 2)}[size]),
+        ),
+    }[layout]
+
+
+LAYOUTS = [
+    "dp",
+    "scheme 1",
+    "scheme 2",
+    "scheme 3",
+    "S(1) unique",
+    "grid",
+    "whole",
+    "uneven columns",
+    "uneven unique",
+]
+
+
+def case_of(layout: str, size: int, kernel: str) -> Case:
+    wide, deep = specs_of(layout, size)
+    return Case(
+        tables={"wide": WIDE, "deep": DEEP},
+        specs=dict.fromkeys((name for name, *_ in WIDE), wide)
+        | dict.fromkeys((name for name, *_ in DEEP), deep),
+        optimizer=RULE,
+        sums=("wide",),
+        kernel=kernel,
+    )
+
+
+def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Outputs per step and whole tables, row by row in numpy."""
+    tables, velocity, scale = {}, {}, {}
+    for output in case.outputs():
+        for table in output.tables:
+            start = torch.empty(table.shape, dtype=torch.float64)
+            fill_uniform(start, seed=SEED, name=table.name, bound=0.05, num_columns=table.dim)
+            tables[table.name] = start.numpy()
+            velocity[table.name] = np.zeros(table.shape)
+            scale[table.name] = np.zeros(table.num_rows)
+    outputs = []
+    for ids, factors in case.batches():
+        made = {}
+        for output in case.outputs():
+            is_sum = output.combine == "sum"
+            columns = [ids[:, case.features().index(t.name)].numpy() for t in output.tables]
+            parts = [tables[t.name][rows] for t, rows in zip(output.tables, columns, strict=True)]
+            made[output.name] = sum(parts) if is_sum else np.concatenate(parts, 1)
+            grad = factors[output.name].numpy() * (1 - np.tanh(made[output.name]) ** 2)
+            for n, (table, rows) in enumerate(zip(output.tables, columns, strict=True)):
+                mine = grad if is_sum else grad[:, n * table.dim : (n + 1) * table.dim]
+                for row in np.unique(rows):
+                    g, key = mine[rows == row].sum(0), table.name
+                    velocity[key][row] = RULE.momentum * velocity[key][row] + g
+                    scale[key][row] += (g**2).mean()
+                    step = velocity[key][row] / (np.sqrt(scale[key][row]) + RULE.eps)
+                    decayed = tables[key][row] * (1 - RULE.lr * RULE.weight_decay)
+                    tables[key][row] = decayed - RULE.lr * step
+        outputs.append(made)
+    return outputs, tables
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
+    """float64 sums in another order: three steps of tables of 1e-1 stay below 1e-12."""
+    if kernel == "numba":
+        pytest.importorskip("numba")
+    case = case_of(layout, size, kernel)
+    results = ranks(size, train, case)
+    outputs, tables = reference(case)
+    for found, wanted in zip(join_outputs(results), outputs, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12)
+    for name, (weights, state) in join_tables(case, results).items():
+        np.testing.assert_allclose(weights, tables[name], rtol=0, atol=1e-12)
+        assert {key: value.ndim for key, value in state.items()} == {"velocity": 2, "scale": 1}
+
+
+def config_of(scheme: str, **more):
+    config = make_config(scheme, "sgd", **more)
+    return replace(config, optimizer=replace(config.optimizer, sparse=RULE))
+
+
+@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+def test_losses_of_a_model_do_not_depend_on_the_ranks(ranks, scheme):
+    config = config_of(scheme, kernel="auto")
+    (one,) = ranks(1, train_wdl, config, 6)
+    for size in (2, 4):
+        for result in ranks(size, train_wdl, config, 6):
+            np.testing.assert_allclose(result["losses"], one["losses"], rtol=0, atol=1e-12)
+
+
+def job_of(world, scheme):
+    config = config_of(scheme)
+    spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
+    return build_job(config, spec, plan, Boxing(world))
+
+
+def losses_of(world, job, batches):
+    return [float(job.trainer.step(batch.part(world.rank, world.size))) for batch in batches]
+
+
+def save_and_go_on(world, folder):
+    batches = make_batches(8, 30)
+    job = job_of(world, "3")
+    losses_of(world, job, batches[:4])
+    path = Saver(folder, job.boxing, job.state, run="r", deadline_s=60).save(4, {})
+    wanted = losses_of(world, job, batches[4:])
+    found = []
+    for scheme in ("3", "1"):
+        other = job_of(world, scheme)
+        losses_of(world, other, batches[:1])  # so that nothing is right by chance
+        other.restore(open_checkpoint(path))
+        found.append(losses_of(world, other, batches[4:]))
+    return wanted, found
+
+
+def test_a_checkpoint_goes_on_under_the_same_layout_and_another(ranks, memory):
+    for wanted, (same, other) in ranks(2, save_and_go_on, memory):
+        assert same == wanted
+        np.testing.assert_allclose(other, wanted, rtol=0, atol=1e-12)
+    saved = open_checkpoint(memory / "step-4")
+    assert saved.tensors["tables/deep.C1/velocity"].shape == (37, 5)
+    assert saved.tensors["tables/deep.C1/scale"].shape == (37,)
+
+
+def facts(device_type="cpu", **changes) -> StackFacts:
+    given = {"width": 8, "optimizer": RULE, "dtype": torch.float32, "row_dtype": torch.float32}
+    given |= {"column_split": False, "device_type": device_type}
+    return StackFacts(**given | changes)
+
+
+def test_a_kernel_without_the_rule_is_not_chosen():
+    for device in ("cpu", "cuda"):
+        faults = kernel_faults(facts(device), {})
+        for kernel in ("fbgemm", "triton"):
+            assert faults[kernel] == f"kernel {kernel} has no rule scaled_momentum"
+            choice = choose_kernel(kernel, facts(device), {})
+            assert (choice.name, choice.reason) == ("torch", faults[kernel])
+            with pytest.raises(SbpError, match=f"kernel {kernel} has no rule scaled_momentum"):
+                kernel_function(RULE, kernel)
+    assert choose_kernel("auto", facts(), {}).name == "numba"
+    assert choose_kernel("auto", facts("cuda"), {}).name == "torch"
+    plan = case_of("scheme 3", 2, "auto").plan(2)
+    with pytest.raises(ConfigError, match=r"fbgemm serves none .* has no rule scaled_momentum"):
+        choose_kernels(plan, "fbgemm")
+
+
+def test_mistakes_in_what_a_class_says_of_its_kernels_are_named(monkeypatch):
+    place = "tests.embedding.own_rule_loops:scaled_momentun"
+    monkeypatch.setattr(ScaledMomentum, "kernels", {"numba": place})
+    with pytest.raises(SbpError, match=f"kernels names '{place}' for numba"):
+        kernel_function(RULE, "numba")
+    monkeypatch.setattr(ScaledMomentum, "kernels", {"nunba": place})
+    with pytest.raises(ConfigError, match=r"kernels has nunba; use numba, fbgemm, triton"):
+        ScaledMomentum()
+
+
+def test_it_is_planned_and_priced():
+    _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
+    assert plan.priced
+    assert all(one.ms > 0 for one in plan.priced)
+    (table,) = [table for table in describe(plan)["tables"] if table["name"] == "deep.C1"]
+    for shard in table["shards"]:
+        rows, columns = (stop - start for start, stop in (shard["rows"], shard["columns"]))
+        assert shard["state_bytes"] == 8 * rows * (columns + 1)
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_a_run_names_it_by_module_and_class(synth_set, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    text = "parallel: {{scheme: 3}}\noptimizer: {{sparse: {{name: '{}', momentum: 0.7}}}}"
+    path.write_text(text.format(NAME))
+    key = f"optimizer.tables.wide.*={{name: '{NAME}', lr: 0.2}}"
+    more = [key, "optimizer.tables.wide.*.momentum=0.5"]
+    config = load_config(path, more, models=MODELS)
+    sparse, wide = config.optimizer.sparse, config.optimizer.tables["wide.*"]
+    assert (type(sparse), sparse.name, sparse.momentum) == (ScaledMomentum, NAME, 0.7)
+    assert (type(wide), wide.lr, wide.momentum) == (ScaledMomentum, 0.2, 0.5)
+    assert sparse_optimizer(NAME, momentum=0.7) == sparse
+    path.write_text(dump_config(config))
+    assert load_config(path, models=MODELS) == config
+
+    words = ["--world-size", "2", "--json", f"data.path={synth_set}", "data.batch_size=256"]
+    assert explain(["--config", str(path), *words]) == 0
+    tables = json.loads(capsys.readouterr().out)["tables"]
+    assert {table["kernel"] for table in tables} <= {"numba", "torch"}
+
+    kept = plain(config)
+    with pytest.raises(ConfigError, match=f"--optimizer: .* add --optimizer {NAME}"):
+        config_from_tree(kept, models=MODELS)
+    assert config_from_tree(kept, models=MODELS, own_optimizers=[NAME]) == config
+    kept = plain(load_config(path, ["optimizer={}"], models=MODELS))
+    with pytest.raises(ConfigError, match=f"--optimizer: {NAME} was given, and no table has it"):
+        config_from_tree(kept, models=MODELS, own_optimizers=[NAME])
+
+
+MISTAKES = {
+    "tests.embedding.own_rule": r"sparse\.name: .* is not package\.module:Class",
+    "no_such_module:Rule": r"optimizer\.sparse\.name: .* there is no module no_such_module",
+    "tests.embedding.own_rule:ScaledMomentun": r"did you mean ScaledMomentum\?",
+    "tests.embedding.own_rule:RowBlock": r"RowBlock is not a sparse optimizer",
+    "sbpflow:SparseOptimizer": r"SparseOptimizer is not a sparse optimizer",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_name_that_is_not_an_optimizers_is_refused(tmp_path, name):
+    (tmp_path / "config.yaml").write_text(f"optimizer: {{sparse: {{name: '{name}'}}}}")
+    with pytest.raises(ConfigError, match=MISTAKES[name]):
+        load_config(tmp_path / "config.yaml", models=MODELS)
+
+
+def test_every_kernel_that_a_rule_names_is_there():
+    pytest.importorskip("numba")
+    pytest.importorskip("triton")
+    pytest.importorskip("fbgemm_gpu")
+    for name in RULES:
+        rule = sparse_optimizer(name)
+        for kernel in rule.kernels:
+            assert kernel_function(rule, kernel).__name__ == name
