@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models.registry import MODELS
+from sbpflow.config.parse import Tagged
 from sbpflow.config.schema import Config
 
 SCALARS = {Path: "path", str: "text", int: "number", float: "number", bool: "flag"}
@@ -25,12 +26,9 @@ class Key:
 def keys_of(kind: Any, key: str, needs: tuple[str, ...] = ()) -> Iterator[tuple[str, Key]]:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        yield from keys_of(args[0], key, needs)
+        yield from _keys_of_marked(args, key, needs)
     elif dataclasses.is_dataclass(kind):
-        yield key, Key("group", needs)
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            if typing.get_origin(hint) is not typing.ClassVar:
-                yield from keys_of(hint, f"{key}.{name}", needs)
+        yield from _keys_of_group(kind, key, needs)
     elif origin in (typing.Union, types.UnionType):
         kinds = [arg for arg in args if arg is not types.NoneType]
         tagged = len(kinds) > 1 and dataclasses.is_dataclass(kinds[0])
@@ -50,6 +48,23 @@ def keys_of(kind: Any, key: str, needs: tuple[str, ...] = ()) -> Iterator[tuple[
         yield key, Key(SCALARS[kind], needs)
     else:
         raise TypeError(f"{key}: {kind} is not a kind that is known here")
+
+
+def _keys_of_marked(
+    args: tuple[Any, ...], key: str, needs: tuple[str, ...]
+) -> Iterator[tuple[str, Key]]:
+    tagged = next((mark.kinds(None) for mark in args[1:] if isinstance(mark, Tagged)), None)
+    if tagged is None:
+        yield from keys_of(args[0], key, needs)
+    for tag, one in (tagged or {}).items():
+        yield from keys_of(one, key, (*needs, f"{key}.name={tag}"))
+
+
+def _keys_of_group(kind: Any, key: str, needs: tuple[str, ...]) -> Iterator[tuple[str, Key]]:
+    yield key, Key("group", needs)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for one in dataclasses.fields(kind):
+        yield from keys_of(hints[one.name], f"{key}.{one.name}", needs)
 
 
 def _all() -> Iterator[tuple[str, Key]]:
