@@ -151,7 +151,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_of_its_own_is_told_the_same(tmp_path, monkeypatch):
+def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
     """``Path`` has made one slash of two by then."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):
