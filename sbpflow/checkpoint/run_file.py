@@ -83,7 +83,8 @@ def _from_text(text: str) -> RunFacts:
         raise ValueError(f"status: {found.status!r} is not one of {', '.join(get_args(Status))}")
     if not _RUN.fullmatch(found.run):
         raise ValueError(f"run: {found.run!r} is not 12 hexadecimal digits")
-    if not found.facts or not all(isinstance(value, str) for value in found.facts.values()):
+    facts: dict[str, object] = content["facts"]
+    if not facts or not all(isinstance(value, str) for value in facts.values()):
         raise ValueError("facts: not texts by key")
     if text != (json.dumps(_content(found)) + "\n" if is_first else _to_text(found)):
         raise ValueError("its checksum does not fit: it was changed after it was written")

@@ -150,7 +150,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             given: object = value.get("name") if isinstance(value, Mapping) else None
             default = None if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
-    parsed = parse(value, args[0], key, example)
+    parsed: Any = parse(value, args[0], key, example)
     for mark in args[1:]:
         if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
@@ -158,7 +158,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             raise ConfigError(
                 f"{key}: a list of {len(parsed):,}; use at most {mark.count}{_eg(key, example)}"
             )
-        if isinstance(mark, PathOr) and isinstance(parsed, str) and parsed not in mark.words:
+        if isinstance(mark, PathOr) and parsed is not None and parsed not in mark.words:
             _parse_path(parsed, key, example)
     return parsed
 
@@ -198,7 +198,7 @@ def _parse_tagged(
             f"{next(iter(by_name))}"
         )
     if not isinstance(name, str) or name not in by_name:
-        near = difflib.get_close_matches(brief(name), by_name, 1)
+        near = difflib.get_close_matches(str(_head(name)), by_name, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"{key}.name: {brief(name)} is not known; use one of {', '.join(by_name)}{hint}"
@@ -222,7 +222,7 @@ def _parse_literal(value: object, choices: tuple[str, ...], key: str) -> str:
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text
-    near = difflib.get_close_matches(brief(value), choices, 1)
+    near = difflib.get_close_matches(str(_head(value)), choices, 1)
     raise ConfigError(
         f"{key}: {brief(value)} is not one of {', '.join(choices)}{_eg(key, (near or choices)[0])}"
     )

@@ -1,6 +1,7 @@
-"""Whatever a key is given: a configuration, or one ConfigError within seconds; never a traceback."""
+"""Whatever a key is given: a configuration, or one ConfigError soon; never a traceback."""
 
 import random
+import re
 import time
 from pathlib import Path
 
@@ -70,14 +71,16 @@ def refusal_of(overrides: list[str], *, plan: bool = False) -> str:
         config_facts(config)
         if plan:
             plan_run(config, FIELDS, world_size=2, device_type="cpu")
-    except ValueError as error:
-        assert isinstance(error, ConfigError), f"{overrides}: {error!r}"
-        assert 0 < len(str(error)) < MOST_SAID, f"{overrides[-1][:99]}: {str(error)[:999]}"
-        return str(error)
-    finally:
-        seconds = time.process_time() - began
-        assert seconds < MOST_S, f"{overrides[-1][:99]}: took {seconds:.1f} s"
-    return ""
+        refused: Exception | None = None
+    except Exception as error:  # noqa: BLE001 (any other than ConfigError is a failure, below)
+        refused = error
+    seconds = time.process_time() - began
+    if seconds > MOST_S:
+        pytest.fail(f"{overrides[-1][:99]}: took {seconds:.1f} s")
+    said = "" if refused is None else str(refused)
+    if len(said) > MOST_SAID or not isinstance(refused, ConfigError | None):
+        pytest.fail(f"{overrides[-1][:99]}: {type(refused).__name__} {said[:999]}")
+    return said
 
 
 def words(name: str, key: Key, value: str) -> list[str]:
@@ -85,19 +88,19 @@ def words(name: str, key: Key, value: str) -> list[str]:
 
 
 @given(name=st.sampled_from(sorted(KEYS)), value=texts)
-@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 def test_any_value_of_any_key_passes_or_is_refused(name, value):
     refusal_of(words(name, KEYS[name], value))
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_every_key_and_every_hard_value_meet(part):
-    """Each key with eight of the values, so that each value meets keys of every kind."""
+    """Each key with three of the values, so that each value meets keys of every kind."""
     draw, refused = random.Random(part), 0
     for name in sorted(KEYS)[part::8]:
-        for value in draw.sample(VALUES, 8):
+        for value in draw.sample(VALUES, 3):
             refused += bool(refusal_of(words(name, KEYS[name], value)))
-    assert refused > 50, "or nothing was tried"
+    assert refused > 20, "or nothing was tried"
 
 
 @pytest.mark.parametrize(
@@ -144,13 +147,11 @@ def test_the_largest_numbers_make_a_plan_or_are_refused(value):
         ("run.dir=2026-13-45", "month must be in 1..12"),
         ("run.dir=x" + " " * MAX_CHARACTERS, r"at most 1,048,576 are read"),
         ("model.name=[wdl]", r"model\.name: .* is not known; use one of wdl"),
-        ("parallel.dense.x=" + "S(" + "9" * 5000 + ")", "numbers of at most 18 digits"),
+        ("parallel.dense.*=" + "S(" + "9" * 5000 + ")", "numbers of at most 18 digits"),
     ],
 )
 def test_limits_are_named(word, says):
-    with pytest.raises(ConfigError, match=says):
-        config = load_config(ROOT / "configs" / "scheme1.yaml", [word], models=MODELS)
-        plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    assert re.search(says, refusal_of([word], plan=True))
 
 
 @pytest.mark.parametrize("value", VALUES)
