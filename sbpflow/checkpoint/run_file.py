@@ -14,7 +14,6 @@ from typing import Any, Literal, cast, get_args
 from sbpflow.checkpoint.folder import sync_folder, write_synced
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.json_file import read_text
 
 RUN_FILE = "run.json"
 FORMAT, VERSION = "sbpflow-run", 2
@@ -46,7 +45,7 @@ def read_run(folder: Path) -> RunFacts | None:
     """What ``write_run`` wrote; None without a file, CheckpointError for a damaged one."""
     path = folder / RUN_FILE
     try:
-        return _from_text(read_text(path))
+        return _from_text(path.read_text(encoding="ascii"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -154,9 +154,9 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
     for mark in args[1:]:
         if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
-        if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
+        if isinstance(mark, MaxEntries) and len(parsed or ()) > mark.count:
             raise ConfigError(
-                f"{key}: a list of {len(parsed):,}; use at most {mark.count}{_eg(key, example)}"
+                f"{key}: a list of {len(parsed or ()):,}; use at most {mark.count}{_eg(key, example)}"
             )
         if isinstance(mark, PathOr) and parsed is not None and parsed not in mark.words:
             _parse_path(parsed, key, example)
