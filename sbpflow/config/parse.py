@@ -151,14 +151,13 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             default = None if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
     parsed: Any = parse(value, args[0], key, example)
-    for mark in args[1:]:
-        if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
+    for mark in args[1:] if parsed is not None else ():
+        if isinstance(mark, Range) and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
-        if isinstance(mark, MaxEntries) and len(parsed or ()) > mark.count:
-            raise ConfigError(
-                f"{key}: a list of {len(parsed or ()):,}; use at most {mark.count}{_eg(key, example)}"
-            )
-        if isinstance(mark, PathOr) and parsed is not None and parsed not in mark.words:
+        if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
+            most = f"use at most {mark.count}{_eg(key, example)}"
+            raise ConfigError(f"{key}: a list of {len(parsed):,}; {most}")
+        if isinstance(mark, PathOr) and parsed not in mark.words:
             _parse_path(parsed, key, example)
     return parsed
 
