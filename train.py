@@ -4,9 +4,11 @@ Composes configuration, data, model and loop; has no logic of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, run_main
+from sbpflow.runtime.local_path import local_path
 
 if TYPE_CHECKING:
     from data import Manifest, RowLoader
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
     """One rank's run, from the command line to the final scores."""
     parser = ArgumentParser(prog=prog, description="Train a model on a prepared set.")
-    parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
+    parser.add_argument(
+        "--config", type=local_path, required=True, help="a YAML file, such as configs/scheme1.yaml"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
     args = parser.parse_intermixed_args(argv)
     return train(args.config, args.overrides)
 
 
 def train(
-    path: str, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
+    path: str | Path, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
 ) -> int:
     """Train as the configuration at ``path`` says, with ``key=value`` overrides.
 

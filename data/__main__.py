@@ -20,6 +20,7 @@ from data.prepare.schema_file import parse_crosses, read_schema
 from data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.launch import until_nobody_reads
+from sbpflow.runtime.local_path import local_path
 
 _ROOM = {".gz": 4.5, ".parquet": 4.5}
 """Bytes on disk at the peak per byte of input; 1.4 for text."""
@@ -160,7 +161,13 @@ def _parser() -> argparse.ArgumentParser:
         help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet, Arrow, or folders "
         "of them, in time order; also URLs that fsspec reads, such as s3://",
     )
-    add("--output", type=Path, required=True, metavar="DIR", help="the set; made in DIR.work first")
+    add(
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="the set; made in DIR.work first",
+    )
     add(
         "--split",
         default="time:0.8,0.1,0.1",
@@ -171,25 +178,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
     add("--dense", help="what dense values become (default log3)")
-    add("--schema", type=Path, help="YAML with label, dense, sparse, columns (default: Criteo)")
+    add(
+        "--schema",
+        type=local_path,
+        help="YAML with label, dense, sparse, columns (default: Criteo)",
+    )
     add("--seed", type=int, help="of the ids and of a ratio split (default 7)")
-    add("--like", type=Path, metavar="SET", help="ids, schema and constants of that set")
+    add("--like", type=local_path, metavar="SET", help="ids, schema and constants of that set")
     add("--grow", action="store_true", help="with --like: ids for values that it has not")
     add("--spare", type=float, help="free ids for growth, as a fraction of the values (default 0)")
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
     encode = commands.add_parser("encode", help="new rows with the ids of a set, as its test part")
     add = encode.add_argument
-    add("--like", type=Path, required=True, metavar="SET", help="the set whose ids they get")
+    add("--like", type=local_path, required=True, metavar="SET", help="the set whose ids they get")
     add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="as of prepare; "
         "labels may be left out")  # fmt: skip
-    add("--output", type=Path, required=True, metavar="DIR")
+    add("--output", type=local_path, required=True, metavar="DIR")
     _add_common(encode)
     encode.set_defaults(run=_encode)
     synth = commands.add_parser("synth", help="generate rows with a known best AUC")
     add = synth.add_argument
     add("--rows", type=int, required=True)
-    add("--output", type=Path, required=True, metavar="PATH", help="folder, or file for tsv")
+    add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
     add("--format", choices=("prepared", "tsv"), default="prepared")
     add("--vocab-scale", type=float, default=1.0, help="of Criteo's vocabularies, up to 1")
     add("--ctr", type=float, default=0.2562, help="share of clicks (default %(default)s)")
@@ -204,13 +215,13 @@ def _parser() -> argparse.ArgumentParser:
     synth.set_defaults(run=_synth)
     stats = commands.add_parser("stats", help="what the lookups of each table look like")
     add = stats.add_argument
-    add("path", type=Path, metavar="DIR")
+    add("path", type=local_path, metavar="DIR")
     add("--json", action="store_true", help="for programs, the planner among them")
-    add("--png", type=Path, help="also draw two heat maps")
+    add("--png", type=local_path, help="also draw two heat maps")
     add("--recount", action="store_true", help="from the rows, not from the manifest")
     stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="compare every shard with its checksum")
-    verify.add_argument("path", type=Path)
+    verify.add_argument("path", type=local_path)
     verify.set_defaults(run=_verify)
     return parser
 

@@ -40,12 +40,13 @@ class Scoring:
     ) -> None:
         self._inputs, self._output, self._like = tuple(inputs), output, like
         self._overwrite = overwrite
-        folder = Path(self._inputs[0])
-        self._is_set = len(self._inputs) == 1 and (folder / MANIFEST).is_file()
-        self._folder = folder if self._is_set else output.with_name(output.name + ".rows")
+        first, prepared = input_path(self._inputs[0]), None
+        if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
+            prepared = first
+            check_ids(load_manifest(prepared), like)
+        self._is_set = prepared is not None
+        self._folder = prepared or output.with_name(output.name + ".rows")
         self.split = split if self._is_set else "test"
-        if self._is_set:
-            check_ids(load_manifest(folder), like)
         self._partial = output.with_name(output.name + ".partial")
         self._rank = 0
         self._scores: list[NDArray[np.float32]] = []

@@ -16,6 +16,7 @@ from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+from sbpflow.runtime.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class DcnV2Config(ModelOptions):
 
     name: Literal["dcnv2"] = "dcnv2"
     embedding_dim: Count = 16
-    cross_layers: Count = 3
+    cross_layers: Annotated[int, Range(low=1, high=256)] = 3
     cross_rank: Annotated[Count | None, Example(512)] = None
     structure: Literal["parallel", "stacked"] = "parallel"
     hidden: Widths = (500, 500, 500)

@@ -16,7 +16,7 @@ from models.layers import Layers, Norm, T
 from models.plain import PlainModel
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
-from sbpflow.config.parse import Example
+from sbpflow.config.parse import Example, MaxEntries
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
@@ -35,8 +35,8 @@ from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.dense_part import DensePart
 
-Count = Annotated[int, Range(low=1)]
-Widths = Annotated[tuple[Count, ...], Example((400, 400))]
+Count = Annotated[int, Range(low=1, below=2**24)]
+Widths = Annotated[tuple[Count, ...], MaxEntries(256), Example((400, 400))]
 Fraction = Annotated[float, Range(low=0, below=1)]
 HALF = {"bf16": torch.bfloat16}
 

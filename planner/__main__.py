@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from sbpflow.runtime.launch import ArgumentParser, dispatch, run_main
+from sbpflow.runtime.local_path import local_path
 
 
 def calibrate(argv: Sequence[str]) -> int:
@@ -23,7 +24,7 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="of the tables")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="seconds and small tables, for tests")
-    parser.add_argument("--output", help="a file in place of the user's cache")
+    parser.add_argument("--output", type=local_path, help="a file in place of the user's cache")
     args = parser.parse_args(argv)
 
     from planner.calibration.command import default_ranks, run_calibration, start_ranks

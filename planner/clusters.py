@@ -13,6 +13,7 @@ from pathlib import Path
 
 from planner.costs.profile import RANKS_HERE, Link, Profile, default_path, load, weights_from
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.local_path import local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,11 @@ def machine(name: str) -> Machine:
             f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
         )
     return MACHINES[name]
+
+
+def profile_name(text: str) -> str:
+    """``--profile`` as it is given: a machine of these, or a local path."""
+    return text if text in MACHINES else str(local_path(text))
 
 
 def profile_of(name: str | None) -> Profile:

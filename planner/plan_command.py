@@ -16,7 +16,7 @@ from planner.calibration.calibrate import plan_of_tree, plan_tree
 from planner.calibration.command import start_ranks
 from planner.calibration.picks import to_measure
 from planner.choose import checked
-from planner.clusters import MACHINES, memory_of, profile_of
+from planner.clusters import MACHINES, memory_of, profile_name, profile_of
 from planner.costs.cost import CostModel, TaskCost
 from planner.measured_plans import measure_plans
 from planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
@@ -27,6 +27,7 @@ from planner.tables_file import read_tables
 from planner.task import plan_from_yaml, plan_to_yaml
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.launch import ArgumentParser
+from sbpflow.runtime.local_path import local_path
 
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
@@ -34,11 +35,16 @@ WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 def _parser(name: str, says: str) -> ArgumentParser:
     parser = ArgumentParser(prog=f"python -m planner {name}", description=says)
     parser.add_argument(
-        "--tables", required=True, help="tables.json; planner/tables_file.py has it"
+        "--tables",
+        type=local_path,
+        required=True,
+        help="tables.json; planner/tables_file.py has it",
     )
     parser.add_argument("--world-size", type=int, default=2, help="ranks; 2 by default")
     parser.add_argument(
-        "--profile", help=f"a calibration, or {', '.join(MACHINES)}; this machine's by default"
+        "--profile",
+        type=profile_name,
+        help=f"a calibration, or {', '.join(MACHINES)}; this machine's by default",
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -48,8 +54,12 @@ def plan(argv: Sequence[str]) -> str:
     """Choose a layout, ranks and an exchange for every table; the YAML goes to ``--output``."""
     parser = _parser("plan", "Choose where every table lives, and say why.")
     parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; auto by default")
-    parser.add_argument("--output", help="where parallel.plan finds it, as plan.yaml")
-    parser.add_argument("--report", help="a .txt, .json or .html file beside the printed text")
+    parser.add_argument(
+        "--output", type=local_path, help="where parallel.plan finds it, as plan.yaml"
+    )
+    parser.add_argument(
+        "--report", type=local_path, help="a .txt, .json or .html file beside the printed text"
+    )
     parser.add_argument(
         "--measure",
         type=int,
@@ -71,11 +81,15 @@ def plan(argv: Sequence[str]) -> str:
 def explain(argv: Sequence[str]) -> str:
     """What a plan that is there would take, and what would be better for each table."""
     parser = _parser("explain", "Say what a plan takes, rank by rank, and what would be better.")
-    parser.add_argument("--plan", required=True, help="a YAML of plan, or a person's")
-    parser.add_argument("--report", help="a .txt, .json or .html file beside the printed text")
+    parser.add_argument(
+        "--plan", type=local_path, required=True, help="a YAML of plan, or a person's"
+    )
+    parser.add_argument(
+        "--report", type=local_path, help="a .txt, .json or .html file beside the printed text"
+    )
     args = parser.parse_args(argv)
     cost = _cost(args)
-    given = plan_from_yaml(Path(args.plan), cost.task)
+    given = plan_from_yaml(args.plan, cost.task)
     problem = problem_of(cost, given=given)
     assignment = assignment_of(problem, given)
     planned = Planned(
@@ -109,15 +123,15 @@ def _cost(args: Namespace) -> TaskCost:
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, as 4")
     report = getattr(args, "report", None)
-    if report and Path(report).suffix not in WRITERS:
+    if report and report.suffix not in WRITERS:
         raise ConfigError(f"--report: {report}; end its name in {', '.join(WRITERS)}")
     if getattr(args, "measure", 0) < 0:
         raise ConfigError(f"--measure: {args.measure}; use 1 or more plans, as 4")
     for key in ("report", "output"):
-        path = Path(getattr(args, key, None) or ".")
-        if not path.parent.is_dir():
+        path: Path | None = getattr(args, key, None)
+        if path is not None and not path.parent.is_dir():
             raise ConfigError(f"--{key}: {path}: there is no folder {path.parent}; make it first")
-    tables = read_tables(Path(args.tables))
+    tables = read_tables(args.tables)
     if getattr(args, "measure", 0) and set(tables.laws) != {one.name for one in tables.tables}:
         raise ConfigError(
             "--measure: draws ids by each table's zipf, and not all have one; give all tables "
@@ -137,8 +151,7 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
     """Writes the files that are asked for, also of a plan that does not fit; the report's text."""
     report = report_of(planned, cost)
     if args.report:
-        path = Path(args.report)
-        path.write_text(WRITERS[path.suffix](report), encoding="utf-8")
+        args.report.write_text(WRITERS[args.report.suffix](report), encoding="utf-8")
     if getattr(args, "output", None):
         notes = {
             "planner": planned.planner,
@@ -148,7 +161,7 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
             "lower_bound_ms": round(report.bounds[0].ms, 4),
             "lower_bound_of": report.bounds[0].kind,
         }
-        Path(args.output).write_text(plan_to_yaml(planned.plan, notes), encoding="ascii")
+        args.output.write_text(plan_to_yaml(planned.plan, notes), encoding="ascii")
     return as_text(report)
 
 
@@ -161,7 +174,15 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "plans.json"), Path(folder, "measured.json")
         asked.write_text(json.dumps([plan_tree(one) for one in plans.values()]))
-        words = ["measure", "--tables", args.tables, "--plans", str(asked), "--output", str(answer)]
+        words = [
+            "measure",
+            "--tables",
+            str(args.tables),
+            "--plans",
+            str(asked),
+            "--output",
+            str(answer),
+        ]
         if code := start_ranks(words, args.world_size):
             raise ConfigError(
                 f"--measure: a rank ended with exit code {code}; its message is above"
@@ -187,12 +208,12 @@ def measure(argv: Sequence[str]) -> str:
         prog="python -m planner measure", description="As a rank: time plans one after another."
     )
     for name in ("--tables", "--plans", "--output"):
-        parser.add_argument(name, required=True)
+        parser.add_argument(name, type=local_path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
-    tables = read_tables(Path(args.tables))
-    plans = [plan_of_tree(tree) for tree in json.loads(Path(args.plans).read_text())]
+    tables = read_tables(args.tables)
+    plans = [plan_of_tree(tree) for tree in json.loads(args.plans.read_text())]
     times = measure_plans(tables, plans, rounds=args.rounds)
     if times is not None:
-        Path(args.output).write_text(json.dumps(times))
+        args.output.write_text(json.dumps(times))
     return ""

@@ -9,9 +9,8 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from planner.clusters import MACHINES, link_of, memory_of, profile_of, with_link
+from planner.clusters import MACHINES, link_of, memory_of, profile_name, profile_of, with_link
 from planner.costs.cost import CostModel, TaskCost
 from planner.costs.features import Floats
 from planner.costs.profile import Profile
@@ -20,6 +19,7 @@ from planner.planners import PLANNERS, PlannerName, make_plan, planner_of
 from planner.tables_file import TablesFile, read_tables
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.launch import ArgumentParser
+from sbpflow.runtime.local_path import local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,10 @@ def clusters(argv: Sequence[str]) -> str:
         description="Predict steps and the share of communication as ranks grow.",
     )
     names = ", ".join(MACHINES)
-    parser.add_argument("--tables", required=True, help="tables.json")
-    parser.add_argument("--profile", help=f"a calibration, or {names}; this machine's by default")
+    parser.add_argument("--tables", type=local_path, required=True, help="tables.json")
+    parser.add_argument(
+        "--profile", type=profile_name, help=f"a calibration, or {names}; this machine's by default"
+    )
     parser.add_argument(
         "--link", help=f"links of {names}, or such as 25gbit, in place of the calibration's"
     )
@@ -78,7 +80,7 @@ def clusters(argv: Sequence[str]) -> str:
 def _table(args: Namespace) -> str:
     if bad := [ranks for ranks in args.ranks if ranks < 1]:
         raise ConfigError(f"--ranks: {bad[0]}; use 1 or more, for example --ranks 8 16 32")
-    profile, tables = _profile(args), read_tables(Path(args.tables))
+    profile, tables = _profile(args), read_tables(args.tables)
     costs = [_cost(profile, tables, ranks, args) for ranks in sorted(args.ranks)]
     name = planner_of(args.planner)  # before the first size takes its time
     sizes = [size_up(cost, name, args.seed) for cost in costs]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbpflow.runtime.launch import ArgumentParser, dispatch, run_main
+from sbpflow.runtime.local_path import local_path
 
 if TYPE_CHECKING:
     from data import Manifest
@@ -41,7 +42,9 @@ def explain(argv: Sequence[str]) -> int:
         prog="python -m sbpflow explain",
         description="Print tables, layouts, shards, boxing steps, bytes and memory of a run.",
     )
-    parser.add_argument("--config", required=True, help="a YAML file, such as configs/scheme1.yaml")
+    parser.add_argument(
+        "--config", type=local_path, required=True, help="a YAML file, such as configs/scheme1.yaml"
+    )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     parser.add_argument("--json", action="store_true", help="the same facts for programs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
@@ -100,20 +103,24 @@ def report(argv: Sequence[str]) -> int:
         prog="python -m sbpflow report",
         description="Write one HTML file that shows runs side by side and needs no network.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (its run.dir)")
-    parser.add_argument("--output", type=Path, help="the file; RUN/report.html of the first run")
+    parser.add_argument(
+        "runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run (its run.dir)"
+    )
+    parser.add_argument(
+        "--output", type=local_path, help="the file; RUN/report.html of the first run"
+    )
     args = parser.parse_args(argv)
 
     from sbpflow.run.report_page import write_report
 
-    print(write_report([Path(run) for run in args.runs], args.output))
+    print(write_report(args.runs, args.output))
     return 0
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     saved = "a checkpoint, or the folder of a run: its newest good one"
-    add("--checkpoint", type=Path, required=True, metavar="DIR", help=saved)
+    add("--checkpoint", type=local_path, required=True, metavar="DIR", help=saved)
     own = "the class of a model of your own, which is imported if it is named here"
     add("--model", metavar="package.module:Class", help=own)
     own = "the class of an optimizer of your own for tables, likewise; once for each"
@@ -146,7 +153,7 @@ def predict(argv: Sequence[str]) -> int:
     _add_model(parser)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
-    add("--output", type=Path, required=True, metavar="FILE", help="such as scores.parquet")
+    add("--output", type=local_path, required=True, metavar="FILE", help="such as scores.parquet")
     add("--split", default="test", choices=("train", "val", "test"), help="of a prepared set")
     add("--max-bad-fraction", type=float, default=0.0, help="raw rows that may be left out")
     add("--overwrite", action="store_true", help="replace the file that is there")
@@ -221,11 +228,11 @@ def export(argv: Sequence[str]) -> int:
     )
     _add_model(parser)
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
     add("--forms", default=_FORMS, help=f"some of {_FORMS} (default both)")
     add("--rows", default="as_trained", help="of tables: as_trained, float16 or int8")
-    add("--score", type=Path, metavar="SET", help="a labelled set; also with rows as they were "
-        "trained, for what fewer bits cost (default: that of the run, if it is there)")  # fmt: skip
+    add("--score", type=local_path, metavar="SET", help="a labelled set; also with rows as they "
+        "were trained, for what fewer bits cost (default: that of the run, if there)")  # fmt: skip
     add("--split", default="test", choices=("train", "val", "test"), help="of --score")
     args = parser.parse_intermixed_args(argv)
 
@@ -299,12 +306,14 @@ def checkpoint(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("ls", "one line each"), ("verify", "read and check every byte")):
         one = commands.add_parser(name, help=text)
-        one.add_argument("path", type=Path, help="a checkpoint, a folder of some, or of a run")
+        one.add_argument(
+            "path", type=local_path, help="a checkpoint, a folder of some, or of a run"
+        )
     diff = commands.add_parser("diff", help="what two checkpoints do not have in common")
-    diff.add_argument("left", type=Path)
-    diff.add_argument("right", type=Path)
+    diff.add_argument("left", type=local_path)
+    diff.add_argument("right", type=local_path)
     prune = commands.add_parser("prune", help="remove all but the newest good ones")
-    prune.add_argument("path", type=Path)
+    prune.add_argument("path", type=local_path)
     prune.add_argument("--keep", type=int, required=True, help="how many stay")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     args = parser.parse_args(argv)

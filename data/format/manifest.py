@@ -24,6 +24,7 @@ from data.format.remake import how_to_remake
 from data.format.schema import Field
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.errors import DataError
+from sbpflow.runtime.local_path import PathError, local_path
 
 FORMAT = "sbpflow-prepared"
 VERSION = 2
@@ -284,7 +285,10 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 def load_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of the set in folder ``path``; DataError says what is wrong."""
-    folder = Path(path)
+    try:
+        folder = local_path(path)
+    except PathError as error:
+        raise DataError(f"data.path: {error}") from error
     if problem := data_folder_problem(folder):
         raise DataError(problem)
     if not (folder / MANIFEST).is_file():

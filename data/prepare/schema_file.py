@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from data.format.schema import BEYOND, KINDS, Kind, Many, Number, Schema
 from data.prepare.transforms import TRANSFORMS
+from sbpflow.config.yaml_text import load_yaml
 from sbpflow.errors import ConfigError
 
 _KEYS = (
@@ -29,8 +29,8 @@ def read_schema(path: Path) -> Schema:
     dense, sparse, others; columns not used are skipped. ConfigError names key, value and rule.
     """
     try:
-        raw: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raw: object = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"--schema {path}: cannot be read as YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--schema {path}: must be a mapping with the keys {', '.join(_KEYS)}")

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.file_lock import HeldError, hold, sign
+from sbpflow.runtime.local_path import local_path
 
 MARK = "plan"
 _NEW_MARK = "plan.partial"
@@ -55,6 +56,7 @@ def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
 
 def work_folder(output: Path) -> Path:
     """``OUTPUT.work``; ConfigError if the output has no name or no usable parent."""
+    local_path(output)  # a program may have made it of a URL
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no name of its own; for example out/criteo")
     return output.with_name(output.name + ".work")

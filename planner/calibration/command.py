@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 def run_calibration(args: Namespace) -> str:
     """As one of the ranks that a launcher started; what rank 0 has to say."""
     settings = _settings(args)
-    path = Path(args.output) if args.output else default_path()
+    path = args.output or default_path()
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     with World.start(args.device) as world:

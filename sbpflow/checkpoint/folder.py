@@ -3,14 +3,12 @@
 Says which there are and which is the newest good one, and removes those that are no longer kept.
 """
 
-import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sbpflow.checkpoint.format import INDEX_FILE, Index, to_json
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
@@ -19,7 +17,6 @@ from sbpflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
 DATA_FOLDER = "data"  # the set of the run without its rows: what raw rows of tomorrow need
 _STEP = re.compile(r"step-(\d+)")
 _REPLACED = re.compile(r"\.replaced-(step-\d+)")
@@ -92,8 +89,8 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
     """
     target = step_folder(folder, index.step)
     try:
-        _write(partial / INDEX_FILE, to_json(index))
-        _sync_folder(partial)
+        write_synced(partial / INDEX_FILE, to_json(index))
+        sync_folder(partial)
         if target.exists():
             aside = folder / f".replaced-step-{index.step}"  # ``tidy`` knows that it is whole
             target.rename(aside)
@@ -101,7 +98,7 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
             _remove(aside)
         else:
             partial.rename(target)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise failed(target, error) from error
     return target
@@ -146,42 +143,16 @@ def tidy(folder: Path) -> list[str]:
     return gone
 
 
-def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Say which run the checkpoints here are of, and how far it came; replaced as a whole."""
-    new = folder / f".{RUN_FILE}.new"
-    try:
-        _write(new, json.dumps(facts) + "\n")
-        new.replace(folder / RUN_FILE)
-        _sync_folder(folder)
-    except OSError as error:
-        raise failed(folder / RUN_FILE, error) from error
-
-
-def read_run(folder: Path) -> dict[str, Any] | None:
-    """What ``write_run`` wrote; None if there is nothing, CheckpointError if it is damaged."""
-    path = folder / RUN_FILE
-    try:
-        facts = json.loads(path.read_text(encoding="ascii"))
-        if not isinstance(facts, dict):
-            raise ValueError("no object")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}); it says which run these checkpoints are of: "
-            "remove it with them, or give one of them as checkpoint.resume"
-        ) from error
-    return facts
-
-
-def _write(path: Path, text: str) -> None:
+def write_synced(path: Path, text: str) -> None:
+    """Write ASCII text, and wait until the disk has it."""
     with path.open("w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in ``folder``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sbpflow.config.parse import Example
+from sbpflow.config.parse import Example, PathOr
 from sbpflow.runtime.ranges import Range
 
 
@@ -30,5 +30,5 @@ class CheckpointConfig:
     keep: Annotated[int, Range(low=1)] = 3
     keep_best: bool = False
     background: bool = True
-    resume: str = "auto"
+    resume: Annotated[str, PathOr(("auto", "never"))] = "auto"
     on_signal: Literal["save", "end"] = "save"

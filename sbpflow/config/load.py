@@ -7,21 +7,23 @@ import copy
 import dataclasses
 import difflib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 from sbpflow.config.model_tables import FieldRule, TableShape
-from sbpflow.config.parse import build, plain, show
+from sbpflow.config.parse import brief, build, plain, show
 from sbpflow.config.schema import Config, table_optimizers
 from sbpflow.config.table_rules import (
     TableRule,
 )
+from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
 from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.environment import env_int
+from sbpflow.runtime.local_path import PathError, local_path
 from sbpflow.runtime.own_class import import_own_class
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +39,11 @@ def load_config(
     overrides are the user's own command. So are ``name``s of ``optimizer.sparse`` and
     ``optimizer.tables`` of that form.
     """
-    tree = read_yaml(Path(path))
+    try:
+        file = local_path(path)
+    except PathError as error:
+        raise ConfigError(f"--config: {error}") from error
+    tree = read_yaml(file)
     _apply_all(tree, overrides, _import_optimizers)
     return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
 
@@ -86,8 +92,8 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
     name = cast("dict[str, Any]", group).get("name")
     if isinstance(name, str) and ":" in name:
         found[name] = import_model(name)
-    elif name is not None and name not in found and (isinstance(name, dict) or "." in str(name)):
-        given = next(iter(cast("dict[str, Any]", name))) if isinstance(name, dict) else name
+    elif isinstance(name, dict) or (isinstance(name, str) and "." in name and name not in found):
+        given = next(iter(cast("dict[str, Any]", name)), name) if isinstance(name, dict) else name
         raise ConfigError(
             f"model.name: {given} is no class of your own; write package.module:Class, without "
             f"blanks, or use one of {', '.join(models)}"
@@ -162,20 +168,6 @@ def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
         yield key, show(value)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys; here that is a mistake to report."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                raise ConfigError(f"line {line}: key {key!r} is there twice; remove one of them")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
 def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     """The mapping of a YAML file; ConfigError, naming ``key`` where there is no such file."""
     if not path.is_file():
@@ -185,11 +177,13 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
         near = difflib.get_close_matches(str(path), known, 3, cutoff=0.5) or known[:5]
         raise ConfigError(f"{key}: {path} {what}{_use(near)}")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        if path.stat().st_size > 4 * MAX_CHARACTERS:  # of UTF-8
+            raise ConfigError(f"more than {MAX_CHARACTERS:,} characters of YAML")
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {_one_line(error)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -231,11 +225,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     """Write one ``key=value`` into the raw tree; ``build`` judges key and value later."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
-        raise ConfigError(f"{override!r}: not an override; write key=value, such as run.seed=7")
+        raise ConfigError(
+            f"{brief(override)}: not an override; write key=value, such as run.seed=7"
+        )
     try:
-        value = yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"{key}: {text!r} is not a YAML value: {_one_line(error)}") from error
+        value = load_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {brief(text)} is not a YAML value: {error}") from error
     path = _split_key(key.strip(), tree)
     node = tree
     for depth, name in enumerate(path[:-1]):
@@ -244,7 +240,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             child = node[name] = {}
         if not isinstance(child, dict):
             owner = ".".join(path[: depth + 1])
-            raise ConfigError(f"{key}: {owner} is the value {child!r}, it has no keys of its own")
+            raise ConfigError(
+                f"{key}: {owner} is the value {brief(child)}, it has no keys of its own"
+            )
         node = child
     node.pop(path[-1], None)  # so that a new pattern of parallel.tables comes last, and wins
     node[path[-1]] = value
@@ -274,7 +272,3 @@ def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
 
 def _use(paths: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(paths)}?" if paths else ""
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

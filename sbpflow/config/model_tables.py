@@ -29,7 +29,7 @@ class FieldRule:
 class TableShape:
     """Columns, pooling and U(-initial_range, initial_range) of the tables a pattern matches."""
 
-    dim: Annotated[Annotated[int, Range(low=1)] | None, Example(8)] = None
+    dim: Annotated[Annotated[int, Range(low=1, below=2**24)] | None, Example(8)] = None
     pooling: Annotated[Literal["sum", "mean"] | None, Example("mean")] = None
     initial_range: Annotated[Annotated[float, Range(low=0)] | None, Example(0.01)] = None
 

@@ -6,6 +6,7 @@ exists; this file only reads them (annotations, defaults, ``Range`` and ``Exampl
 
 import dataclasses
 import difflib
+import itertools
 import math
 import types
 import typing
@@ -18,11 +19,15 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.local_path import PathError, local_path
 from sbpflow.runtime.ranges import Range
 
 Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
+MAX_INT = 2**63 - 1
+MAX_ENTRIES = 10_000  # of a list
+_MOST_SHOWN = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,24 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class PathOr:
+    """Text that is a local path, unless it is one of ``words``."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tagged:
     """The dataclasses that a group may be, by their ``name``, given the name that a user gave."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class MaxEntries:
+    """The most entries of a list."""
+
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,7 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in fields:
-            raise _UnknownKeyError(_join(key, str(name)), list(fields))
+            raise _UnknownKeyError(_join(key, str(name)[:_MOST_SHOWN]), list(fields))
         if name in choices:
             values[name] = _parse_tagged(value, choices[name], name, next(iter(choices[name])))
             continue
@@ -131,10 +150,15 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             given: object = value.get("name") if isinstance(value, Mapping) else None
             default = None if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
-    parsed = parse(value, args[0], key, example)
-    for mark in args[1:]:
-        if isinstance(mark, Range) and parsed is not None and not mark.holds(parsed):
-            raise ConfigError(f"{key}: {value!r} is not {mark}{_eg(key, example)}")
+    parsed: Any = parse(value, args[0], key, example)
+    for mark in args[1:] if parsed is not None else ():
+        if isinstance(mark, Range) and not mark.holds(parsed):
+            raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
+        if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
+            most = f"use at most {mark.count}{_eg(key, example)}"
+            raise ConfigError(f"{key}: a list of {len(parsed):,}; {most}")
+        if isinstance(mark, PathOr) and parsed not in mark.words:
+            _parse_path(parsed, key, example)
     return parsed
 
 
@@ -178,10 +202,10 @@ def _parse_tagged(
             f"{next(iter(by_name))}"
         )
     if not isinstance(name, str) or name not in by_name:
-        near = difflib.get_close_matches(str(name), by_name, 1)
+        near = difflib.get_close_matches(str(_head(name)), by_name, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"{key}.name: {name!r} is not known; use one of {', '.join(by_name)}{hint}"
+            f"{key}.name: {brief(name)} is not known; use one of {', '.join(by_name)}{hint}"
         )
     for other in value:
         users = [tag for tag, kind in by_name.items() if other in _fields(kind)]
@@ -202,9 +226,9 @@ def _parse_literal(value: object, choices: tuple[str, ...], key: str) -> str:
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text
-    near = difflib.get_close_matches(str(value), choices, 1)
+    near = difflib.get_close_matches(str(_head(value)), choices, 1)
     raise ConfigError(
-        f"{key}: {value!r} is not one of {', '.join(choices)}{_eg(key, (near or choices)[0])}"
+        f"{key}: {brief(value)} is not one of {', '.join(choices)}{_eg(key, (near or choices)[0])}"
     )
 
 
@@ -213,6 +237,10 @@ def _parse_tuple(value: object, kind: Any, key: str, example: object) -> tuple[A
     if not isinstance(value, list | tuple):
         _refuse(key, value, _kind_name(kind), example)
     items = typing.cast("Sequence[object]", value)
+    if len(items) > MAX_ENTRIES:
+        raise ConfigError(
+            f"{key}: a list of {len(items):,}; use at most {MAX_ENTRIES:,}{_eg(key, example)}"
+        )
     kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
     if len(items) != len(kinds):
         _refuse(key, value, _kind_name(kind), example)
@@ -234,7 +262,12 @@ def _parse_bool(value: object, key: str, example: object) -> bool:
 
 def _parse_int(value: object, key: str, example: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        if abs(value) <= MAX_INT:
+            return value
+        raise ConfigError(
+            f"{key}: {brief(value)} is beyond 64 bits; use a whole number of at most {MAX_INT}"
+            f"{_eg(key, example)}"
+        )
     _refuse(key, value, _kind_name(int), example)
 
 
@@ -243,7 +276,7 @@ def _parse_float(value: object, key: str, example: object) -> float:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             number = math.nan
         if math.isfinite(number):
             return number
@@ -255,9 +288,12 @@ def _parse_str(value: object, key: str, example: object) -> str:
 
 
 def _parse_path(value: object, key: str, example: object) -> Path:
-    if isinstance(value, str) and value:
-        return Path(value)
-    _refuse(key, value, _kind_name(Path), example)
+    if not isinstance(value, str) or not value:
+        _refuse(key, value, _kind_name(Path), example)
+    try:
+        return local_path(value)
+    except PathError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 _SCALARS: dict[Any, Callable[[object, str, object], Any]] = {
@@ -288,7 +324,7 @@ def _kind_name(kind: Any) -> str:
 
 
 def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn:
-    given = "nothing" if value is None else f"{show(value)} ({type(value).__name__})"
+    given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
     raise ConfigError(f"{key or 'config'}: {given} is not {expected}{_eg(key, example)}")
 
 
@@ -361,3 +397,27 @@ def show(value: object) -> str:
     """``value`` on one line, as a user would type it in YAML."""
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("...\n").strip()
+
+
+def brief(value: object) -> str:
+    """``repr`` of a value, as long as a message can hold."""
+    text = repr(_head(value))
+    return (
+        text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}.. ({len(text):,} characters)"
+    )
+
+
+def _head(value: object, depth: int = 4) -> object:
+    """The first entries of the first levels, and the first characters of a text."""
+    if isinstance(value, str) and len(value) > _MOST_SHOWN:
+        return f"{value[:_MOST_SHOWN]}.. ({len(value):,} characters)"
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if not depth:
+        return "..."
+    if isinstance(value, Mapping):
+        items = list(itertools.islice(typing.cast("Mapping[Any, object]", value).items(), 9))
+        shown: dict[Any, object] = {name: _head(item, depth - 1) for name, item in items[:8]}
+        return {**shown, **({"...": "..."} if len(items) > 8 else {})}
+    listed = typing.cast("Sequence[object]", value)
+    return [*(_head(item, depth - 1) for item in listed[:8]), *(["..."] if len(listed) > 8 else [])]

@@ -52,7 +52,7 @@ class DataConfig:
 
     path: Annotated[Path | None, Example("out/criteo")] = None
     loader: Literal["auto", "dali", "memmap"] = "auto"
-    batch_size: Count = 16384
+    batch_size: Annotated[int, Range(low=1, below=2**31)] = 16384
     shuffle: Literal["runs", "blocks", "rows", "none"] = "runs"
     tail: Literal["keep", "drop"] = "keep"
     out_of_range: Literal["error", "clamp", "hash"] = "error"

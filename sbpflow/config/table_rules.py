@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.model_tables import check_matches
-from sbpflow.config.parse import Example
+from sbpflow.config.parse import Example, PathOr, brief
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
@@ -83,9 +83,11 @@ class TableRule:
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
         except SbpError as error:
-            raise ConfigError(f"{key}.sbp: {self.sbp!r} is not a layout; {accepted}") from error
+            raise ConfigError(
+                f"{key}.sbp: {brief(self.sbp)} is not a layout; {accepted}"
+            ) from error
         if nd_sbp not in ((Broadcast(),), (Split(0),), (Split(1),), (Split(0), Split(1))):
-            raise ConfigError(f"{key}.sbp: {self.sbp} is no layout of a table; {accepted}")
+            raise ConfigError(f"{key}.sbp: {self.sbp[:100]} is no layout of a table; {accepted}")
         return nd_sbp
 
     def placement(self, key: str, device_type: str, world_size: int) -> Placement:
@@ -146,7 +148,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
-    plan: Annotated[str | None, Example("auto")] = None
+    plan: Annotated[str | None, PathOr(("auto",)), Example("auto")] = None
     link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
@@ -247,7 +249,9 @@ def _dense_layout(
         layout = Layout(world, parse_nd_sbp(text))
         layout.check_user(shape)
     except SbpError as error:
-        raise ConfigError(f"{key}: {text!r} does not fit {name} {list(shape)}: {error}") from error
+        raise ConfigError(
+            f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
+        ) from error
     if isinstance(layout.nd_sbp[0], Partial):
         raise ConfigError(f"{key}: {text} is no layout of a parameter; {name} takes {legal}")
     return layout

@@ -3,11 +3,13 @@
 import json
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.checkpoint.folder import keep_only, tidy, write_run
+from sbpflow.checkpoint.folder import keep_only, tidy
+from sbpflow.checkpoint.run_file import RunFacts, write_run
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checks import writable_folder
 from sbpflow.config.parse import plain
@@ -16,7 +18,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.agreed_stop import AgreedStop
 from sbpflow.run.job import Job
 from sbpflow.run.plan_file import plan_to_json
-from sbpflow.run.resume import FINISHED, TRAINING, Resumed, relevant_facts
+from sbpflow.run.resume import Resumed, relevant_facts
 from sbpflow.runtime.gentle_stop import GentleStop
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.batch import Batch
@@ -72,14 +74,15 @@ class Checkpoints:
             return
         folder = on_all_or_none(job.boxing, lambda: _folder(decision.folder))
         check_shared(folder, job.boxing)
-        self._facts = {"run": decision.run, "facts": relevant_facts(config, data)}
+        facts = relevant_facts(config, data)
+        self._facts = RunFacts(run=decision.run, facts=facts, status="training")
         self._lock = on_all_or_none(
             job.boxing, lambda: RunLock(folder, rank=self._world.rank, key="checkpoint.dir")
         )
         if self._world.rank == 0:
             tidy(folder)
             keep_set(folder)
-            write_run(folder, {**self._facts, "status": TRAINING})
+            write_run(folder, self._facts)
         self._saver = Saver(
             folder,
             job.boxing,
@@ -145,7 +148,7 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
         if self._saver is not None and self._world.rank == 0:
-            write_run(self._saver.folder, {**self._facts, "status": FINISHED})
+            write_run(self._saver.folder, replace(self._facts, status="finished"))
         if self._lock is not None:
             self._lock.close()
 

@@ -10,20 +10,19 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import (
     DATA_FOLDER,
-    RUN_FILE,
     checked,
     good_checkpoints,
     list_checkpoints,
-    read_run,
     step_of,
     tidy,
 )
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
+from sbpflow.checkpoint.run_file import RUN_FILE, read_run
 from sbpflow.config.load import config_facts
 from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
@@ -33,7 +32,6 @@ from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, set_aside
 
 logger = logging.getLogger(__name__)
 
-TRAINING, FINISHED = "training", "finished"
 # Keys that change how a run is made, or how long it is, but no loss of any step beyond the rounding
 # of sums in another order. All others must be equal for a run to go on by itself.
 _FREE = re.compile(
@@ -169,15 +167,15 @@ def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
         _make_room(config)
         return Decision(folder=folder, run=new.run, newest=newest)
     facts = read_run(folder) if wanted == "auto" else None
-    if facts is None or facts.get("status") != TRAINING or config.checkpoint.every == 0:
+    if facts is None or facts.status == "finished" or config.checkpoint.every == 0:
         _make_room(config)
         return new
-    run = str(facts.get("run"))
+    run = facts.run
     newest = next(good_checkpoints(folder, run=run), None)
     if newest is None and not list_checkpoints(folder):
         _make_room(config)  # it ended before it was saved
         return new
-    _check_same(cast("Mapping[str, str]", facts.get("facts", {})), config, data, folder)
+    _check_same(facts.facts, config, data, folder)
     if newest is None:
         raise ConfigError(
             f"checkpoint.resume: none of the checkpoints in {folder} can be used, as said above; "

@@ -13,6 +13,7 @@ from typing import Literal
 
 from sbpflow.errors import ConfigError, PeerLostError
 from sbpflow.runtime.environment import rank_and_world_size
+from sbpflow.runtime.local_path import local_path
 from sbpflow.runtime.versions import FBGEMM_OF_TORCH, Installed, dist_version, import_fbgemm, minor
 
 State = Literal["ok", "absent", "broken"]
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] = (), moving: Moving | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m sbpflow doctor", description=__doc__)
     where = "where runs are kept: its free space, and a checkpoint written and read there"
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help=f"{where} (default runs)")
+    parser.add_argument(
+        "--dir", type=local_path, default=Path("runs"), help=f"{where} (default runs)"
+    )
     args = parser.parse_args(argv)
     rank, _ = rank_and_world_size()
     findings = [_run(check) for check in CHECKS] if rank == 0 else []

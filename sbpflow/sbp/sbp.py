@@ -76,11 +76,17 @@ _SBP = re.compile(
     r"S\((?P<dim>\d+)\)(?P<sizes>\[[\d, ]*\])?|(?P<broadcast>B)|P(?:\((?P<op>sum|max|min)\))?",
     re.ASCII,
 )
+MAX_CHARACTERS = 100_000
 _FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max) or P(min)"
 
 
 def parse_sbp(text: str) -> Sbp:
     """Read ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``; anything else raises SbpError."""
+    if len(text) > MAX_CHARACTERS or re.search(r"\d{19}", text):
+        raise SbpError(
+            f"{text[:40]!r}.. of {len(text):,} characters is not a layout; {_FORMS}, in at most "
+            f"{MAX_CHARACTERS:,} characters and with numbers of at most 18 digits"
+        )
     match = _SBP.fullmatch(text.strip())
     if match is None:
         raise SbpError(f"{text!r} is not a layout; {_hint(text)}{_FORMS}")

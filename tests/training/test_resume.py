@@ -10,8 +10,9 @@ import pytest
 
 import train
 from sbpflow.checkpoint.attempt import Attempt
-from sbpflow.checkpoint.folder import list_checkpoints, read_run
+from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.run_file import read_run
 from sbpflow.errors import ConfigError
 from sbpflow.run import checkpoints
 from sbpflow.run.checkpoints import Checkpoints
@@ -89,7 +90,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(synth_set, whole, tmp_path, monk
         assert one.tensor(name).equal(two.tensor(name)), name
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-20", "step-16", "step-12"]
-    assert read_run(tmp_path / "checkpoints")["status"] == "finished"
+    assert read_run(tmp_path / "checkpoints").status == "finished"
     assert (tmp_path / "checkpoints" / "data" / "manifest.json").is_file()
 
 
@@ -146,6 +147,18 @@ def test_nothing_goes_on_where_no_checkpoint_is_good(synth_set, tmp_path, monkey
     (tmp_path / "checkpoints" / "step-4" / "index.json").unlink()
     with pytest.raises(ConfigError, match=r"resume=never"):
         run(synth_set, tmp_path)
+
+
+def test_a_damaged_run_file_ends_with_the_way_out(synth_set, tmp_path, monkeypatch):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    file = tmp_path / "checkpoints" / "run.json"
+    file.write_text(file.read_text().replace('"training"', '"trainind"'))
+    with pytest.raises(ConfigError, match=r"run\.json: cannot be used .*resume=never.* or "):
+        run(synth_set, tmp_path, "train.max_steps=6")
+    assert not (tmp_path / "previous-1").exists()
+    ways = [(tmp_path, "never"), (tmp_path / "b", str(tmp_path / "previous-1" / "checkpoints"))]
+    for folder, resume in ways:  # the second starts from what the first has moved aside
+        assert run(synth_set, folder, f"checkpoint.resume={resume}", "train.max_steps=6") == 0
 
 
 def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypatch):

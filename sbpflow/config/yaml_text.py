@@ -1,0 +1,85 @@
+"""Read YAML that may be hostile or damaged: plain values only, each key once, within stated limits.
+
+YAML lets a few lines stand for billions of values (aliases), and its scalars call constructors that
+raise what they like. Here every refusal is a ConfigError, before anything large has been built.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from sbpflow.errors import ConfigError
+
+MAX_CHARACTERS = 2**20
+MAX_DEPTH = 32
+MAX_VALUES = 100_000  # with aliases written out
+MAX_DIGITS = 40
+
+
+def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
+    """The value of YAML text; ConfigError on one line for everything that cannot be used."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{len(text):,} characters of YAML; at most {MAX_CHARACTERS:,} are read")
+    try:
+        return yaml.load(text, _Loader)
+    except ConfigError:
+        raise
+    except (
+        *(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError),
+        *(ArithmeticError, RecursionError),
+    ) as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())[:400]}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys; here that is a mistake to report."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open: list[str | None] = []  # anchors of the nodes around this one
+        self._sizes: dict[int, int] = {}  # values of a node with its aliases written out
+        self._count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias and event.anchor in self._open:
+            raise ConfigError(f"line {line}: *{event.anchor} is inside what it stands for")
+        if len(self._open) > MAX_DEPTH:
+            raise ConfigError(f"line {line}: more than {MAX_DEPTH} levels deep")
+        before = self._count
+        self._open.append(None if is_alias else event.anchor)
+        node = super().compose_node(parent, index)
+        self._open.pop()
+        self._count += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._count - before)
+        if self._count > MAX_VALUES:
+            raise ConfigError(f"line {line}: more than {MAX_VALUES:,} values, aliases written out")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key: object = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str | int | float | None):
+                raise ConfigError(
+                    f"line {line}: a key is a {type(key).__name__}; use text, as name: value"
+                )
+            if key in seen:
+                raise ConfigError(f"line {line}: key {key!r} is there twice; remove one of them")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MAX_DIGITS:
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: a number of {len(node.value):,} characters; use "
+                f"at most {MAX_DIGITS}"
+            )
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

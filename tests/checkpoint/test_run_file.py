@@ -1,0 +1,95 @@
+"""``run.json`` with any byte changed, lost or added is refused; nothing else may restart a run."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from sbpflow.checkpoint.run_file import RUN_FILE, RunFacts, read_run, write_run
+from sbpflow.errors import CheckpointError
+
+FACTS = RunFacts(
+    run="0123456789ab", facts={"run.seed": "7", "model.name": "w\u00e9"}, status="training"
+)
+FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training"}\n'
+
+
+def damaged(raw):
+    """The file cut off, and with one byte flipped in each bit, swapped, lost or doubled."""
+    for at in range(len(raw)):
+        yield raw[:at]
+        yield raw[:at] + raw[at + 1 :]
+        yield raw[: at + 1] + raw[at:]
+        for bit in range(8):
+            yield raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+        for other in b'ag09" \n{':
+            if other != raw[at]:
+                yield raw[:at] + bytes([other]) + raw[at + 1 :]
+        if raw[at : at + 1] != raw[at + 1 : at + 2] and at + 1 < len(raw):
+            yield raw[:at] + raw[at : at + 2][::-1] + raw[at + 2 :]
+    yield raw + b"\n"
+    yield raw + raw
+
+
+def test_no_damaged_copy_is_accepted(tmp_path):
+    write_run(tmp_path, FACTS)
+    assert read_run(tmp_path) == FACTS
+    file = tmp_path / RUN_FILE
+    raw, accepted, tried, said = file.read_bytes(), [], 0, set()
+    for copy in damaged(raw):
+        file.write_bytes(copy)
+        tried += 1
+        try:
+            read_run(tmp_path)
+            accepted.append(copy)
+        except CheckpointError as error:
+            said.add(str(error))
+    assert tried > 4000
+    assert accepted == []
+    assert all(one.startswith(f"{file}: cannot be used (") for one in said)
+    assert all("checkpoint.resume=never" in one for one in said)
+
+
+def test_no_file_is_no_run(tmp_path):
+    assert read_run(tmp_path) is None
+
+
+def test_a_file_without_checksum_passes_in_the_form_that_was_written(tmp_path):
+    (tmp_path / RUN_FILE).write_text(FIRST)
+    first = RunFacts(run="0123456789ab", facts={"run.seed": "7"}, status="training")
+    assert read_run(tmp_path) == first
+    write_run(tmp_path, replace(first, status="finished"))
+    assert json.loads((tmp_path / RUN_FILE).read_text())["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("training", "traininh", "status: 'traininh' is not one of training, finished"),
+        ('"status"', '"stat"', "cannot be used"),
+        ("0123", "012", "12 hexadecimal digits"),
+        ('"7"', "7", "facts: not texts"),
+        ('{"run.seed": "7"}', "{}", "facts: not texts"),
+        ('{"run.seed": "7"}', "[]", "facts: not texts"),
+        ("}\n", "}", "it was changed"),
+        (": ", ":", "it was changed"),
+        ('"status": "training"', '"status": "training", "more": 1', "it was changed"),
+        (FIRST, "[" * 5000, "cannot be used"),
+        (FIRST, "9" * 5000, "cannot be used"),
+        (FIRST, "null", "cannot be used"),
+    ],
+)
+def test_any_other_form_without_checksum_is_refused(tmp_path, old, new, says):
+    (tmp_path / RUN_FILE).write_text(FIRST.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=says):
+        read_run(tmp_path)
+
+
+def test_an_unknown_status_is_an_error_even_with_a_checksum(tmp_path):
+    content = {"run": FACTS.run, "facts": dict(FACTS.facts), "status": "paused"}
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    head = {"format": "sbpflow-run", "version": 2, "sha256": digest}
+    (tmp_path / RUN_FILE).write_text(json.dumps({**head, "content": content}) + "\n")
+    with pytest.raises(CheckpointError, match="status: 'paused' is not one of training, finished"):
+        read_run(tmp_path)

@@ -1,0 +1,169 @@
+"""Whatever a key is given: a configuration, or one ConfigError soon; never a traceback."""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.prepare.schema_file import read_schema
+from models.registry import MODELS
+from sbpflow.config.load import config_facts, load_config
+from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
+from sbpflow.errors import ConfigError
+from sbpflow.run.build_plan import plan_run
+from tests.config.keys import KEYS, Key
+from tests.training.wdl_case import FIELDS
+
+ROOT = Path(__file__).parents[2]
+MOST_S = 5.0
+MOST_SAID = 2500  # characters of a message
+BOMB = "[&a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]" + "".join(
+    f", &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+BOMB += "]"
+VALUES = (
+    *("2026-13-45", "2026-01-02", "!!int abc", "!!bool abc", "!!int ''", "!!float ''"),
+    *("!!timestamp x", "!!binary '*'", "!!set {a, b}", "!!omap [a: 1]", "!!pairs [a: 1]"),
+    *("!!python/name:os.system", "!x y", "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000),
+    *("1:" * 3000 + "1", "1e999", ".nan", ".inf", "-.inf", str(10**23), str(-(2**70)), "-1", "0"),
+    *("[" * 5000, "[" * 900 + "]" * 900, "{a: " * 900 + "1" + "}" * 900, BOMB, "&a [*a]"),
+    *(
+        "&a {b: *a}",
+        "{[1]: 2}",
+        "{{a: 1}: 2}",
+        "{1: 2}",
+        "{null: 2}",
+        "{2026-01-01: 1}",
+        "[]",
+        "{}",
+    ),
+    *("[[1], [2]]", "{name: [x]}", "{name: {x: y}}", "{name: 3}", "null", "''", "'\\0'", '"\\0"'),
+    *(
+        "a b",
+        "S(" + "9" * 5000 + ")",
+        "S(0)[" + "9" * 5000 + "]",
+        "x" * 100_000,
+        "true",
+        "~",
+        "{}x",
+    ),
+    *(f"[{', '.join(['16'] * 20_000)}]", f"[{', '.join(['16'] * 200)}]", "*nowhere", "- a\n- b"),
+    *("{a: 1, a: 2}", "<<: 1", "{<<: [1]}", "\ud800", "\x07", "%YAML 9", "? [a]\n: b", "'", "2**3"),
+)
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.dates(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+texts = st.sampled_from(VALUES) | st.text(max_size=30) | json_like.map(yaml.safe_dump)
+
+
+def refusal_of(overrides: list[str], *, plan: bool = False) -> str:
+    """What a ConfigError says; "" for values that pass. Any other exception is a failure."""
+    began = time.process_time()
+    try:
+        config = load_config(ROOT / "configs" / "scheme1.yaml", overrides, models=MODELS)
+        config_facts(config)
+        if plan:
+            plan_run(config, FIELDS, world_size=2, device_type="cpu")
+        refused: Exception | None = None
+    except Exception as error:  # noqa: BLE001 (any other than ConfigError is a failure, below)
+        refused = error
+    seconds = time.process_time() - began
+    if seconds > MOST_S:
+        pytest.fail(f"{overrides[-1][:99]}: took {seconds:.1f} s")
+    said = "" if refused is None else str(refused)
+    if len(said) > MOST_SAID or not isinstance(refused, ConfigError | None):
+        pytest.fail(f"{overrides[-1][:99]}: {type(refused).__name__} {said[:999]}")
+    return said
+
+
+def words(name: str, key: Key, value: str) -> list[str]:
+    return [*key.needs, f"{name}={value}"]
+
+
+@given(name=st.sampled_from(sorted(KEYS)), value=texts)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_any_value_of_any_key_passes_or_is_refused(name, value):
+    refusal_of(words(name, KEYS[name], value))
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_key_and_every_hard_value_meet(part):
+    """Each key with three of the values, so that each value meets keys of every kind."""
+    draw, refused = random.Random(part), 0
+    for name in sorted(KEYS)[part::8]:
+        for value in draw.sample(VALUES, 3):
+            refused += bool(refusal_of(words(name, KEYS[name], value)))
+    assert refused > 20, "or nothing was tried"
+
+
+@pytest.mark.parametrize(
+    "name", ["data.batch_size", "model.hidden", "model.name", "parallel.tables.*"]
+)
+def test_each_hard_value_of_the_keys_that_failed(name):
+    taken = {value for value in VALUES if not refusal_of([f"{name}={value}"])}
+    assert len(taken) < 12
+    assert not taken & {BOMB, "&a [*a]", "9" * 5000, "{[1]: 2}", "[" * 5000}
+
+
+SIZES = sorted(name for name, key in KEYS.items() if key.kind == "number")
+
+
+@pytest.mark.parametrize("value", [str(2**63 - 1), "1e308", str(2**31 - 1), "1"])
+def test_the_largest_numbers_make_a_plan_or_are_refused(value):
+    """A plan of a large model is made from its shapes, which must not overflow."""
+    for name in SIZES:
+        if name.startswith(("model", "data", "parallel")):
+            refusal_of(words(name, KEYS[name], value), plan=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("model.hidden=" + VALUES[VALUES.index(BOMB)], "more than 100,000 values, aliases"),
+        (
+            f"model.hidden=[{', '.join(['16'] * 20_000)}]",
+            r"model\.hidden: a list of 20,000; use at",
+        ),
+        (
+            f"model.hidden=[{', '.join(['16'] * 300)}]",
+            r"model\.hidden: a list of 300; use at most 256",
+        ),
+        ("model.hidden=" + "[" * 5000, "more than 32 levels deep"),
+        ("run.seed=" + "9" * 5000, "a number of 5,000 characters; use at most 40"),
+        (
+            f"run.seed={10**23}",
+            r"beyond 64 bits; use a whole number of at most 9223372036854775807",
+        ),
+        ("data.batch_size=3000000000", r"not >= 1 and < 2.14748e\+09"),
+        ("model.hidden=&a [*a]", r"\*a is inside what it stands for"),
+        ("model={[1]: 2}", "line 1: a key is a list; use text"),
+        ("run.dir=2026-13-45", "month must be in 1..12"),
+        ("run.dir=x" + " " * MAX_CHARACTERS, r"at most 1,048,576 are read"),
+        ("model.name=[wdl]", r"model\.name: .* is not known; use one of wdl"),
+        ("parallel.dense.*=" + "S(" + "9" * 5000 + ")", "numbers of at most 18 digits"),
+    ],
+)
+def test_limits_are_named(word, says):
+    assert re.search(says, refusal_of([word], plan=True))
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_files_are_read_like_overrides(value, tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text(value, encoding="utf-8", errors="surrogatepass")
+    if value.strip() not in ("null", "{}", "~"):
+        with pytest.raises(ConfigError):
+            load_config(file, [], models=MODELS)
+    with pytest.raises(ConfigError):
+        read_schema(file)
+
+
+def test_aliases_within_the_limits_work():
+    assert load_yaml("{a: &x [1, 2], b: *x, c: [*x, *x]}")["c"] == [[1, 2], [1, 2]]

@@ -1,0 +1,190 @@
+"""A URL where a local path is wanted: refused by name with exit code 2, and nothing is created."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import data.__main__
+import planner.__main__
+import sbpflow.__main__
+import train_wdl
+from data import load_manifest
+from data.prepare.remote import RemotePath, input_path
+from models.registry import MODELS
+from sbpflow.config.load import load_config
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.launch import EXIT_MISTAKE, classify
+from sbpflow.runtime.local_path import local_path
+from tests.config.keys import KEYS
+
+ROOT = Path(__file__).parents[2]
+URLS = ("s3://bucket/set", "s3:/bucket/set", "gs://b/x", "hdfs://h:9000/x", "file:///tmp/x")
+URLS += ("simplecache::s3://bucket/x", "memory://x")
+
+# Keys and options whose text is no path: names, numbers and patterns.
+NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
+NAMES |= {"parallel.tables.*.sbp", "parallel.dense.*"}
+OTHER_OPTIONS = {
+    *("--model", "--forms", "--rows", "--part", "key=value"),
+    *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot"),
+    *("--planner", "--planners", "--link", "--optimizer"),
+}
+COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    "train_wdl": train_wdl.main,
+    **{
+        f"data {name}": lambda argv, name=name: data.__main__.main([name, *argv])
+        for name in ("prepare", "encode", "synth", "stats", "verify")
+    },
+    **{f"planner {name}": run for name, run in planner.__main__.COMMANDS.items()},
+    **{
+        f"sbpflow {name}": getattr(sbpflow.__main__, name)
+        for name in ("explain", "report", "doctor", "predict", "export")
+    },
+    **{
+        f"sbpflow checkpoint {name}": lambda argv, name=name: sbpflow.__main__.checkpoint(
+            [name, *argv]
+        )
+        for name in ("ls", "verify", "diff", "prune")
+    },
+}
+
+
+class Seen(Exception):
+    """A command has made its parser."""
+
+
+def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """The parser that reads the command's own words."""
+    found: list[argparse.ArgumentParser] = []
+
+    def see(self: argparse.ArgumentParser, *_: object) -> None:
+        found.append(self)
+        raise Seen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", see)
+        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", see)
+        with pytest.raises(Seen):
+            COMMANDS[command]([])
+    (parser,) = found
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices[command.split()[-1]]
+    return parser
+
+
+def text_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Those that take text: no flags, numbers or choices."""
+    for action in parser._actions:
+        if action.nargs != 0 and action.choices is None and action.type not in (int, float):
+            yield action
+
+
+def name_of(action: argparse.Action) -> str:
+    named = action.metavar if isinstance(action.metavar, str) else action.dest
+    return action.option_strings[-1] if action.option_strings else named
+
+
+def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
+    """One word for each positional in front of this one."""
+    names = [one.dest for one in parser._actions if not one.option_strings]
+    return ["x"] * names.index(action.dest) if action.dest in names else []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parser, refused = parser_of(command, monkeypatch), []
+    for action in text_options(parser):
+        option = name_of(action)
+        if option in OTHER_OPTIONS or option == "--input":  # those are read through fsspec
+            continue
+        for url in URLS:
+            words = [*action.option_strings[-1:], *words_before(parser, action), url]
+            message = refusal(COMMANDS[command], words, capsys)
+            assert url in message, f"{command} {' '.join(words)}: {message}"
+            assert "is a URL" in message
+            assert option in message
+        refused.append(option)
+    assert refused or command in ("planner calibrate",), "nothing was tried"
+    assert list(tmp_path.iterdir()) == []
+
+
+def refusal(
+    run: Callable[[list[str]], Any], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What a command says before it ends with exit code 2."""
+    said = ""
+    try:
+        code = run(words)
+    except SystemExit as end:
+        code = end.code
+    except ConfigError as error:
+        said, code = str(error), classify(error)[1]
+    assert code == EXIT_MISTAKE
+    return said + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    empty = ROOT / "configs" / "scheme1.yaml"
+    refused = set()
+    for name, key in KEYS.items():
+        if key.kind not in ("path", "text") or name in NAMES:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load_config(empty, [*key.needs, "parallel.scheme=null", f"{name}={url}"], models=MODELS)
+        said = str(caught.value)
+        assert said.startswith(f"{name}: {url!r} is a URL"), said
+        refused.add(name)
+    paths = {"run.dir", "data.path", "checkpoint.dir", "checkpoint.resume", "parallel.plan"}
+    assert refused == paths
+    assert NAMES < set(KEYS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
+    """``Path`` has made one slash of two by then."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError), match="is a URL"):
+        load_manifest(Path("s3://bucket/set"))
+    with pytest.raises(ConfigError, match="is a URL"):
+        load_config(Path("s3://bucket/config.yaml"), models=MODELS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["out/x", "/s3:/x", "./x", "a b", "C", "x:y", "~/x", "../s3:/b"])
+def test_local_paths_stay_as_they_are(text):
+    assert local_path(text) == Path(text)
+
+
+@pytest.mark.parametrize("text", ["", "a\0b"])
+def test_what_no_system_takes_is_refused(text):
+    with pytest.raises(ConfigError, match="out/criteo"):
+        local_path(text)
+
+
+@pytest.mark.parametrize("url", ["s3://b/x.tsv", "memory://x", "https://h/x.csv"])
+def test_inputs_may_be_urls(url):
+    assert input_path(url) == RemotePath(url)
+
+
+def test_the_process_ends_with_2_and_leaves_nothing(tmp_path):
+    words = [sys.executable, "-m", "data", "prepare", "--input", "x", "--output", "s3://bucket/set"]
+    done = run_in(tmp_path, words)
+    assert done.returncode == EXIT_MISTAKE
+    assert "argument --output: 's3://bucket/set' is a URL" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_in(folder: Path, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
