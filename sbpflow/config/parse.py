@@ -151,7 +151,9 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             default = None if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
     parsed: Any = parse(value, args[0], key, example)
-    for mark in args[1:] if parsed is not None else ():
+    if parsed is None:
+        return None
+    for mark in args[1:]:
         if isinstance(mark, Range) and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
         if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
