@@ -139,7 +139,7 @@ def _fit(
     from sbpflow.run.checkpoints import Checkpoints
     from sbpflow.run.explain import format_plan
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
-    from sbpflow.runtime.world import device_name
+    from sbpflow.runtime.devices import device_name
     from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.move_times import StepProfiler, peak_memory_bytes

@@ -41,9 +41,9 @@ from planner.task import Plan
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
+from sbpflow.runtime.devices import device_name
 from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.versions import summary as version_summary
-from sbpflow.runtime.world import device_name
 
 LOG = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         if is_alias and event.anchor in self._open:
             raise ConfigError(f"line {line}: *{event.anchor} is inside what it stands for")
         if len(self._open) > MAX_DEPTH:
-            raise ConfigError(f"line {line}: more than {MAX_DEPTH} levels deep")
+            raise ConfigError(f"line {line}: more than {MAX_DEPTH} levels of nesting")
         before = self._count
         self._open.append(None if is_alias else event.anchor)
         node = super().compose_node(parent, index)

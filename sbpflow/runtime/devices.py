@@ -1,5 +1,6 @@
 """Which device a rank gets, and why it is not a GPU where one might be expected."""
 
+import platform
 import warnings
 from pathlib import Path
 
@@ -60,3 +61,9 @@ def why_no_cuda() -> str:
         there = "" if driver else "; no NVIDIA driver is loaded"
         return f"torch {torch.__version__} cannot use CUDA: {reason}{there}"
     return f"torch {torch.__version__} sees no CUDA device; see CUDA_VISIBLE_DEVICES"
+
+
+def device_name(device: torch.device) -> str:
+    """The device and what it is, on which host, for summaries."""
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device} ({what}) on {platform.node()}"

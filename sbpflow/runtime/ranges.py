@@ -15,6 +15,7 @@ class Range:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
+        """Whether ``value`` is within the bounds."""
         return (
             (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)

@@ -7,7 +7,6 @@ A World is made once and passed on; nothing here is module state. No tensor of t
 import hashlib
 import logging
 import os
-import platform
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -384,12 +383,6 @@ def world_size_of_environment() -> int:
 def device_type_of(device: str) -> str:
     """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
     return choose_device(device, _local_rank()).type
-
-
-def device_name(device: torch.device) -> str:
-    """The device and what it is, on which host, for summaries."""
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return f"{device} ({what}) on {platform.node()}"
 
 
 def _cut(raw: bytes, length: int) -> bytes:

@@ -54,7 +54,6 @@ def test_batches_are_those_of_large_shards_with_few_maps(
     settings = {"batch_size": 130, "backend": backend, "shuffle": shuffle}
     loader = open_loader(tiny_shards, **settings)
     assert 0 < num_mapped(tiny_shards.path) <= MAPS
-    peeked = loader.peek(3)
     batches, most = [], 0
     for epoch in (0, 1):
         for batch in loader.epoch(epoch):
@@ -68,7 +67,6 @@ def test_batches_are_those_of_large_shards_with_few_maps(
         assert torch.equal(batch.ids, other.ids)
         assert torch.equal(batch.dense, other.dense)
         assert torch.equal(batch.labels, other.labels)
-    assert all(map(torch.equal, peeked, [batch.ids for batch in expected[:3]]))
     loader.close()
     del batches, batch
     assert num_mapped(tiny_shards.path) == 0

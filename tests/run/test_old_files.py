@@ -94,6 +94,7 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
     facts = resume.DataFacts(
         path=str(manifest.path),
         fingerprint=manifest.fingerprint,
+        content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,
         ancestors=tuple(one.digest for one in manifest.ancestors),
     )
