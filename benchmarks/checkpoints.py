@@ -46,7 +46,7 @@ class Rows:
         self.ids = ids.to(torch.int32)
         self.dense = torch.randn(BATCH, 1, generator=generator)
         self.labels = (torch.rand(BATCH, generator=generator) < 0.3).float()
-        self.num_rows = BATCH
+        self.batch_size = BATCH
 
 
 def make_job(world: World, rows: int) -> Job:

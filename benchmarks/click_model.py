@@ -46,12 +46,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """This rank's rows of a batch of ``num_rows``."""
+    """This rank's rows of a batch of ``batch_size``."""
 
     labels: Tensor  # [b] float32
     dense: Tensor  # [b, num_dense] float32
     ids: Tensor  # [b, sum of hotness] int32
-    num_rows: int
+    batch_size: int
 
 
 SHAPES = {

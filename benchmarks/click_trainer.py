@@ -33,7 +33,7 @@ class ClickTrainer:
         world: World,
         *,
         seed: int,
-        wire: str,
+        comm_dtype: str,
         layout: str,
         kernel: KernelRequest = "auto",
         model: str = "wdl",
@@ -59,7 +59,7 @@ class ClickTrainer:
                 device=world.device.type,
                 tables=rules[layout],
                 plan="auto" if layout == "auto" else None,
-                exchange_dtype=wire,
+                comm_dtype=comm_dtype,
                 kernel=kernel,
             ),
             optimizer=OptimizerConfig(
@@ -101,7 +101,7 @@ class ClickTrainer:
         part, boxing = self._batches[0], self.job.boxing
 
         def rows(values: Tensor) -> GlobalTensor:
-            return GlobalTensor(values, home, (part.num_rows, values.shape[1]), boxing)
+            return GlobalTensor(values, home, (part.batch_size, values.shape[1]), boxing)
 
         for _ in range(steps):
             vectors = rows(torch.zeros(len(part.labels), self.width)).requires_grad_()

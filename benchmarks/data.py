@@ -263,7 +263,7 @@ def _one_loader(
         stride = (page, 1)[epoch % 2]
         began, done = time.perf_counter(), 0
         for batch in reader.epoch(epoch):
-            done += batch.num_rows
+            done += batch.batch_size
             batch.labels[::stride].sum()
         if epoch > 1:
             rates[stride].append(done / (time.perf_counter() - began) / 1e6)

@@ -37,7 +37,7 @@ class Rows:
     labels: Tensor
     dense: Tensor
     ids: BatchIds
-    num_rows: int
+    batch_size: int
 
 
 def fields_of(vocabulary: int) -> Fields:

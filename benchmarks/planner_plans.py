@@ -110,7 +110,7 @@ def scheme_auto(task: Task) -> Plan:
     ranked = rank_candidates(
         candidates(task.tables, task.features, task.world_size, task.batch_size, known),
         lambda rules: embedding_plan(task, plan(rules)),
-        num_rows=task.batch_size,
+        batch_size=task.batch_size,
         link_gb_per_s=LOOPBACK_GB_PER_S,
         frequencies=known,
     )

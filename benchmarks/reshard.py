@@ -168,7 +168,7 @@ class Rows:
     labels: Tensor
     dense: Tensor
     ids: Tensor
-    num_rows: int
+    batch_size: int
 
 
 def make_rows(step: int, rank: int, size: int) -> Rows:

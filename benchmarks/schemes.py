@@ -79,7 +79,7 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
         )
 
     rules = candidates(tables, features, world.size, BATCH)
-    return rank_candidates(rules, plan, num_rows=BATCH, link_gb_per_s=gb_per_s)
+    return rank_candidates(rules, plan, batch_size=BATCH, link_gb_per_s=gb_per_s)
 
 
 def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:

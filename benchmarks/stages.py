@@ -137,7 +137,7 @@ def planned_layouts(
         return layouts(found["all whole"])
     link = gb_per_s or LOOPBACK_GB_PER_S
     return layouts(
-        rank_candidates(found, plan, num_rows=BATCH, link_gb_per_s=link, frequencies=known)[0].rules
+        rank_candidates(found, plan, batch_size=BATCH, link_gb_per_s=link, frequencies=known)[0].rules
     )
 
 
@@ -179,7 +179,7 @@ class Rows(NamedTuple):
     labels: Tensor
     dense: Tensor
     ids: Tensor
-    num_rows: int
+    batch_size: int
 
 
 class Loop:

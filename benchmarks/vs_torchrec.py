@@ -59,7 +59,7 @@ def work(args: argparse.Namespace) -> None:
                 batches,
                 world,
                 seed=SEED,
-                wire=args.wire,
+                comm_dtype=args.wire,
                 layout=layout,
                 kernel=args.kernel,
                 model=args.model,

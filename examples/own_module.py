@@ -21,7 +21,7 @@ class Batch:
     labels: Tensor  # [rows] float32
     dense: Tensor  # [rows, 1] float32
     ids: Tensor  # [rows, 2] int32: user, item
-    num_rows: int  # over all ranks
+    batch_size: int  # over all ranks
 
 
 def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
@@ -33,7 +33,7 @@ def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
     chance = torch.sigmoid(dense[:, 0] + (ids % 7 - 3).sum(1) / 3)
     labels = (torch.rand(BATCH, generator=rng) < chance).float()
     parts = (tensor.tensor_split(num_ranks)[rank] for tensor in (labels, dense, ids))
-    return Batch(*parts, num_rows=BATCH)
+    return Batch(*parts, batch_size=BATCH)
 
 
 class Net(nn.Module):

@@ -144,7 +144,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         if layout.key.startswith("parallel.tables.")
     }
     free = [one for name, one in plan.layouts.items() if name not in pinned]
-    wires = {one.wire for one in free or plan.layouts.values()}
+    dtypes = {one.comm_dtype for one in free or plan.layouts.values()}
     return Task(
         outputs=tables.outputs,
         features=tables.features,
@@ -159,7 +159,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         ids_per_sample={name: max(count, 1e-6) for name, count in per_sample.items()},
         dtype=tables.dtype,
         row_dtype=tables.row_dtype,
-        wire=next(iter(wires)) if len(wires) == 1 else None,
+        comm_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
         device_type=tables.world.device_type,
         device_bytes=limit,
         dense=_dense_work(plan),

@@ -21,7 +21,7 @@ from sbpflow.config.table_rules import (
     DTYPES,
     ParallelConfig,
     TableRule,
-    WireDtype,
+    CommDtype,
     resolve_table_layouts,
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
@@ -151,7 +151,7 @@ class Task:
     ids_per_sample: Mapping[str, float] = field(default_factory=dict[str, float])
     dtype: torch.dtype = torch.float32
     row_dtype: torch.dtype = torch.float32
-    wire: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     device_bytes: int | None = None
     dense: DenseWork = DenseWork()
@@ -230,10 +230,10 @@ def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
     """What the engine makes of a plan; ConfigError where it cannot."""
-    wire: WireDtype | None = None
-    if task.wire is not None and task.wire != task.dtype:
-        wire = "bfloat16" if task.wire == torch.bfloat16 else "float16"
-    parallel = ParallelConfig(tables=rules(plan), exchange_dtype=wire)
+    comm_dtype: CommDtype | None = None
+    if task.comm_dtype is not None and task.comm_dtype != task.dtype:
+        comm_dtype = "bfloat16" if task.comm_dtype == torch.bfloat16 else "float16"
+    parallel = ParallelConfig(tables=rules(plan), comm_dtype=comm_dtype)
     layouts = resolve_table_layouts(
         parallel,
         {table.name: table.shape for table in task.tables},
@@ -275,12 +275,12 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 def plan_from_yaml(path: Path, task: Task) -> Plan:
     """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
     planned = read_table_plan(path, world_size=task.world_size)
-    wire = task.wire or task.dtype
+    comm_dtype = task.comm_dtype or task.dtype
     for pattern, rule in planned.items():
-        if rule.exchange_dtype is not None and DTYPES[rule.exchange_dtype] != wire:
+        if rule.comm_dtype is not None and DTYPES[rule.comm_dtype] != comm_dtype:
             raise ConfigError(
-                f"{path}: tables.{pattern}.exchange_dtype: {rule.exchange_dtype}; plans are priced "
-                f"with all vectors as {str(wire).removeprefix('torch.')}: leave it out"
+                f"{path}: tables.{pattern}.comm_dtype: {rule.comm_dtype}; plans are priced "
+                f"with all vectors as {str(comm_dtype).removeprefix('torch.')}: leave it out"
             )
     layouts = resolve_table_layouts(
         ParallelConfig(plan=str(path)),

@@ -30,7 +30,7 @@ class Batch:
     ids: Ids
     """[b, columns] int32, fields in the order of ``Manifest.fixed``; of a set with ragged fields
     this matrix and the lists of ``Manifest.lists``, sample by sample, as the engine takes them"""
-    num_rows: int
+    batch_size: int
     """rows of the global batch, over all ranks"""
     step: int
     """number of the step in the epoch"""

@@ -36,7 +36,7 @@ class _Step:
 
     number: int
     end: int
-    num_rows: int
+    batch_size: int
     start: int
     stop: int
 
@@ -169,7 +169,7 @@ class RowLoader:
                 parts.labels,
                 parts.dense,
                 parts.ids,
-                step.num_rows,
+                step.batch_size,
                 step.number,
                 Cursor(epoch, step.end),
                 parts.weights,

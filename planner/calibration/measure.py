@@ -44,7 +44,7 @@ class Rows:
     labels: Tensor
     dense: Tensor
     ids: Tensor | BatchIds
-    num_rows: int
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,10 +129,10 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     raise unknown_value("exchange", shape.exchange, Exchange)
 
 
-def _wire(task: Task) -> tuple[float, float]:
+def _comm_dtype(task: Task) -> tuple[float, float]:
     """Bytes of a number of a vector and of a gradient on their way."""
-    wire = task.wire or task.dtype
-    return float(wire.itemsize), float(wire.itemsize)
+    comm_dtype = task.comm_dtype or task.dtype
+    return float(comm_dtype.itemsize), float(comm_dtype.itemsize)
 
 
 def _memory(task: Task, table: TableConfig, rows: float, width: float) -> float:
@@ -179,7 +179,7 @@ def _boxed(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     samples, lookups = batch / size, task.lookups(table)
     touched = task.stats[table.name].touched(lookups) / row_parts
     uses, item = _uses(table), task.dtype.itemsize
-    vector_item, gradient_item = _wire(task)
+    vector_item, gradient_item = _comm_dtype(task)
     reads = lookups / row_parts
     others = (size - 1) / size
     shards: list[Floats] = []
@@ -278,7 +278,7 @@ def _unique(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     lookups, mine = task.lookups(table), task.lookups(table) / size
     wanted = stats.touched(mine)
     item = task.dtype.itemsize
-    vector_item, gradient_item = _wire(task)
+    vector_item, gradient_item = _comm_dtype(task)
     others = (size - 1) / size
     asked = size * wanted / parts  # of one owner, by all ranks
     touched = stats.touched(lookups) / parts
@@ -324,7 +324,7 @@ def _unique_columns(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     lookups, mine = task.lookups(table), task.lookups(table) / size
     wanted, touched = stats.touched(mine), stats.touched(lookups)
     item = task.dtype.itemsize
-    vector_item, gradient_item = _wire(task)
+    vector_item, gradient_item = _comm_dtype(task)
     asked = size * wanted  # of each rank, by all
     home = _Row()
     home.add(
@@ -371,7 +371,7 @@ def _copied(task: Task, table: TableConfig) -> ShapeCost:
     stats = task.stats[table.name]
     lookups, mine = task.lookups(table), task.lookups(table) / size
     touched, wanted = stats.touched(lookups), stats.touched(mine)
-    item, (_, gradient_item) = task.dtype.itemsize, _wire(task)
+    item, (_, gradient_item) = task.dtype.itemsize, _comm_dtype(task)
     out = task.batch_size / size * dim * _uses(table)
     home = _Row()
     home.add(memory_bytes=_memory(task, table, table.num_rows, dim))

@@ -270,7 +270,7 @@ def _record(program: Program, channel: str) -> CommRecord:
 
 
 def _as_sent(program: Program, buffer: Tensor) -> Tensor:
-    return buffer if program.wire is None else buffer.view(program.wire)
+    return buffer if program.comm_dtype is None else buffer.view(program.comm_dtype)
 
 
 def _finish(work: Underway, program: Program, received: Tensor, loan: Loan) -> Tensor | None:

@@ -51,7 +51,7 @@ class Program:
     ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. Else it
     takes a buffer of ``receive_shape``; if it ``keeps_received``, that buffer is the result, and
     must not be lent. ``sizes`` has what an all-to-all receives from and sends to each rank of the
-    group, None where all of it is equal. What is sent goes as ``wire`` dtype, None for its own.
+    group, None where all of it is equal. What is sent is viewed as ``comm_dtype``, None for its own.
 
     An exchange that leaves out what this rank would send to itself has ``stays`` where that is
     copied, or where it is a term ``add_own`` instead of ``unpack``: (received, part) -> result.
@@ -65,7 +65,7 @@ class Program:
     reduction: Reduction
     unpack: Unpack
     changes_device: bool
-    wire: torch.dtype | None
+    comm_dtype: torch.dtype | None
     pack: Pack = as_it_is
     receive_shape: Shape = ()
     keeps_received: bool = True
@@ -108,7 +108,7 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
         reduction=reduction_of(step),
         unpack=keep,
         changes_device=step.src.placement.device_type != step.dst.placement.device_type,
-        wire=_wire(step.dtype),
+        comm_dtype=_comm_dtype(step.dtype),
         in_pairs=rank if in_pairs else None,
     )
     if group is None:
@@ -124,7 +124,7 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
     raise unknown_value("collective", step.collective, Collective)
 
 
-def _wire(dtype: torch.dtype) -> torch.dtype | None:
+def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """A dtype of the same size that the backends know: where nothing is added up, bits are enough.
 
     None if they know ``dtype`` itself.

@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 
+from sbpflow.config.renamed import RENAMED
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.local_path import PathError, local_path
 from sbpflow.runtime.ranges import Range
@@ -88,6 +89,8 @@ class _UnknownKeyError(ConfigError):
     def message(self, everywhere: list[str]) -> str:
         """Near matches beside the key first, then the same name in other groups."""
         group, _, name = self.key.rpartition(".")
+        if (current := RENAMED.get(name)) in self.siblings:
+            return f"{self.key}: is called {current} now; write {_join(group, current)}"
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
             leaves = {key.rpartition(".")[2] for key in everywhere}

@@ -34,7 +34,7 @@ from sbpflow.sbp.sbp import (
 Scheme = Literal["dp", "1", "2", "3", "auto"]
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
-WireDtype = Literal["float32", "float64", "float16", "bfloat16"]
+CommDtype = Literal["float32", "float64", "float16", "bfloat16"]
 Shape = tuple[int, int]
 Size = Annotated[int, Range(low=0)]
 
@@ -51,7 +51,7 @@ class TableRule:
     ranks: Annotated[tuple[int | tuple[int, ...], ...] | None, Example((0, 1))] = None
     sizes: Annotated[tuple[Size | tuple[Size, ...], ...] | None, Example((60, 40))] = None
     exchange: Exchange | None = None
-    exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
+    comm_dtype: Annotated[CommDtype | None, Example("bfloat16")] = None
 
     def check(self, key: str) -> None:
         """What needs neither a table nor the world size."""
@@ -130,7 +130,7 @@ class ParallelConfig:
     weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
     Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
     behind the point; rows are stored as ``table_dtype`` and vectors travel as
-    ``exchange_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
+    ``comm_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
     where it starts, and sends no ids ahead. ``cuda_graph: true`` replays a step as one graph, on
     CUDA, in place of launching it op by op; on several ranks its dense part. With
     ``row_capacity``, on CUDA, rows of the exchanges unique and local travel in buffers of a fixed
@@ -163,7 +163,7 @@ class ParallelConfig:
     dtype: Dtype = "float32"
     tf32: bool = False
     table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
-    exchange_dtype: Annotated[WireDtype | None, Example("bfloat16")] = None
+    comm_dtype: Annotated[CommDtype | None, Example("bfloat16")] = None
     overlap: bool = True
     cuda_graph: bool = False
     row_capacity: Annotated[float | None, Range(above=0, high=1), Example(0.25)] = None
@@ -183,8 +183,8 @@ class ParallelConfig:
                 "parallel.cuda_graph: true beside parallel.checked: true, which compares the ranks "
                 "at every transfer, on the host; leave one out, for example parallel.checked=false"
             )
-        named = {"table_dtype": self.table_dtype, "exchange_dtype": self.exchange_dtype}
-        named |= {f"tables.{p}.exchange_dtype": r.exchange_dtype for p, r in self.tables.items()}
+        named = {"table_dtype": self.table_dtype, "comm_dtype": self.comm_dtype}
+        named |= {f"tables.{p}.comm_dtype": r.comm_dtype for p, r in self.tables.items()}
         for key, value in named.items():
             if value in ("float32", "float64") and value != self.dtype:
                 raise ConfigError(
@@ -193,7 +193,7 @@ class ParallelConfig:
                 )
 
 
-DTYPES: dict[WireDtype, torch.dtype] = {
+DTYPES: dict[CommDtype, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
     "float16": torch.float16,
@@ -210,13 +210,13 @@ def rule_of(given: TableLayout) -> TableRule:
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [one.sizes for one in axes if isinstance(one, Split) and one.sizes is not None]
     plain = tuple(Split(one.dim) if isinstance(one, Split) else one for one in axes)
-    wires: dict[torch.dtype, WireDtype] = {dtype: name for name, dtype in DTYPES.items()}
+    dtypes: dict[torch.dtype, CommDtype] = {dtype: name for name, dtype in DTYPES.items()}
     return TableRule(
         sbp=format_nd_sbp(plain),
         ranks=tuple(tuple(one) if isinstance(one, list) else one for one in placement.nested()),
         sizes=None if not sizes else sizes[0] if len(axes) == 1 else tuple(sizes),
         exchange=given.exchange,
-        exchange_dtype=None if given.wire is None else wires[given.wire],
+        comm_dtype=None if given.comm_dtype is None else dtypes[given.comm_dtype],
     )
 
 
@@ -280,7 +280,7 @@ def resolve_table_layouts(
             shape,
             device_type,
             world_size,
-            parallel.exchange_dtype or parallel.dtype,
+            parallel.comm_dtype or parallel.dtype,
         )
         for name, shape in tables.items()
     }
@@ -325,7 +325,7 @@ def _fit(
     shape: Shape,
     device_type: str,
     world_size: int,
-    exchange_dtype: WireDtype,
+    comm_dtype: CommDtype,
 ) -> TableLayout:
     """One rule on one table in one world, every part of the combination checked."""
     placement = rule.placement(key, device_type, world_size)
@@ -356,7 +356,7 @@ def _fit(
     return TableLayout(
         layout=layout,
         exchange=rule.exchange or legal[0],
-        wire=DTYPES[rule.exchange_dtype or exchange_dtype],
+        comm_dtype=DTYPES[rule.comm_dtype or comm_dtype],
         key=key,
     )
 

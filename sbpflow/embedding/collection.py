@@ -113,8 +113,8 @@ class EmbeddingCollection:
         """Batches looked up from now on have each optimizer's learning rate times ``factor``."""
         self._lr_factor = factor
 
-    def begin(self, ids: Ids, num_rows: int, *, training: bool) -> EmbeddingsInFlight:
-        """Check a batch's ids and start what moves them; ``num_rows`` counts the whole batch.
+    def begin(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
+        """Check a batch's ids and start what moves them; ``batch_size`` counts the whole batch.
 
         ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError; for an id
         out of range of a training batch ``look_up`` does, or on CUDA the next ``update``, before
@@ -123,16 +123,16 @@ class EmbeddingCollection:
         check = IdCheck() if training else None
         with self._stream.section(ids):
             local = self._reader.read(ids, check)
-            wanted = balanced_sizes(num_rows, self._world.size)[self._world.rank]
+            wanted = balanced_sizes(batch_size, self._world.size)[self._world.rank]
             if local.num_samples != wanted:
                 raise DataError(
                     f"rank {self._world.rank} passed ids of {local.num_samples} samples; its part "
-                    f"of a batch of {num_rows} is {wanted}"
+                    f"of a batch of {batch_size} is {wanted}"
                 )
-            under_way = self._transfer.begin(local, num_rows)
+            under_way = self._transfer.begin(local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
-            groups = [group.begin(local, num_rows, number=number) for group in self._groups]
+            groups = [group.begin(local, batch_size, number=number) for group in self._groups]
             counts = self._counts.start(under_way, groups)
             batch = EmbeddingsInFlight(under_way, groups, counts, check)
             if counts.are_known:  # on CUDA: ids of fixed sizes, which may be sorted from now on
@@ -304,7 +304,7 @@ class EmbeddingCollection:
         for group in self._groups:
             group.scale_gradients(factor)
 
-    def forward(self, ids: Ids, num_rows: int, *, training: bool) -> dict[str, Tensor]:
+    def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
         """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``.
 
         Raises SbpError if the gradients of the training batch before were not applied.
@@ -316,7 +316,7 @@ class EmbeddingCollection:
                 "update; to accumulate, make each batch's moves begin, look_up, outputs, push and "
                 "collect, then update(step) once"
             )
-        batch = self.begin(ids, num_rows, training=training)
+        batch = self.begin(ids, batch_size, training=training)
         self.look_up(batch)
         outputs = self.outputs(batch)
         self._last = batch if training else self._last

@@ -108,7 +108,7 @@ def rank_candidates(
     rules: Mapping[str, Rules],
     plan: Callable[[Rules], EmbeddingPlan],
     *,
-    num_rows: int,
+    batch_size: int,
     link_gb_per_s: float,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
@@ -124,7 +124,7 @@ def rank_candidates(
         held = table_bytes(planned)
         least = held if least is None else min(least, held)
         if limit is None or held <= limit:
-            price = price_plan(planned, num_rows, link_gb_per_s, frequencies)
+            price = price_plan(planned, batch_size, link_gb_per_s, frequencies)
             found += [Candidate(name, rules[name], price, planned) for name in names]
     if not found:
         raise PlanError(

@@ -234,7 +234,7 @@ def _plan_tables(
     ranked = rank_candidates(
         candidates(tables, features, world.size, config.data.batch_size, frequencies),
         lambda rules: plan(resolve({"auto": rules})),
-        num_rows=config.data.batch_size,
+        batch_size=config.data.batch_size,
         link_gb_per_s=parallel.link_gb_per_s or LOOPBACK_GB_PER_S,
         frequencies=frequencies,
     )

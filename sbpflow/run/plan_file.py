@@ -41,6 +41,7 @@ from sbpflow.training.step_schedule import (
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # the older one has the next batch's moves marked as ahead
+_RENAMED = {"wire": "comm_dtype"}  # fields of older files
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -162,4 +163,6 @@ def _decode(value: object) -> object:
     if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
         return _decode_older_schedule(content)
     kind = _CLASSES[content["is"]]
-    return kind(**{key: _decode(item) for key, item in content.items() if key != "is"})
+    fields = {_RENAMED.get(key, key): _decode(item) for key, item in content.items()}
+    del fields["is"]
+    return kind(**fields)

@@ -31,7 +31,7 @@ def predictions(
     for batch in loader.epoch(0):
         logits = trainer.predict(batch)
         part = torch.stack([logits, batch.labels.to(logits)], 1)
-        rows = gather_rows(part, balanced_sizes(batch.num_rows, world.size), boxing)
+        rows = gather_rows(part, balanced_sizes(batch.batch_size, world.size), boxing)
         if rows is not None:
             found, labels = rows.cpu().unbind(1)
             yield probabilities(found.numpy()), labels.float().numpy()

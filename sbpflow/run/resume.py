@@ -24,6 +24,7 @@ from sbpflow.checkpoint.folder import (
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.checkpoint.run_file import RUN_FILE, read_run
 from sbpflow.config.load import config_facts
+from sbpflow.config.renamed import current_key
 from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.job import Job
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 # of sums in another order. All others must be equal for a run to go on by itself.
 _FREE = re.compile(
     r"run\.dir|data\.(path|loader)|checkpoint\..*|train\.(epochs|max_steps|lookahead|log_every|progress"
-    r"|profile.*)|parallel\.(?!dtype|table_dtype|exchange_dtype|tables\..*\.exchange_dtype).*"
+    r"|profile.*)|parallel\.(?!dtype|table_dtype|comm_dtype|tables\..*\.comm_dtype).*"
 )
 # These are free unless something is decided from the scores.
 _EVALUATION = re.compile(r"train\.(eval_every|eval_rows|exact_auc_rows|slices.*)")
@@ -197,6 +198,7 @@ def _given(path: Path) -> Path:
 
 def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: Path) -> None:
     mine = relevant_facts(config, data)
+    saved = {current_key(key): value for key, value in saved.items()}
     if saved.get(_SET) == data.fingerprint[:16]:  # what earlier versions wrote there
         saved = {**saved, _SET: mine[_SET]}
     differ = [

@@ -13,6 +13,7 @@ from sbpflow.checkpoint.format import INDEX_FILE
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.restore import restore
 from sbpflow.config.load import config_from_tree
+from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule, rule_of
@@ -55,6 +56,7 @@ def saved_config(
     tree = checkpoint.documents.get("config")
     if not isinstance(tree, dict):
         raise CheckpointError(f"{checkpoint.path}: has no configuration; use one that a run wrote")
+    tree = with_current_keys(cast("dict[str, Any]", tree))
     return config_from_tree(
         tree, overrides, models=models, own_model=own_model, own_optimizers=own_optimizers
     )
@@ -69,11 +71,11 @@ def saved_layouts(
     and S(0) on another number: nothing is planned anew, and no file need be there. Rules of
     ``parallel.tables`` on ranks that are not there become S(0), too. What overrides name is left.
     """
-    tree: Any = checkpoint.documents.get("config")
+    tree: Any = with_current_keys(checkpoint.documents["config"])
     given: Any = plain(config.parallel)
     saved = tree.get("parallel", {})
     tables = {
-        pattern: TableRule(sbp="S(0)", exchange_dtype=rule.exchange_dtype)
+        pattern: TableRule(sbp="S(0)", comm_dtype=rule.comm_dtype)
         if _outside(rule, world_size)
         and given["tables"][pattern] == saved.get("tables", {}).get(pattern)
         else rule

@@ -9,7 +9,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 
 
 class Batch(Protocol):
-    """This rank's rows of a global batch of ``num_rows``.
+    """This rank's rows of a global batch of ``batch_size``.
 
     A batch may also have ``weights`` [local batch], of mean 1 over all rows of the set: factors of
     the rows' losses. The loss of a step is sum(weight x loss) / rows: not over the sum of the
@@ -33,7 +33,7 @@ class Batch(Protocol):
         ...
 
     @property
-    def num_rows(self) -> int:
+    def batch_size(self) -> int:
         """Rows over all ranks."""
         ...
 

@@ -43,12 +43,12 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 
 @dataclass(slots=True, kw_only=True)
 class DenseInputs:
-    """What the dense part takes of a batch of ``num_rows`` rows, of which these are this rank's.
+    """What the dense part takes of a batch of ``batch_size`` rows, of which these are this rank's.
 
     ``vectors`` are the embeddings' outputs by name, leaves that require a gradient.
     """
 
-    num_rows: int
+    batch_size: int
     labels: Tensor
     dense: Tensor
     weights: Tensor | None
@@ -59,7 +59,7 @@ class DenseInputs:
 
     def new_like(self) -> "DenseInputs":
         return DenseInputs(
-            num_rows=self.num_rows,
+            batch_size=self.batch_size,
             labels=torch.empty_like(self.labels),
             dense=torch.empty_like(self.dense),
             weights=None if self.weights is None else torch.empty_like(self.weights),

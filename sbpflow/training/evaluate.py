@@ -54,12 +54,12 @@ class _Rows:
     counted: ScoreHistogram | None = None
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        self.total += batch.num_rows
+        self.total += batch.batch_size
         self.scores.append(torch.stack([logits, batch.labels.to(logits)], 1))
         if self.counted is None:
             if beside := self._beside(batch):
                 self.beside.append(torch.stack(beside, 1))
-            own = balanced_sizes(batch.num_rows, self.boxing.world.size)
+            own = balanced_sizes(batch.batch_size, self.boxing.world.size)
             self.sizes = [a + b for a, b in zip(self.sizes or [0] * len(own), own, strict=True)]
         if self.total > self.options.exact_rows:
             self._count()

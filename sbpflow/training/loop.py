@@ -80,14 +80,14 @@ class Pace:
         """The batch of the next step is there."""
         self._data_seconds = time.perf_counter() - self._begin
 
-    def stepped(self, num_rows: int) -> None:
+    def stepped(self, batch_size: int) -> None:
         """The step is over."""
         now = time.perf_counter()
         if self._warm:
             seconds = now - self._begin
-            self.rows += num_rows
+            self.rows += batch_size
             self.seconds += seconds
-            for place, value in enumerate((1, num_rows, seconds, self._data_seconds)):
+            for place, value in enumerate((1, batch_size, seconds, self._data_seconds)):
                 self._interval[place] += value
         self._warm = True
         self._begin = now
@@ -167,7 +167,7 @@ def fit(
         logged = is_logged(step, train.log_every) or step == last
         if logged:
             watch.flush()
-        pace.stepped(sum(batch.num_rows for batch in batches))
+        pace.stepped(sum(batch.batch_size for batch in batches))
         if step == keeper.step + 1:  # it allocates and connects
             times.take()
         reporter.advance(step, watch.last)

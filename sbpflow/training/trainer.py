@@ -74,7 +74,7 @@ class _BatchInFlight(BatchInFlight):
 
 
 def _check_batch(given: object) -> None:
-    missing = [name for name in ("labels", "dense", "ids", "num_rows") if not hasattr(given, name)]
+    missing = [name for name in ("labels", "dense", "ids", "batch_size") if not hasattr(given, name)]
     if missing:
         raise SbpError(
             f"step: {type(given).__name__} is not a batch: it has no attribute {missing[0]}; pass "
@@ -173,7 +173,7 @@ class Trainer:
         """
         _check_batch(batch)
         self._check_usable("announce")
-        if batch.num_rows:
+        if batch.batch_size:
             self._window.append(_BatchInFlight(batch))
 
     def step(self, batches: Batch | list[Batch]) -> Tensor:
@@ -190,7 +190,7 @@ class Trainer:
         for batch in given:
             _check_batch(batch)
         self._check_usable("step")
-        in_flight = self._take([batch for batch in given if batch.num_rows])
+        in_flight = self._take([batch for batch in given if batch.batch_size])
         try:
             self.num_steps += 1
             self._updated, self._made = False, frozenset()
@@ -287,15 +287,15 @@ class Trainer:
         in_flight = [
             self._window.popleft() if self._window else _BatchInFlight(batch) for batch in batches
         ]
-        num_rows = sum(batch.num_rows for batch in batches)
+        batch_size = sum(batch.batch_size for batch in batches)
         for number, one in enumerate(in_flight):
-            one.number, one.share = number, one.batch.num_rows / num_rows
+            one.number, one.share = number, one.batch.batch_size / batch_size
         return in_flight
 
     def _begin(self, one: _BatchInFlight) -> None:
         try:
             one.embeddings = self._embeddings.begin(
-                one.batch.ids, one.batch.num_rows, training=True
+                one.batch.ids, one.batch.batch_size, training=True
             )
         except DataError as error:
             if one not in self._window:
@@ -306,7 +306,7 @@ class Trainer:
             ) from error
 
     def _look_up(self, one: _BatchInFlight) -> None:
-        as_planned = one.batch.num_rows == self._planned_rows and one.share == 1.0
+        as_planned = one.batch.batch_size == self._planned_rows and one.share == 1.0
         if as_planned and self.graphs is not None and self.graphs.takes_rows:
             self._embeddings.arrive(one.begun)
             one.made |= OF_BATCH
@@ -320,13 +320,13 @@ class Trainer:
     def _forward(self, one: _BatchInFlight) -> None:
         batch, seed, graphs = one.batch, self._mask_seed(one.number), self.graphs
         inputs = DenseInputs(
-            num_rows=batch.num_rows,
+            batch_size=batch.batch_size,
             labels=batch.labels,
             dense=batch.dense,
             weights=getattr(batch, "weights", None),
             vectors=one.vectors,
         )
-        as_planned = batch.num_rows == self._planned_rows and one.share == 1.0
+        as_planned = batch.batch_size == self._planned_rows and one.share == 1.0
         if graphs is not None and self._made:
             whole = StepInputs(dense=inputs, rows=one.begun, step=self.num_steps)
             one.term, self.gradient_norm = graphs.run_all(whole, seed)
@@ -339,16 +339,16 @@ class Trainer:
             one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
 
     def _loss_of(self, inputs: DenseInputs, seed: int) -> GlobalTensor:
-        num_rows = inputs.num_rows
-        labels = self._home(inputs.labels.unsqueeze(1), num_rows)
-        as_planned = num_rows == self._planned_rows
+        batch_size = inputs.batch_size
+        labels = self._home(inputs.labels.unsqueeze(1), batch_size)
+        as_planned = batch_size == self._planned_rows
         with self._boxing.expecting(self._conversions if as_planned else None):
             logits = self._dense_logits(
-                inputs.dense, inputs.vectors, num_rows, training=True, seed=seed
+                inputs.dense, inputs.vectors, batch_size, training=True, seed=seed
             )
             losses = row_losses(self._model, logits, labels, self._loss_config)
         if inputs.weights is not None:
-            losses = ops.mul(losses, self._home(inputs.weights.unsqueeze(1), num_rows))
+            losses = ops.mul(losses, self._home(inputs.weights.unsqueeze(1), batch_size))
         return ops.reduce_mean(losses, id="loss")
 
     def _backward(self, one: _BatchInFlight) -> None:
@@ -402,23 +402,23 @@ class Trainer:
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
         """Logits [local batch] of this rank's rows."""
-        vectors = self._embeddings.forward(batch.ids, batch.num_rows, training=False)
-        num_rows = batch.num_rows
-        logits = self._dense_logits(batch.dense, vectors, num_rows, training=False, seed=0)
-        return logits.to(self._home_layout(batch.num_rows), id="predict").part.squeeze(1)
+        vectors = self._embeddings.forward(batch.ids, batch.batch_size, training=False)
+        batch_size = batch.batch_size
+        logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
+        return logits.to(self._home_layout(batch.batch_size), id="predict").part.squeeze(1)
 
     def _dense_logits(
         self,
         dense: Tensor,
         vectors: Mapping[str, Tensor],
-        num_rows: int,
+        batch_size: int,
         *,
         training: bool,
         seed: int,
     ) -> GlobalTensor:
         return self._model.forward(
-            {name: self._home(part, num_rows) for name, part in vectors.items()},
-            self._home(dense, num_rows),
+            {name: self._home(part, batch_size) for name, part in vectors.items()},
+            self._home(dense, batch_size),
             training=training,
             seed=seed,
         )
@@ -428,15 +428,15 @@ class Trainer:
         within = f"/{number}" if number else ""
         return stream_key(self._seed, f"dropout/{self.num_steps}{within}")
 
-    def _home(self, part: Tensor, num_rows: int) -> GlobalTensor:
+    def _home(self, part: Tensor, batch_size: int) -> GlobalTensor:
         """Rows of the batch as a global tensor, S(0)."""
-        layout, shape = self._home_layout(num_rows), (num_rows, *part.shape[1:])
+        layout, shape = self._home_layout(batch_size), (batch_size, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
-    def _home_layout(self, num_rows: int) -> Layout:
+    def _home_layout(self, batch_size: int) -> Layout:
         """S(0) over all ranks, with explicit sizes if some rank has no row."""
         size = self._boxing.world.size
-        sizes = balanced_sizes(num_rows, size) if num_rows < size else None
+        sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))
 
 

@@ -166,7 +166,7 @@ def test_a_grid_splits_rows_and_columns(resolve):
     [
         "{sbp: B}",
         "{sbp: B, ranks: [2]}",
-        "{sbp: S(1), exchange: unique, exchange_dtype: bfloat16}",
+        "{sbp: S(1), exchange: unique, comm_dtype: bfloat16}",
         "{sbp: S(0), ranks: [3, 1], exchange: unique}",
         "{sbp: S(0), ranks: [0, 1, 3], sizes: [20, 30, 0]}",
         "{sbp: '(S(0), S(1))', ranks: [[0, 1], [2, 3]]}",

@@ -21,7 +21,7 @@ def rows_of(batch):
 
 
 def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
-    """Rows of each step over all ranks, in rank order; num_rows checked on the way."""
+    """Rows of each step over all ranks, in rank order; batch_size checked on the way."""
     loaders = [
         open_loader(manifest, rank=rank, world_size=world_size, backend="memmap", **options)
         for rank in range(world_size)
@@ -32,7 +32,7 @@ def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
     steps = []
     for batches in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
         rows = [row for batch in batches for row in rows_of(batch)]
-        assert all(batch.num_rows == len(rows) for batch in batches)
+        assert all(batch.batch_size == len(rows) for batch in batches)
         assert max(map(len, map(rows_of, batches))) - min(map(len, map(rows_of, batches))) <= 1
         steps.append(rows)
     return steps
@@ -66,7 +66,7 @@ def test_backends_yield_the_same_bits(row_set, shuffle):
     ]
     assert len(both[0]) == len(both[1]) == 13
     for left, right in zip(*both, strict=True):
-        assert (left.num_rows, left.step, left.cursor) == (right.num_rows, right.step, right.cursor)
+        assert (left.batch_size, left.step, left.cursor) == (right.batch_size, right.step, right.cursor)
         for name in ("labels", "dense", "ids"):
             assert torch.equal(getattr(left, name), getattr(right, name))
 

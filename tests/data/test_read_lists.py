@@ -85,7 +85,7 @@ def test_a_rank_without_rows_has_empty_columns(full_set, backend):
     )
     (batch,) = loader.epoch(0)
     assert check(batch, rows) == []
-    assert batch.num_rows == 5
+    assert batch.batch_size == 5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -38,7 +38,7 @@ class Mix:
     overlap: bool = True
     dtype: torch.dtype = torch.float64
     ids_dtype: torch.dtype = torch.int32
-    wire: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
     row_dtype: torch.dtype | None = None
     kernel: str = "torch"
 
@@ -103,9 +103,9 @@ def make_collection(
     world: World, mix: Mix, stores: StoreFactory = device_store
 ) -> EmbeddingCollection:
     layouts = {name: spec.layout(world.size, world.device.type) for name, spec in mix.specs.items()}
-    if mix.wire is not None:
+    if mix.comm_dtype is not None:
         layouts = {
-            name: type(layout)(layout=layout.layout, exchange=layout.exchange, wire=mix.wire)
+            name: type(layout)(layout=layout.layout, exchange=layout.exchange, comm_dtype=mix.comm_dtype)
             for name, layout in layouts.items()
         }
     plan = plan_embeddings(

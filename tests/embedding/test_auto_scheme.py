@@ -115,7 +115,7 @@ def test_equal_rules_are_planned_once_and_keep_their_names():
     found = rank_candidates(
         {"b": {"a": rule}, "other": {"a": TableRule(sbp="B")}, "a": {"a": rule}},
         plan,
-        num_rows=64,
+        batch_size=64,
         link_gb_per_s=2.0,
     )
     assert [one.name for one in found] == ["b", "other", "a"]

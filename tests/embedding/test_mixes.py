@@ -206,11 +206,11 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     check(ranks, mix, 2e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)])
+@pytest.mark.parametrize(("comm_dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_vectors_travel_in_half_precision(ranks, exchange, wire, tolerance):
+def test_vectors_travel_in_half_precision(ranks, exchange, comm_dtype, tolerance):
     # 8 bits of gradients up to 4 (bf16 in both cases), at rates up to 0.1, over 20 steps.
-    mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), wire=wire)
+    mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), comm_dtype=comm_dtype)
     check(ranks, mix, tolerance)
 
 
@@ -319,10 +319,10 @@ def test_the_reference_keeps_fractions_beside_a_whole_start(name):
         assert np.all(table.state["sum"][0] == 1.25)
 
 
-def small_gradient(world, exchange: str, wire: torch.dtype | None) -> float:
+def small_gradient(world, exchange: str, comm_dtype: torch.dtype | None) -> float:
     """How far a first step of Adagrad moves a row whose gradient fp16 has no number for."""
     mix = mix_of(exchange, 8, sparse_optimizer("rowwise_adagrad", lr=0.1, eps=1e-12))
-    mix = replace(mix, dtype=torch.float32, wire=wire, batch_sizes=(2,))
+    mix = replace(mix, dtype=torch.float32, comm_dtype=comm_dtype, batch_sizes=(2,))
     collection = make_collection(world, mix)
     before = [stored.weights.clone() for stored in collection.stored()]
     ids = as_input(mix, mix.bags(0), slice(world.rank, world.rank + 1))
@@ -335,7 +335,7 @@ def small_gradient(world, exchange: str, wire: torch.dtype | None) -> float:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_gradients_below_half_precision_still_move_their_rows(ranks, exchange):
-    moved = [max(ranks(2, small_gradient, exchange, wire)) for wire in (None, torch.float16)]
+    moved = [max(ranks(2, small_gradient, exchange, comm_dtype)) for comm_dtype in (None, torch.float16)]
     assert moved[1] == pytest.approx(moved[0], rel=0.02)
     assert moved[0] > 0.05
 

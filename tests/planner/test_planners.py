@@ -286,7 +286,7 @@ def test_explain_prices_what_the_engine_runs_and_a_search_does_not_try(tmp_path,
     [
         ("{C1: {sbp: B}}", r"plan.yaml: no pattern of its tables matches C2"),
         ("{'*': {sbp: B}, C9: {sbp: B}}", r"parallel.plan .*plan.yaml.C9: matches no table"),
-        ("{'*': {sbp: B, exchange_dtype: bfloat16}}", r"tables.\*.exchange_dtype: bfloat16; plans "
+        ("{'*': {sbp: B, comm_dtype: bfloat16}}", r"tables.\*.comm_dtype: bfloat16; plans "
          "are priced with all vectors as float32"),
         ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] not in a world of 2"),
         ("{'*': {sbp: S(0), sizes: [10, 4990]}}", "it has 90|sum to 5000"),

@@ -213,7 +213,7 @@ def ops_by_repetition(world, config):
     for few in (True, False):
         job = make_job(world, config)
         for batch in make_batches(3, config.data.batch_size)[:2]:
-            rows = torch.arange(batch.num_rows, dtype=torch.int32).unsqueeze(1)
+            rows = torch.arange(batch.batch_size, dtype=torch.int32).unsqueeze(1)
             batch.ids = rows % 2 * (limits - 1) if few else rows % limits
             mine = to_device(batch.part(world.rank, world.size), world.device)
             mine.ids = BatchIds(mine.ids, None, columns)

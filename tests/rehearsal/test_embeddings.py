@@ -70,7 +70,7 @@ def test_rows_and_vectors_in_half_precision(rehearsed_ranks, exchange, dtype):
         exchange,
         8,
         mixes.sparse_optimizer("sgd", lr=0.1),
-        wire=dtype,
+        comm_dtype=dtype,
         row_dtype=dtype,
         batch_sizes=(13, 8, 5, 9),
     )

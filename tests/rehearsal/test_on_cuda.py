@@ -111,7 +111,7 @@ def bad_ids(world):
     for stored, weights in zip(job.embeddings.stored(), before, strict=True):
         assert torch.equal(stored.weights, weights)
     with pytest.raises(DataError, match="field C3: id 53"):
-        job.embeddings.forward(rows.ids, rows.num_rows, training=False)
+        job.embeddings.forward(rows.ids, rows.batch_size, training=False)
     return str(refused.value)
 
 

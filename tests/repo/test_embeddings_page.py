@@ -45,7 +45,7 @@ def train_linear(world, dense):
         ids = torch.stack([torch.randint(0, n, (12,), generator=rng) for n in (9, 5)], 1).int()
         labels = (ids[:, 0] % 2).float()
         parts = (x.tensor_split(world.size)[world.rank] for x in (labels, torch.empty(12, 0), ids))
-        batch = dict(zip(("labels", "dense", "ids"), parts, strict=True), num_rows=12)
+        batch = dict(zip(("labels", "dense", "ids"), parts, strict=True), batch_size=12)
         losses.append(float(job.trainer.step(types.SimpleNamespace(**batch))))
     return losses
 

@@ -15,7 +15,7 @@ MIXED = {
     "deep.C1": TableRule(sbp="S(0)", ranks=(0, 2), sizes=(30, 7)),
     "deep.C2": TableRule(sbp="B", ranks=(1,)),
     "deep.C3": TableRule(sbp="(S(0), S(1))", ranks=((0, 1), (2, 3))),
-    "deep.C4": TableRule(sbp="B", exchange_dtype="bfloat16"),
+    "deep.C4": TableRule(sbp="B", comm_dtype="bfloat16"),
 }
 
 

@@ -136,12 +136,12 @@ class Rows:
     labels: Tensor
     dense: Tensor
     ids: Tensor
-    num_rows: int
+    batch_size: int
 
     def part(self, rank: int, size: int) -> "Rows":
-        sizes = balanced_sizes(self.num_rows, size)
+        sizes = balanced_sizes(self.batch_size, size)
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        return Rows(self.labels[mine], self.dense[mine], self.ids[mine], self.num_rows)
+        return Rows(self.labels[mine], self.dense[mine], self.ids[mine], self.batch_size)
 
 
 def batches() -> list[Rows]:

@@ -153,7 +153,7 @@ def scores(world: World, options: list[ScoreOptions]) -> list[Evaluation | None]
 
 
 def test_options_of_a_score_mean_the_same_on_any_number_of_ranks(ranks):
-    rows = sum(batch.num_rows for batch in make_batches(6, 31, seed=8))
+    rows = sum(batch.batch_size for batch in make_batches(6, 31, seed=8))
     options = [
         ScoreOptions(slices={"C1": 0, "C2": 1}),
         ScoreOptions(exact_rows=40),  # gathers one batch first

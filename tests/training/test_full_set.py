@@ -104,7 +104,7 @@ class WeightedRows(Rows):
         sizes = balanced_sizes(self.labels.shape[0], size)
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         rows = super().part(rank, size)
-        return WeightedRows(rows.labels, rows.dense, rows.ids, rows.num_rows, self.weights[mine])
+        return WeightedRows(rows.labels, rows.dense, rows.ids, rows.batch_size, self.weights[mine])
 
 
 def _weighted(world: World, scheme: str, repeat: bool):
@@ -112,7 +112,7 @@ def _weighted(world: World, scheme: str, repeat: bool):
     job = make_job(world, make_config(scheme, "sgd"))
     losses = []
     for batch in make_batches(5, 30)[:4]:
-        count = torch.tensor([0, 1, 2]).repeat(batch.num_rows // 3)
+        count = torch.tensor([0, 1, 2]).repeat(batch.batch_size // 3)
         rows = len(count)
         first = Rows(batch.labels[:rows], batch.dense[:rows], batch.ids[:rows], rows)
         chosen = torch.repeat_interleave(torch.arange(rows), count)

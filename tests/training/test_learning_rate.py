@@ -92,7 +92,7 @@ def run_whole(world: World, config: Any) -> dict[str, Any]:
             labels=torch.cat([b.labels for b in parts]),
             dense=torch.cat([b.dense for b in parts]),
             ids=torch.cat([b.ids for b in parts]),
-            num_rows=sum(b.num_rows for b in parts),
+            batch_size=sum(b.batch_size for b in parts),
         )
         losses.append(float(job.trainer.step(whole)))
     return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}

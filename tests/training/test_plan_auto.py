@@ -194,9 +194,9 @@ def test_where_the_user_decides_all_tables_nothing_is_searched(synth_set):
 
 
 def test_a_wire_of_one_table_does_not_price_the_others(synth_set):
-    pin = "parallel.tables={deep.C1: {sbp: S(0), exchange_dtype: float32}}"
-    _, _, found = planned(synth_set, (pin, "parallel.exchange_dtype=bfloat16"))
-    assert found.task.wire == torch.bfloat16
+    pin = "parallel.tables={deep.C1: {sbp: S(0), comm_dtype: float32}}"
+    _, _, found = planned(synth_set, (pin, "parallel.comm_dtype=bfloat16"))
+    assert found.task.comm_dtype == torch.bfloat16
 
 
 def test_a_step_of_several_batches_is_predicted_as_one(synth_set):

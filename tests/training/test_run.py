@@ -284,8 +284,8 @@ def order_of(synth_set: Path, seed: int, **data: Any) -> torch.Tensor:
     config = DataConfig(batch_size=1000, loader="memmap", **data)
     loaders = open_loaders(load_manifest(synth_set), config, 0, 1, seed=seed, device=CPU)
     batches = list(loaders["train"].epoch(0))
-    assert [batch.num_rows for batch in batches][-1] == (1000 if data.get("tail") else 800)
-    held = sum(batch.num_rows for split in ("val", "test") for batch in loaders[split].epoch(0))
+    assert [batch.batch_size for batch in batches][-1] == (1000 if data.get("tail") else 800)
+    held = sum(batch.batch_size for split in ("val", "test") for batch in loaders[split].epoch(0))
     assert held == 1200  # whole, whatever the tail of the train part
     return torch.cat([batch.ids for batch in batches])
 

@@ -265,7 +265,7 @@ def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(6, 30)[:2]]
     none = replace(batches[0], labels=torch.empty(0), dense=torch.empty(0, 3),
-                   ids=torch.empty(0, 6, dtype=torch.int32), num_rows=0)  # fmt: skip
+                   ids=torch.empty(0, 6, dtype=torch.int32), batch_size=0)  # fmt: skip
     job.trainer.announce(none)
     losses = [
         job.trainer.step([none, batches[0], none]),

@@ -82,7 +82,7 @@ class Rows:
     labels: torch.Tensor
     dense: torch.Tensor
     ids: torch.Tensor
-    num_rows: int = field(default=0)
+    batch_size: int = field(default=0)
 
     def part(self, rank: int, size: int) -> "Rows":
         sizes = balanced_sizes(self.labels.shape[0], size)
@@ -117,7 +117,7 @@ def make_job(world: World, config: Config) -> Job:
 
 
 def to_device(rows: Rows, device: torch.device) -> Rows:
-    return Rows(rows.labels.to(device), rows.dense.to(device), rows.ids.to(device), rows.num_rows)
+    return Rows(rows.labels.to(device), rows.dense.to(device), rows.ids.to(device), rows.batch_size)
 
 
 def train(world: World, config: Config, steps: int) -> dict[str, Any]:

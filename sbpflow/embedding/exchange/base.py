@@ -48,7 +48,7 @@ class GroupInFlight:
     ``number`` counts the training batches of the collection; ``None`` for others.
     """
 
-    num_rows: int  # of the whole batch
+    batch_size: int  # of the whole batch
     local: BatchIds
     number: int | None
     lr_factor: float = 1.0  # of the optimizers' rates, which the rows are looked up for
@@ -98,10 +98,10 @@ class Group(ABC, Generic[BatchT]):
         """What this rank stores."""
 
     @abstractmethod
-    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> BatchT:
+    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
         """Sort and count the ids of this rank's samples, and send what others need of that.
 
-        ``num_rows`` counts the whole batch; ``number`` as ``GroupInFlight`` has it.
+        ``batch_size`` counts the whole batch; ``number`` as ``GroupInFlight`` has it.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
@@ -176,9 +176,9 @@ class Group(ABC, Generic[BatchT]):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply what was collected by ``factor``, 0-d."""
-        batches, num_rows, merged = self._merged or self._merge()
+        batches, batch_size, merged = self._merged or self._merge()
         scaled = [(access, grads * factor.to(grads.dtype)) for access, grads in merged]
-        self._merged = (batches, num_rows, scaled)
+        self._merged = (batches, batch_size, scaled)
 
     def take_collected(self) -> "Collected":
         """What is there for ``update``; it can be taken once."""
@@ -202,7 +202,7 @@ class Group(ABC, Generic[BatchT]):
             grads = [batch[index] for _, _, batch in kept]
             merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
         batches = [batch for batch, _, _ in kept]
-        return batches, sum(batch.num_rows for batch in batches), merged
+        return batches, sum(batch.batch_size for batch in batches), merged
 
     def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
         """Begin a conversion, of whatever the steps carry."""

@@ -133,7 +133,7 @@ class AddressedGroup(Group[BatchT]):
         ]
 
     def update(self, step: int) -> None:
-        batches, self._state.num_rows, merged = self.take_collected()
+        batches, self._state.batch_size, merged = self.take_collected()
         # Stack by stack in the plan's order, so that all ranks walk the same steps.
         mine = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
@@ -170,8 +170,8 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
     def _steps(self) -> tuple[BoxingStep, ...]:
         return self.plan.backward_steps(0)  # of a size that no batch changes
 
-    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> LocalInFlight:
-        return LocalInFlight(local=local, num_rows=num_rows, number=number)
+    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> LocalInFlight:
+        return LocalInFlight(local=local, batch_size=batch_size, number=number)
 
     def look_up(self, batch: LocalInFlight) -> None:
         batch.vectors = self.rows_of(batch)
@@ -260,23 +260,23 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
         self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
         self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
 
-    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> GroupInFlight:
-        return GroupInFlight(local=local, num_rows=num_rows, number=number)
+    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> GroupInFlight:
+        return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
     def look_up(self, batch: GroupInFlight) -> None:
         part: Tensor | None = None
         if self.members:
             part = self.rows_of(batch)
         elif self.plan.exchange == "columns":
-            part = torch.empty(batch.num_rows, 0, dtype=self.plan.wire, device=self.world.device)
-        batch.pending = self.start(self._forward_steps(batch.num_rows), part, VECTORS)
+            part = torch.empty(batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device)
+        batch.pending = self.start(self._forward_steps(batch.batch_size), part, VECTORS)
 
     def vectors(self, batch: GroupInFlight) -> Tensor:
-        out = self.arrived(self._forward_steps(batch.num_rows), batch.take_pending())
+        out = self.arrived(self._forward_steps(batch.batch_size), batch.take_pending())
         return self._order.to_uses(out)
 
     def push(self, batch: GroupInFlight, grad: Tensor) -> None:
-        steps = self._backward_steps(batch.num_rows)
+        steps = self._backward_steps(batch.batch_size)
         batch.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
     def collect(self, batch: GroupInFlight) -> None:
@@ -285,7 +285,7 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
             pending.wait()
             self.keep(batch, [], [])
             return
-        grad = self.arrived(self._backward_steps(batch.num_rows), pending)
+        grad = self.arrived(self._backward_steps(batch.batch_size), pending)
         self.keep(batch, batch.accesses, self.split(grad))
 
 

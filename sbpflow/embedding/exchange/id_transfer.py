@@ -39,9 +39,9 @@ class IdTransfer:
         self.needs = self.needs.to(self.world.device)  # [lists, ranks]: which looks up which
         self.exchange = Exchange(self.world, IDS)
 
-    def begin(self, ids: BatchIds, num_rows: int) -> "IdsUnderWay":
+    def begin(self, ids: BatchIds, batch_size: int) -> "IdsUnderWay":
         """Start; every rank calls it for the same batches in the same order."""
-        return IdsUnderWay(self, ids, num_rows)
+        return IdsUnderWay(self, ids, batch_size)
 
     def _index(self, places: tuple[int, ...]) -> Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self.world.device)
@@ -50,8 +50,8 @@ class IdTransfer:
 class IdsUnderWay:
     """One batch's transfer."""
 
-    def __init__(self, transfer: IdTransfer, ids: BatchIds, num_rows: int) -> None:
-        self._transfer, self._ids, self._num_rows = transfer, ids, num_rows
+    def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
+        self._transfer, self._ids, self._batch_size = transfer, ids, batch_size
         self._matrix = self._lengths = None
         self._values: list[tuple[ExchangeStep, Pending, int]] = []
         self._received: Tensor | None = None
@@ -61,10 +61,10 @@ class IdsUnderWay:
             send = ids.matrix
             if not transfer.whole:
                 send = send.index_select(1, transfer.sent_columns)
-            self._matrix = boxing.start(transfer.id_steps(num_rows), send, IDS)
+            self._matrix = boxing.start(transfer.id_steps(batch_size), send, IDS)
         if transfer.sent_lists.numel() and ids.lists is not None:
             lengths = ids.lists.lengths.index_select(1, transfer.sent_lists)
-            self._lengths = boxing.start(transfer.length_steps(num_rows), lengths, IDS)
+            self._lengths = boxing.start(transfer.length_steps(batch_size), lengths, IDS)
 
     def sizes(self) -> Tensor | None:
         """Ids in the lists that go to each rank, then in those that each sends here, [2 x ranks]
@@ -74,7 +74,7 @@ class IdsUnderWay:
         if self._lengths is None:
             return None
         self._received = self._lengths.wait()
-        if lists is None or not transfer.list_steps(self._num_rows):
+        if lists is None or not transfer.list_steps(self._batch_size):
             return None
         lengths = lists.lengths.sum(0, dtype=torch.int64)[: transfer.needs.shape[0]]
         return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._coming()])
@@ -90,7 +90,7 @@ class IdsUnderWay:
         payloads = [torch.cat([part.values for part in parts])]
         if transfer.plan.weighted:
             payloads.append(torch.cat([_weights(part) for part in parts]))
-        steps = transfer.list_steps(self._num_rows)
+        steps = transfer.list_steps(self._batch_size)
         self._values = [
             (step, transfer.exchange.start(step, payload, out, into), sum(into))
             for step, payload in zip(steps, payloads, strict=True)
@@ -104,11 +104,11 @@ class IdsUnderWay:
         values = [received(step, pending, count) for step, pending, count in self._values]
         if not columns and not lists:
             return None
-        if columns and (matrix is None or matrix.shape != (self._num_rows, len(columns))):
+        if columns and (matrix is None or matrix.shape != (self._batch_size, len(columns))):
             raise SbpError(f"ids/fwd: rank {rank} did not receive the batch's ids")
         if matrix is None or not columns:
             device = transfer.world.device
-            matrix = torch.empty(self._num_rows, 0, dtype=transfer.plan.ids_dtype, device=device)
+            matrix = torch.empty(self._batch_size, 0, dtype=transfer.plan.ids_dtype, device=device)
         if not lists:
             return BatchIds(matrix, None)
         if self._received is None:
@@ -124,7 +124,7 @@ class IdsUnderWay:
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        each, longer = divmod(self._num_rows, world.size)  # as ``balanced_sizes`` cuts a batch
+        each, longer = divmod(self._batch_size, world.size)  # as ``balanced_sizes`` cuts a batch
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(
             [first.view(longer, each + 1).sum(1), rest.view(world.size - longer, each).sum(1)]

@@ -92,7 +92,7 @@ class PaddedGroups:
             group.capacity.share,
             room,
             group.plan.name,
-            part.num_rows,
+            part.batch_size,
             most,
-            group.capacity.share_of(most, part.num_rows),
+            group.capacity.share_of(most, part.batch_size),
         )

@@ -43,21 +43,21 @@ class Capacity:
         self._size, self._lookups = plan.world.size, stack.lookups()
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
-    def most(self, num_rows: int) -> int:
-        """Rows that one rank may name to another, in a batch of ``num_rows`` samples."""
-        return max(1, min(-(-num_rows // self._size) * self._lookups, self._stored))
+    def most(self, batch_size: int) -> int:
+        """Rows that one rank may name to another, in a batch of ``batch_size`` samples."""
+        return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
 
-    def rows(self, num_rows: int) -> int:
+    def rows(self, batch_size: int) -> int:
         """For how many there is room."""
-        return ceil(self.share * self.most(num_rows))
+        return ceil(self.share * self.most(batch_size))
 
-    def is_enough(self, num_rows: int) -> bool:
+    def is_enough(self, batch_size: int) -> bool:
         """Whether no batch can name more."""
-        return self.rows(num_rows) >= self.most(num_rows)
+        return self.rows(batch_size) >= self.most(batch_size)
 
-    def share_of(self, rows: int, num_rows: int) -> float:
+    def share_of(self, rows: int, batch_size: int) -> float:
         """A share with room for ``rows``, of three digits."""
-        return min(1.0, ceil(1000 * rows / self.most(num_rows)) / 1000)
+        return min(1.0, ceil(1000 * rows / self.most(batch_size)) / 1000)
 
 
 class Layout:

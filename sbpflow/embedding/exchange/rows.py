@@ -101,11 +101,11 @@ class RowGroup(Group[RowsInFlight]):
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         """Start the ids of ``Layout.lay_out``."""
 
-    def begin(self, local: BatchIds, num_rows: int, *, number: int | None) -> RowsInFlight:
+    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> RowsInFlight:
         wanted = self._deduplicated(self._addresses.access(local))
-        batch = RowsInFlight(local=local, num_rows=num_rows, number=number, wanted=wanted)
+        batch = RowsInFlight(local=local, batch_size=batch_size, number=number, wanted=wanted)
         if number is not None and self.capacity is not None:
-            room, size = self.capacity.rows(num_rows), self.world.size
+            room, size = self.capacity.rows(batch_size), self.world.size
             batch.slots, buffers = self._layout.lay_out(batch.wanted, room)
             batch.own = buffers[:, 1:].reshape(-1)
             batch.asked, batch.into = [room] * size, [room] * size
@@ -118,15 +118,15 @@ class RowGroup(Group[RowsInFlight]):
         """After ``receive``, of a batch that does not fit: with transfers of the sizes it needs."""
         again = RowsInFlight(
             local=batch.local,
-            num_rows=batch.num_rows,
+            batch_size=batch.batch_size,
             number=batch.number,
             wanted=batch.wanted,
         )
         self.begin_counted(again)
         return again
 
-    def _planned_steps(self, num_rows: int) -> RowSteps:
-        steps = self.plan.row_steps(num_rows)
+    def _planned_steps(self, batch_size: int) -> RowSteps:
+        steps = self.plan.row_steps(batch_size)
         if steps is None:
             raise RuntimeError(f"{self.plan.name}: no rows travel, by its plan")
         return steps
@@ -140,12 +140,12 @@ class RowGroup(Group[RowsInFlight]):
         """
         if batch.pending is None or batch.named is None:
             return batch.named
-        step = self._steps(batch.num_rows).counts
+        step = self._steps(batch.batch_size).counts
         return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
 
     def vector_step(self, batch: RowsInFlight) -> ExchangeStep:
         """The transfer of rows from where they are stored."""
-        step = self._steps(batch.num_rows).vectors
+        step = self._steps(batch.batch_size).vectors
         if step is None:
             raise RuntimeError(f"{self.plan.name}: no vectors travel, by its plan")
         return step
@@ -170,26 +170,26 @@ class RowGroup(Group[RowsInFlight]):
             _, sums = batch.wanted.row_gradients(grad)
         else:
             sums = batch.slots.spread(batch.wanted, grad)
-        return sums.to(self.plan.gradient_wire)
+        return sums.to(self.plan.grad_comm_dtype)
 
     def receive(self, batch: RowsInFlight) -> None:
-        step, count = self._steps(batch.num_rows).ids, sum(batch.into)
+        step, count = self._steps(batch.batch_size).ids, sum(batch.into)
         if batch.slots is None:
             batch.accesses = [Access(received(step, batch.take_pending(), count))]
             return
         ranks = len(batch.into)
         buffers = received(step, batch.take_pending(), ranks + count).view(ranks, -1)
         batch.accesses = [Access(buffers[:, 1:].reshape(-1))]
-        if self.capacity is not None and not self.capacity.is_enough(batch.num_rows):
+        if self.capacity is not None and not self.capacity.is_enough(batch.batch_size):
             batch.most = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
 
     def collect(self, batch: RowsInFlight) -> None:
-        step, count = self._steps(batch.num_rows).gradients, batch.accesses[0].num_bags
+        step, count = self._steps(batch.batch_size).gradients, batch.accesses[0].num_bags
         sums = received(step, batch.take_pending(), count).to(self.plan.dtype)
         self.keep(batch, batch.accesses, [sums])
 
     def update(self, step: int) -> None:
-        batches, self._state.num_rows, ((access, grad),) = self.take_collected()
+        batches, self._state.batch_size, ((access, grad),) = self.take_collected()
         batches[-1].update(self._store, access, grad, self._stack.optimizer.lr, step)
         self._release(batches)
 
@@ -213,17 +213,17 @@ class UniqueGroup(RowGroup):
 
     def begin_counted(self, batch: RowsInFlight) -> None:
         batch.named = batch.wanted.unique_below(self._ends).diff(prepend=self._zero)
-        step = self._steps(batch.num_rows).counts
+        step = self._steps(batch.batch_size).counts
         batch.pending = self._ids.start_counts(step, batch.named)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         sizes = [buffers.shape[1]] * self.world.size
-        return self._ids.start(self._steps(batch.num_rows).ids, buffers.view(-1), sizes, sizes)
+        return self._ids.start(self._steps(batch.batch_size).ids, buffers.view(-1), sizes, sizes)
 
     def advance(self, batch: RowsInFlight) -> None:
         if batch.slots is not None:
             return
-        steps, size = self._steps(batch.num_rows), self.world.size
+        steps, size = self._steps(batch.batch_size), self.world.size
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = sum(batch.asked)
         unique = batch.wanted.rows()
@@ -236,7 +236,7 @@ class UniqueGroup(RowGroup):
         lr = self._stack.optimizer.lr
         rows = batch.look_up(self._store, batch.accesses[0], lr)
         step = self.vector_step(batch)
-        batch.pending = self._vectors.start(step, rows.to(self.plan.wire), into, asked)
+        batch.pending = self._vectors.start(step, rows.to(self.plan.comm_dtype), into, asked)
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
         rows = received(self.vector_step(batch), batch.take_pending(), sum(batch.asked))
@@ -244,7 +244,7 @@ class UniqueGroup(RowGroup):
         return super().vectors(batch)
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
-        step = self._steps(batch.num_rows).gradients
+        step = self._steps(batch.batch_size).gradients
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
 
@@ -267,12 +267,12 @@ class ToldToAllGroup(RowGroup):
         # Each rank is told all of them.
         batch.named = batch.wanted.unique_below(self._ends).repeat(self.world.size)
         if self.is_told(batch):
-            step = self._steps(batch.num_rows).counts
+            step = self._steps(batch.batch_size).counts
             batch.pending = self._ids.start_counts(step, batch.named)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         sizes = [buffers.shape[1]] * self.world.size
-        return self._ids.start_for_all(self._steps(batch.num_rows).ids, buffers.view(-1), sizes)
+        return self._ids.start_for_all(self._steps(batch.batch_size).ids, buffers.view(-1), sizes)
 
     def advance(self, batch: RowsInFlight) -> None:
         if batch.slots is not None:
@@ -281,7 +281,7 @@ class ToldToAllGroup(RowGroup):
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = batch.asked[0]
         if self.is_told(batch):
-            steps = self._steps(batch.num_rows)
+            steps = self._steps(batch.batch_size)
             batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
 
     def receive(self, batch: RowsInFlight) -> None:
@@ -309,7 +309,7 @@ class UniqueColumnsGroup(ToldToAllGroup):
 
     def look_up(self, batch: RowsInFlight) -> None:
         lr = self._stack.optimizer.lr
-        rows = batch.look_up(self._store, batch.accesses[0], lr).to(self.plan.wire)
+        rows = batch.look_up(self._store, batch.accesses[0], lr).to(self.plan.comm_dtype)
         wanted, held = self._sizes(batch)
         step = self.vector_step(batch)
         batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
@@ -331,12 +331,12 @@ class UniqueColumnsGroup(ToldToAllGroup):
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
             here = sums[:, columns]
             part.view(here.shape).copy_(here)
-        step = self._steps(batch.num_rows).gradients
+        step = self._steps(batch.batch_size).gradients
         batch.pending = self._gradients.start(step, flat, wanted, held)
 
     def collect(self, batch: RowsInFlight) -> None:
         _, held = self._sizes(batch)
-        flat = received(self._steps(batch.num_rows).gradients, batch.take_pending(), sum(held))
+        flat = received(self._steps(batch.batch_size).gradients, batch.take_pending(), sum(held))
         sums = flat.view(sum(batch.into), self._widths[self.world.rank])
         self.keep(batch, batch.accesses, [sums.to(self.plan.dtype)])
 
@@ -359,6 +359,6 @@ class LocalRowsGroup(ToldToAllGroup):
         batch.rows = self._store.peek(Access(rows))
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
-        step = self._steps(batch.num_rows).gradients
+        step = self._steps(batch.batch_size).gradients
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start_for_all(step, sums, batch.into)

@@ -12,12 +12,12 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """The transfers of a group's squares. ``num_rows`` counts the batches an update is about."""
+    """The transfers of a group's squares. ``batch_size`` counts the batches an update is about."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing
         self._steps = lru_cache(MAX_BATCH_SIZES)(plan.row_state_steps)
-        self.num_rows = 0
+        self.batch_size = 0
 
     def sum_of(self, index: int) -> SumOverColumns | None:
         """What adds up the squares of a stack's rows over their columns; ``None`` if no rank shares
@@ -27,7 +27,7 @@ class SharedState:
             return None
 
         def add_up(squares: Tensor) -> Tensor:
-            size = self._plan.squares_sent(index, squares.shape[0], self.num_rows)
+            size = self._plan.squares_sent(index, squares.shape[0], self.batch_size)
             size = max(size, squares.shape[0])  # buffers may hold more rows than a batch can name
             padded = F.pad(squares, (0, size - squares.shape[0]))
             total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
@@ -40,5 +40,5 @@ class SharedState:
     def stand_by(self, index: int) -> None:
         """Walk the steps of a stack that this rank stores nothing of."""
         if index in self._plan.shared_state:
-            size = self._plan.squares_sent(index, 0, self.num_rows)
+            size = self._plan.squares_sent(index, 0, self.batch_size)
             self._boxing.run(self._steps(index, size), None, GRADIENTS)

@@ -73,19 +73,19 @@ class EmbeddingPlan:
         """Whether ids in lists travel with a weight each."""
         return any(self.features[feature].weighted for feature in self.ids.lists)
 
-    def id_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
+    def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
         """Ids in the matrix to the ranks that look them up for the whole batch.
 
         S(0) -> B where these ranks need the same columns; else S(0) -> S(1) of the columns laid
         out per rank, so that each gets its own and no other.
         """
-        return self._spread(num_rows, self.needed, self.ids_dtype, "ids/fwd")
+        return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
-    def length_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
+    def length_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
         """Lengths of the lists, as ``id_steps`` does it for the matrix."""
-        return self._spread(num_rows, self.needed_lists, torch.int32, "ids/fwd/lengths")
+        return self._spread(batch_size, self.needed_lists, torch.int32, "ids/fwd/lengths")
 
-    def list_steps(self, num_rows: int) -> tuple[ExchangeStep, ...]:
+    def list_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
         """What the lists hold: ids, and weights if any feature has some."""
         if not self.sent_lists or self.world.size == 1:
             return ()
@@ -95,9 +95,9 @@ class EmbeddingPlan:
             for needed in self.needed_lists
         ]
         # A rank sends to every other what that one needs; worst for the one that needs least.
-        local = -(-num_rows // size)
+        local = -(-batch_size // size)
         of_one = local * (sum(to) - min(to))
-        of_all = num_rows * sum(to)
+        of_all = batch_size * sum(to)
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
             payloads.append(("ids/fwd/weights", self.dtype, "their weights"))
@@ -114,53 +114,53 @@ class EmbeddingPlan:
             for id, dtype, what in payloads
         )
 
-    def ahead_steps(self, num_rows: int) -> tuple[Step, ...]:
+    def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Every transfer of a training batch's ids; none depends on what an update changes."""
-        rows = [steps for _, steps in self._row_steps(num_rows) if steps is not None]
+        rows = [steps for _, steps in self._row_steps(batch_size) if steps is not None]
         return (
-            *self.id_steps(num_rows),
-            *self.length_steps(num_rows),
+            *self.id_steps(batch_size),
+            *self.length_steps(batch_size),
             *(steps.counts for steps in rows),
-            *self.list_steps(num_rows),
+            *self.list_steps(batch_size),
             *(steps.ids for steps in rows),
         )
 
-    def forward_steps(self, num_rows: int) -> tuple[Step, ...]:
+    def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """The transfers of a lookup that follow those of the ids, in the order they start."""
         steps: list[Step] = []
-        for group, rows in self._row_steps(num_rows):
+        for group, rows in self._row_steps(batch_size):
             if rows is not None and rows.vectors is not None:
                 steps.append(rows.vectors)
-            steps += group.forward_steps(num_rows)
+            steps += group.forward_steps(batch_size)
         return tuple(steps)
 
-    def push_steps(self, num_rows: int) -> tuple[Step, ...]:
+    def push_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Gradients on their way to the rows, in the order they start."""
         steps: list[Step] = []
-        for group, rows in self._row_steps(num_rows):
+        for group, rows in self._row_steps(batch_size):
             if rows is not None:
                 steps.append(rows.gradients)
-            steps += group.backward_steps(num_rows)
+            steps += group.backward_steps(batch_size)
         return tuple(steps)
 
-    def count_steps(self, num_rows: int) -> tuple[Step, ...]:
+    def count_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Of ``ahead_steps``, those of rows that are counted first."""
-        found = [steps for _, steps in self._row_steps(num_rows) if steps is not None]
+        found = [steps for _, steps in self._row_steps(batch_size) if steps is not None]
         return tuple(step for steps in found for step in steps.ahead)
 
-    def update_steps(self, num_rows: int) -> tuple[Step, ...]:
+    def update_steps(self, batch_size: int) -> tuple[Step, ...]:
         """What an update of rows itself sends, in the order it runs."""
         steps: list[Step] = []
         for group in self.groups:
             for index in group.shared_state:
-                steps += group.row_state_bounds(index, num_rows)
+                steps += group.row_state_bounds(index, batch_size)
         return tuple(steps)
 
-    def _row_steps(self, num_rows: int) -> list[tuple[GroupPlan, RowSteps | None]]:
-        return [(group, group.row_steps(num_rows)) for group in self.groups]
+    def _row_steps(self, batch_size: int) -> list[tuple[GroupPlan, RowSteps | None]]:
+        return [(group, group.row_steps(batch_size)) for group in self.groups]
 
     def _spread(
-        self, num_rows: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str
+        self, batch_size: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str
     ) -> tuple[BoxingStep, ...]:
         ranks = [rank for rank, mine in zip(self.world.ranks, needed, strict=True) if mine]
         if not ranks:
@@ -171,7 +171,7 @@ class EmbeddingPlan:
         return plan_boxing(
             Layout(self.world, (Split(0),)),
             dst,
-            (num_rows, len(_sent(needed))),
+            (batch_size, len(_sent(needed))),
             dtype,
             id=id,
             backend=self.backend,
@@ -209,10 +209,10 @@ def plan_embeddings(
     for table in tables:
         if table.name not in layouts:
             raise ConfigError(f"table {table.name}: has no layout; give one for each table")
-        wire = layouts[table.name].wire
-        if wire not in (None, dtype, *HALF_DTYPES):
+        comm_dtype = layouts[table.name].comm_dtype
+        if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(
-                f"table {table.name}: wire {wire!r} beside {dtype}; use {dtype}, torch.float16 or "
+                f"table {table.name}: comm_dtype {comm_dtype!r} beside {dtype}; use {dtype}, torch.float16 or "
                 "torch.bfloat16"
             )
         layout = layouts[table.name].layout

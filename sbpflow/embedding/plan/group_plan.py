@@ -68,7 +68,7 @@ class GroupPlan:
     exchange is linear in whole vectors: local and reduce). ``shared_state`` are the stacks whose
     optimizer state is one number per row while ranks share the row: their squares are added up.
     ``whole_gradients`` lets a local group all-reduce the gradients of whole tables, where that is
-    less than the touched rows'. Vectors travel as ``wire``, gradients as ``gradient_wire``.
+    less than the touched rows'. Vectors travel as ``comm_dtype``, gradients as ``grad_comm_dtype``.
     """
 
     name: str
@@ -78,7 +78,7 @@ class GroupPlan:
     shared_state: tuple[int, ...]
     world: Placement
     dtype: torch.dtype
-    wire: torch.dtype
+    comm_dtype: torch.dtype
     backend: str
     whole_gradients: bool = False
 
@@ -87,9 +87,9 @@ class GroupPlan:
         return tuple(table for stack in self.stacks for table in stack.tables)
 
     @property
-    def gradient_wire(self) -> torch.dtype:
+    def grad_comm_dtype(self) -> torch.dtype:
         """bf16 in place of fp16: gradients of a mean over a large batch are below fp16's range."""
-        return torch.bfloat16 if self.wire == torch.float16 else self.wire
+        return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -197,26 +197,26 @@ class GroupPlan:
         sizes = tuple(self.rank_width(rank) for rank in first_row)
         return Layout(self.grid, (Partial(), Split(1, sizes)))
 
-    def forward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
-        """Vectors to the samples' home ranks, for a global batch of ``num_rows``."""
+    def forward_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
+        """Vectors to the samples' home ranks, for a global batch of ``batch_size``."""
         layouts = self.vector_layouts()
         if layouts is None:
             return ()
-        return self._plan(*layouts, (num_rows, self.width), "fwd/vectors", self.wire)
+        return self._plan(*layouts, (batch_size, self.width), "fwd/vectors", self.comm_dtype)
 
-    def backward_steps(self, num_rows: int) -> tuple[BoxingStep, ...]:
+    def backward_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
         """Gradients to the ranks that update: the adjoint of ``forward_steps``."""
         if self.exchange == "local" and self.whole_gradients:
             terms = Layout(self.world, (Partial(),))
             whole = Layout(self.world, (Broadcast(),))
             shape = (self.whole_numel(),)
-            return self._plan(terms, whole, shape, "bwd/gradients", self.gradient_wire)
+            return self._plan(terms, whole, shape, "bwd/gradients", self.grad_comm_dtype)
         layouts = self.vector_layouts()
         if layouts is None:
             return ()
         src, dst = layouts
-        shape = (num_rows, self.width)
-        return self._plan(dst.dual(), src.dual(), shape, "bwd/vectors", self.gradient_wire)
+        shape = (batch_size, self.width)
+        return self._plan(dst.dual(), src.dual(), shape, "bwd/vectors", self.grad_comm_dtype)
 
     def whole_numel(self) -> int:
         """Numbers of a gradient of whole tables: their elements, and each row's count of uses."""
@@ -249,18 +249,18 @@ class GroupPlan:
             backend=self.backend,
         )
 
-    def most_squares(self, index: int, num_rows: int) -> int:
-        """Rows of stack ``index`` that a batch of ``num_rows`` can touch, at most."""
-        return num_rows * self.stacks[index].lookups()
+    def most_squares(self, index: int, batch_size: int) -> int:
+        """Rows of stack ``index`` that a batch of ``batch_size`` can touch, at most."""
+        return batch_size * self.stacks[index].lookups()
 
-    def squares_sent(self, index: int, num_touched: int, num_rows: int) -> int:
+    def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
         """How many numbers stand for the squares of ``num_touched`` rows on their way.
 
         Where all ranks share all rows of a stack they touch the same ones, which say how many; in
         steps of a 32nd of the most, to keep the sizes few. Elsewhere ranks touch different rows or
         none, so the most goes.
         """
-        most = self.most_squares(index, num_rows)
+        most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):
             return most
         unit = max(1, -(-most // 32))
@@ -269,9 +269,9 @@ class GroupPlan:
     def _all_touch_alike(self, index: int) -> bool:
         return self.grid is None and self.stacks[index].holders() == self.world.ranks
 
-    def row_state_bounds(self, index: int, num_rows: int) -> tuple[Step, ...]:
+    def row_state_bounds(self, index: int, batch_size: int) -> tuple[Step, ...]:
         """``row_state_steps`` of a batch, as far as they are known before it."""
-        steps = self.row_state_steps(index, self.most_squares(index, num_rows))
+        steps = self.row_state_steps(index, self.most_squares(index, batch_size))
         if not self._all_touch_alike(index):
             return steps
         return tuple(
@@ -293,7 +293,7 @@ class GroupPlan:
         total = sum(table.num_rows + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
-    def row_steps(self, num_rows: int) -> RowSteps | None:
+    def row_steps(self, batch_size: int) -> RowSteps | None:
         """The transfers of single rows with their bounds, ``None`` where none travel.
 
         Unique: to and from the owners, which are all ranks where columns are split. Local: each to
@@ -303,9 +303,9 @@ class GroupPlan:
         if size == 1 or self.exchange not in ("unique", "local") or self.whole_gradients:
             return None
         lookups = sum(stack.lookups() for stack in self.stacks)
-        mine = -(-num_rows // size) * lookups  # of one rank, at most
-        rows = num_rows * lookups  # of all ranks together: each lookup moves one row, at most
-        others = (num_rows - num_rows // size) * lookups  # of all ranks but one
+        mine = -(-batch_size // size) * lookups  # of one rank, at most
+        rows = batch_size * lookups  # of all ranks together: each lookup moves one row, at most
+        others = (batch_size - batch_size // size) * lookups  # of all ranks but one
         to_all = self.exchange == "local" or self.unique_columns
         fans = size - 1 if to_all else 1  # each rank's ids go to all others
         told = "all_gather" if to_all else "all_to_all"
@@ -335,17 +335,17 @@ class GroupPlan:
         vectors = self._row_step(
             "fwd/vectors",
             "all_to_all",
-            self.wire,
-            others * from_owner * self.wire.itemsize,  # of an owner of all rows
-            rows * (from_home if self.unique_columns else dim) * self.wire.itemsize,
+            self.comm_dtype,
+            others * from_owner * self.comm_dtype.itemsize,  # of an owner of all rows
+            rows * (from_home if self.unique_columns else dim) * self.comm_dtype.itemsize,
             "the rows others asked for",
         )
         gradients = self._row_step(
             "bwd/vectors",
             pushed,
-            self.gradient_wire,
-            mine * from_home * self.gradient_wire.itemsize,
-            rows * from_home * self.gradient_wire.itemsize,
+            self.grad_comm_dtype,
+            mine * from_home * self.grad_comm_dtype.itemsize,
+            rows * from_home * self.grad_comm_dtype.itemsize,
             "unique rows' gradients",
         )
         return RowSteps(

@@ -128,7 +128,7 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                 ),
                 world=context.world,
                 dtype=context.dtype,
-                wire=key.wire,
+                comm_dtype=key.comm_dtype,
                 backend=context.backend,
                 whole_gradients=key.whole_gradients,
             )
@@ -145,26 +145,26 @@ class _GroupKey:
     """
 
     exchange: Exchange
-    wire: torch.dtype
+    comm_dtype: torch.dtype
     whole_gradients: bool = False
     alike: tuple[object, ...] = ()
 
 
 def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
     given = context.layouts[table.name]
-    wire = given.wire or context.dtype
+    comm_dtype = given.comm_dtype or context.dtype
     if context.world.size == 1:
         return _GroupKey("local", context.dtype)
     if given.exchange == "reduce":
         placement = given.layout.placement
         split = _column_split(given.layout) if output.sums else None
-        return _GroupKey("reduce", wire, alike=(placement.ranks, placement.shape, split))
+        return _GroupKey("reduce", comm_dtype, alike=(placement.ranks, placement.shape, split))
     if given.exchange == "local":
         lookups = context.batch_size * sum(
             feature.hotness for feature in context.features if feature.name in table.features
         )
         if whole_gradients_are_less(table, lookups, context.world.size):
-            return _GroupKey("local", wire, whole_gradients=True)
+            return _GroupKey("local", comm_dtype, whole_gradients=True)
     if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
         alike = (
             table.dim,
@@ -173,9 +173,9 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
             _rule_of(table, context),
             table.kernel,
         )
-        return _GroupKey(given.exchange, wire, alike=alike)
+        return _GroupKey(given.exchange, comm_dtype, alike=alike)
     if given.exchange == "columns":
-        return _GroupKey("columns", wire)
+        return _GroupKey("columns", comm_dtype)
     raise unknown_value("exchange", given.exchange, Exchange)
 
 

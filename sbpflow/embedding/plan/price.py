@@ -69,11 +69,11 @@ class _Rank:
 
 def price_plan(
     plan: EmbeddingPlan,
-    num_rows: int,
+    batch_size: int,
     link_gb_per_s: float = LOOPBACK_GB_PER_S,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> Price:
-    """The price of a step over a global batch of ``num_rows``; ``frequencies`` are by feature."""
+    """The price of a step over a global batch of ``batch_size``; ``frequencies`` are by feature."""
     known = frequencies or {}
     of_use = {n: known[one.name] for n, one in enumerate(plan.features) if one.name in known}
     ranks = {rank: _Rank() for rank in plan.world.ranks}
@@ -82,18 +82,18 @@ def price_plan(
         for index, stack in enumerate(group.stacks):
             shared = index in group.shared_state
             for use in stack.uses:
-                _add_use(ranks, group, stack, use, num_rows, of_use, shared=shared)
-        _add_vectors(ranks, group, num_rows)
+                _add_use(ranks, group, stack, use, batch_size, of_use, shared=shared)
+        _add_vectors(ranks, group, batch_size)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
-            num_bytes = num_rows / plan.world.size * output.width * plan.dtype.itemsize
+            num_bytes = batch_size / plan.world.size * output.width * plan.dtype.itemsize
             for cost in ranks.values():
                 cost.copy(JOIN_PASSES * num_bytes)
     steps = (
-        *plan.ahead_steps(num_rows),
-        *plan.forward_steps(num_rows),
-        *plan.push_steps(num_rows),
-        *plan.update_steps(num_rows),
+        *plan.ahead_steps(batch_size),
+        *plan.forward_steps(batch_size),
+        *plan.push_steps(batch_size),
+        *plan.update_steps(batch_size),
     )
     for step in steps:
         calls += _add_step(ranks, step)
@@ -128,14 +128,14 @@ def _add_use(
     group: GroupPlan,
     stack: Stack,
     use: Use,
-    num_rows: int,
+    batch_size: int,
     known: Mapping[int, IdFrequencies],
     *,
     shared: bool,
 ) -> None:
     """What each rank does for a use, priced once for all that hold as much of its table."""
     size, found = group.world.size, known.get(use.feature)
-    lookups = num_rows * (use.hotness if found is None else found.per_sample)
+    lookups = batch_size * (use.hotness if found is None else found.per_sample)
     everywhere, mine = (_touched(use, draws, known) for draws in (lookups, lookups / size))
     held = stack.held(use.table)
     priced: dict[tuple[int, int], _Rank] = {}
@@ -169,7 +169,7 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
     table, lookups, mine, width = use.table, load.lookups, load.mine, load.width
     all_touched = load.touched * load.held
     if size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients:
-        item = group.gradient_wire.itemsize
+        item = group.grad_comm_dtype.itemsize
         cost.index_and_sum(lookups / size, stack.dim)
         cost.read(lookups / size, stack.dim)  # expanding them
         if group.unique_columns:
@@ -195,7 +195,7 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
         if group.exchange == "reduce" and size > 1:
             cost.work_ns += lookups * INDEX_NS  # which of them are here
     if group.whole_gradients and size > 1:
-        num_bytes = table.num_rows * (table.dim + 1) * group.gradient_wire.itemsize
+        num_bytes = table.num_rows * (table.dim + 1) * group.grad_comm_dtype.itemsize
         cost.copy(WHOLE_PASSES * num_bytes)
     cost.step(all_touched, width, len(stack.optimizer.state))
     if shared:
@@ -203,15 +203,15 @@ def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared:
     return cost
 
 
-def _add_vectors(ranks: Mapping[int, _Rank], group: GroupPlan, num_rows: int) -> None:
+def _add_vectors(ranks: Mapping[int, _Rank], group: GroupPlan, batch_size: int) -> None:
     """Copies of vectors and gradients into and out of the buffers of boxed exchanges."""
     size = group.world.size
     if size == 1 or group.exchange not in ("columns", "reduce"):
         return
     owners = frozenset(group.owners)
-    home = num_rows / size * group.width
+    home = batch_size / size * group.width
     terms = len(owners) if group.exchange == "reduce" else 1
-    both_ways = group.wire.itemsize + group.gradient_wire.itemsize
+    both_ways = group.comm_dtype.itemsize + group.grad_comm_dtype.itemsize
     for rank, cost in ranks.items():
-        there = num_rows * group.rank_width(rank) if rank in owners else 0
+        there = batch_size * group.rank_width(rank) if rank in owners else 0
         cost.copy(both_ways * (2 * there + (1 + terms) * home))

@@ -94,13 +94,13 @@ class TableConfig:
 class TableLayout:
     """``layout`` of the [num_rows, dim] table and how its ids and vectors travel.
 
-    ``wire`` is what vectors and gradients travel as; ``None`` for the dtype they are computed in.
+    ``comm_dtype`` is what vectors and gradients travel as; ``None`` for the dtype they are computed in.
     ``key`` is the configuration key that decided, "" if none did.
     """
 
     layout: Layout
     exchange: Exchange
-    wire: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
     key: str = ""
 
     def __str__(self) -> str:

@@ -70,7 +70,7 @@ class StackShape:
     def of(
         group: GroupPlan,
         stack: Stack,
-        num_rows: int,
+        batch_size: int,
         row_dtype: torch.dtype,
         skew: Mapping[str, float] | None = None,
         device: str = "cpu",
@@ -78,7 +78,7 @@ class StackShape:
         """Of the rank that holds most of a stack; ``None`` if there is nothing to look up."""
         rank = max(stack.holders(), key=stack.num_rows)
         size = group.world.size
-        whole = num_rows * sum(use.hotness for use in stack.uses_on(rank))
+        whole = batch_size * sum(use.hotness for use in stack.uses_on(rank))
         if not whole:
             return None
         alone = size == 1 or group.whole_gradients
@@ -95,7 +95,7 @@ class StackShape:
             ids=ids,
             per_bag=max(use.hotness for use in stack.uses),
             lists=lists,
-            home_ids=-(-num_rows // size) * stack.lookups() if lists else 0,
+            home_ids=-(-batch_size // size) * stack.lookups() if lists else 0,
             optimizer=stack.optimizer,
             dtype=group.dtype,
             row_dtype=row_dtype,

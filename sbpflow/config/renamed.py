@@ -1,0 +1,34 @@
+"""Keys that earlier versions knew by another name: refused from users, read from saved files."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+RENAMED = {"exchange_dtype": "comm_dtype"}
+"""By the last part of the key, in ``parallel`` and in the rules of ``parallel.tables``."""
+
+
+def current_key(key: str) -> str:
+    """The name that a dotted key of a saved run has now."""
+    group, _, name = key.rpartition(".")
+    is_renamed = group.startswith("parallel") and name in RENAMED
+    return f"{group}.{RENAMED[name]}" if is_renamed else key
+
+
+def with_current_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration tree of a saved run with the names that its keys have now."""
+    parallel: object = tree.get("parallel")
+    if not isinstance(parallel, Mapping):
+        return dict(tree)
+    current = _rename(cast("Mapping[str, Any]", parallel))
+    tables: object = current.get("tables")
+    if isinstance(tables, Mapping):
+        rules = cast("Mapping[str, Any]", tables).items()
+        current["tables"] = {
+            pattern: _rename(cast("Mapping[str, Any]", rule)) if isinstance(rule, Mapping) else rule
+            for pattern, rule in rules
+        }
+    return {**tree, "parallel": current}
+
+
+def _rename(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(name, name): value for name, value in group.items()}

@@ -1,0 +1,43 @@
+"""Keys with a former name: refused with the new one, and read from what earlier versions saved."""
+
+import pytest
+
+from models import MODELS
+from sbpflow.config.load import config_from_tree, load_config
+from sbpflow.config.renamed import current_key, with_current_keys
+from sbpflow.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "current"),
+    [
+        ("parallel.exchange_dtype=bfloat16", "parallel.exchange_dtype", "parallel.comm_dtype"),
+        (
+            "parallel.tables={deep.*: {sbp: S(0), exchange_dtype: bfloat16}}",
+            r"parallel.tables.deep.\*.exchange_dtype",
+            r"parallel.tables.deep.\*.comm_dtype",
+        ),
+    ],
+)
+def test_a_former_name_is_refused_with_the_current_one(override, key, current):
+    with pytest.raises(ConfigError, match=f"^{key}: .* write {current}$"):
+        load_config("configs/scheme3.yaml", [override], models=MODELS)
+
+
+def test_saved_trees_and_keys_are_read_under_their_current_names():
+    saved = {
+        "data": {"path": "set"},
+        "parallel": {
+            "scheme": 3,
+            "exchange_dtype": "bfloat16",
+            "tables": {"*": {"sbp": "S(0)", "exchange_dtype": "float32"}},
+        },
+    }
+    config = config_from_tree(with_current_keys(saved), models=MODELS)
+    assert config.parallel.comm_dtype == "bfloat16"
+    assert config.parallel.tables["*"].comm_dtype == "float32"
+    assert "exchange_dtype" in saved["parallel"], "the tree that was given stays as it is"
+    assert with_current_keys({"parallel": None}) == {"parallel": None}
+    assert current_key("parallel.exchange_dtype") == "parallel.comm_dtype"
+    assert current_key("parallel.tables.a.b.exchange_dtype") == "parallel.tables.a.b.comm_dtype"
+    assert current_key("run.exchange_dtype") == "run.exchange_dtype"
