@@ -33,10 +33,10 @@ _SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spar
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
-    from data.malloc import keep_freed_memory
     from data.prepare.machines import parse_part
     from data.prepare.options import PrepareOptions, parse_hash_sizes
     from data.prepare.prepare import prepare
+    from sbpflow.runtime.malloc import keep_freed_memory
 
     keep_freed_memory()
     given = [key for key in _SHARED if getattr(args, key) is not None]
@@ -80,9 +80,9 @@ def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOption
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
-    from data.malloc import keep_freed_memory
     from data.prepare.machines import parse_part
     from data.prepare.new_rows import encode
+    from sbpflow.runtime.malloc import keep_freed_memory
 
     keep_freed_memory()
     return encode(

@@ -12,8 +12,10 @@ from data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
 MOST_PIECES = 8192
-"""A piece becomes a shard per split, and every shard a memory map of a run: Linux lets a process
-have 65,530 maps."""
+"""A piece becomes a shard per split. A loader maps 8,191 shards of words where a process may have
+65,530 maps, and reads further ones more slowly from their files."""
+_LARGEST_PIECE_BYTES = 128 << 20
+"""A worker's memory grows with its piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class PrepareOptions:
     """Table rows of the fields that are hashed instead of getting a vocabulary."""
     seed: int = 7
     piece_bytes: int = 32 << 20
-    """Of text; doubled until the input has no more than ``MOST_PIECES`` pieces."""
+    """Of text; doubled, up to 128 MiB, until the input has no more than ``MOST_PIECES`` pieces."""
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
@@ -77,9 +79,9 @@ class PrepareOptions:
         return self.schema.kind(field_name) if field_name in names else None
 
     def sized_for(self, num_bytes: int) -> "PrepareOptions":
-        """With pieces so large that an input of ``num_bytes`` does not have too many."""
+        """With pieces so large that ``num_bytes`` of text do not have too many."""
         size = self.piece_bytes
-        while size * MOST_PIECES < num_bytes:
+        while size * MOST_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
             size *= 2
         return replace(self, piece_bytes=size)
 

@@ -52,7 +52,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     options.check()
     like = None if options.like is None else load_manifest(options.like)
     inputs = find_inputs(options.inputs)
-    options = options.sized_for(sum(source.num_bytes for source in inputs))
+    options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
     with only_run(options.output, "" if options.part.is_first else f".{options.part.number}"):
         if options.part.is_first:

@@ -18,6 +18,8 @@ from sbpflow.errors import ConfigError, DataError
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
 _SHOWN = 8
+_PACKED_TIMES = 3
+"""Criteo's text is so many times as large as its .gz files."""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 SUFFIXES = (".tsv", ".txt", ".csv", *UNPACK, *TABLE_SUFFIXES)
 _PARTS = re.compile(r"(day|part)[-_]\d+")
@@ -54,6 +56,11 @@ class Input:
     def is_packed(self) -> bool:
         """Whether the name says that it is packed text."""
         return self.path.suffix.lower() in UNPACK
+
+    @property
+    def text_bytes(self) -> int:
+        """About how much text there is in it."""
+        return self.num_bytes * (_PACKED_TIMES if self.is_packed else 1)
 
     @property
     def is_table(self) -> bool:
