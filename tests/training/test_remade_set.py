@@ -83,9 +83,9 @@ def test_a_run_of_an_earlier_version_goes_on_over_its_set_alone(sets, whole, tmp
     steps = []
     real = Trainer.step
 
-    def counted(self, batches, ahead=None):
+    def counted(self, batches):
         steps.append(self.num_steps)
-        return real(self, batches, ahead)
+        return real(self, batches)
 
     monkeypatch.setattr(Trainer, "step", counted)
     assert run(sets / "one", tmp_path, *MORE) == 0

@@ -139,6 +139,8 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
         resumed.restore(open_checkpoint(at / f"step-{SAVED_AT}"))
         again = train(resumed, SAVED_AT + 1, STEPS, case.lookahead)
         saver_of(resumed, folder / f"{name}-resumed").save(STEPS, {})
+        for one in (job, resumed):
+            one.trainer.drain()
         log_bytes = 0 if saver.last_cost is None else saver.last_cost.log_bytes
         made = stores.made if isinstance(stores, DictStores) else []
         found.append(
