@@ -57,10 +57,10 @@ demo: .venv/.stamp .demo/data/manifest.json
 	$(TRAIN)
 	$(TRAIN) model.deep=false optimizer.sparse.lr=0.02 run.dir=.demo/wide
 	@$(BIN)/python .ci/demo_report.py .demo/wdl .demo/wide
-	@echo "curves, layouts and memory of both: $$($(BIN)/python -m sbpflow report .demo/wdl .demo/wide)"
+	@echo "curves, layouts and memory of both: $$($(BIN)/sbpflow report .demo/wdl .demo/wide)"
 
 .demo/data/manifest.json: | .venv/.stamp
-	$(BIN)/python -m data synth --rows $(DEMO_ROWS) --vocab-scale 0.002 --output .demo/data
+	$(BIN)/sbpflow synth --rows $(DEMO_ROWS) --vocab-scale 0.002 --output .demo/data
 
 # With what each is given; cpu_criteo needs genuine rows, named by SBPFLOW_CRITEO_ROWS.
 CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \

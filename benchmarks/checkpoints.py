@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.record import Results
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import Config, DataConfig, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.job import Job, start_job
 from sbpflow.run.model import Fields
 from sbpflow.runtime.world import World

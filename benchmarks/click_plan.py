@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.click_model import Shape
-from planner.choose import choose
-from planner.costs.cost import CostModel
-from planner.costs.features import BIN_SAMPLES, zipf_mandelbrot
-from planner.costs.profile import load
-from planner.for_run import task_of
-from planner.task import rules
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
+from sbpflow.planner.choose import choose
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.features import BIN_SAMPLES, zipf_mandelbrot
+from sbpflow.planner.costs.profile import load
+from sbpflow.planner.for_run import task_of
+from sbpflow.planner.task import rules
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LawStats:
-    """What ``python -m data stats`` would measure of a field whose ids follow a law."""
+    """What ``sbpflow stats`` would measure of a field whose ids follow a law."""
 
     name: str
     lookups: int

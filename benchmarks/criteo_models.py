@@ -4,10 +4,10 @@
 
 Without --input it takes the file that SBPFLOW_CRITEO_ROWS names, or says that it skips; --data
 takes a set that is prepared (time split 80/10/10). One epoch per seed of configs/MODEL.yaml by
-train.py, with and without model.autocast: bf16, and of the same shape in benchmarks/plain_models.py
-(Wide & Deep: plain_wdl.py), which shares no model or engine code. Both take the same rows in the
-same order from the same starting values, for seeds of so few rows are 0.01 apart; masks of dropout
-are each one's own. --worker is the plain side.
+train_wdl.py, with and without model.autocast: bf16, and of the same shape in
+benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which shares no model or engine code. Both
+take the same rows in the same order from the same starting values, for seeds of so few rows are
+0.01 apart; masks of dropout are each one's own. --worker is the plain side.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from benchmarks.plain_models import (
 )
 from benchmarks.plain_wdl import PlainWideDeep, Rows, auc
 from benchmarks.record import Results
-from data import fields_of, load_manifest
-from data.read.loaders import open_loaders
 from sbpflow.config.schema import DataConfig
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.read.loaders import open_loaders
 
 MODELS = ("wdl", "dlrm", "deepfm", "dcnv2")
 KINDS = {"float32": (), "bf16": ("model.autocast=bf16",)}
@@ -44,10 +44,10 @@ BATCH = 1024
 
 
 def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict[str, float]:
-    """One run of train.py; its last event."""
+    """One run of train_wdl.py; its last event."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     config = ("--config", f"configs/{model}.yaml", f"run.dir={folder}", f"data.path={data}")
-    run(*launch, "train.py", *config, "data.shuffle=rows", "train.progress=false", *words)
+    run(*launch, "train_wdl.py", *config, "data.shuffle=rows", "train.progress=false", *words)
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 

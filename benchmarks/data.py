@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import Results
-from data import Manifest, load_manifest, open_loader
-from data.format.schema import CRITEO
-from data.format.shards import SplitRows
-from data.read.feeds import FEEDS, Backend
-from data.read.order import SHUFFLES, Shuffle
-from data.synth.generate import synth
-from data.synth.options import SynthOptions
+from sbpflow.data import Manifest, load_manifest, open_loader
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.shards import SplitRows
+from sbpflow.data.read.feeds import FEEDS, Backend
+from sbpflow.data.read.order import SHUFFLES, Shuffle
+from sbpflow.data.synth.generate import synth
+from sbpflow.data.synth.options import SynthOptions
 
 BATCH_SIZE = 16384
 STEP_MS = 8.0

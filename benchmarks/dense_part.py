@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Results
-from models.dcnv2 import DcnV2Config
-from models.deepfm import DeepFmConfig
-from models.dlrm import DlrmConfig
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
+from sbpflow.models.dcnv2 import DcnV2Config
+from sbpflow.models.deepfm import DeepFmConfig
+from sbpflow.models.dlrm import DlrmConfig
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.model import Fields
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout

@@ -110,7 +110,9 @@ def collect(
 STEP = 1  # of the job, in every update: no rule here counts steps
 
 
-def engine_step(collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor) -> float:
+def engine_step(
+    collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
+) -> float:
     """Lookup, and an update from a gradient that comes from nowhere; the moment in between."""
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()

@@ -34,7 +34,7 @@ def main() -> None:
             run("-m", "data", "synth", "--rows", "100000", "--vocab-scale", "0.01",
                 "--output", str(data))  # fmt: skip
         run(
-            *("train.py", "--config", "configs/scheme1.yaml", f"data.path={data}"),
+            *("train_wdl.py", "--config", "configs/scheme1.yaml", f"data.path={data}"),
             *(f"run.dir={folder}", "data.batch_size=1024", "model.hidden=[400, 400]"),
             *("data.shuffle=rows", f"train.epochs={args.epochs}", "train.eval_every=0"),
         )

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from benchmarks.record import Results
-from data import Manifest
-from data.stats import count_lookups
-from data.synth.generate import synth
-from data.synth.options import SynthOptions
+from sbpflow.data import Manifest
+from sbpflow.data.stats import count_lookups
+from sbpflow.data.synth.generate import synth
+from sbpflow.data.synth.options import SynthOptions
 
 _SETTINGS = (
     "data.batch_size=2048",

@@ -124,7 +124,7 @@ def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
     with log.open("ab") as sink:
         processes = [
             subprocess.Popen(
-                [sys.executable, "train.py", *words],
+                [sys.executable, "train_wdl.py", *words],
                 cwd=ROOT,
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=sink,

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.device_timer import timed_ms
 from benchmarks.record import Results
-from models.registry import MODELS
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds
+from sbpflow.models.registry import MODELS
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, build_job
 from sbpflow.run.model import Fields

@@ -19,11 +19,11 @@ import torch.multiprocessing as mp
 
 from benchmarks.gpu_dlperf import FIRST_ROWS, batches, make_job
 from benchmarks.record import Results
-from models.registry import MODELS
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
+from sbpflow.models.registry import MODELS
 from sbpflow.runtime.world import Rendezvous, World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement

@@ -22,9 +22,9 @@ from benchmarks.device_timer import timed_ms
 from benchmarks.gpu_dlperf import FIRST_ROWS, REPEATS, STEPS, WARM_UP, Rows, batches, fields_of
 from benchmarks.gpu_mlp import make_mlp
 from benchmarks.record import Results
-from models.registry import MODELS
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
+from sbpflow.models.registry import MODELS
 from sbpflow.run.model import Fields, IdField
 from sbpflow.runtime.world import World
 

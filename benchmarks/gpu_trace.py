@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_dlperf import FIRST_ROWS, batches, make_job
 from benchmarks.record import RESULTS, Results
-from models.registry import MODELS
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
+from sbpflow.models.registry import MODELS
 from sbpflow.runtime.world import World
 
 TRACED_STEPS = 3

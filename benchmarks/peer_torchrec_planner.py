@@ -8,10 +8,10 @@ formulas agree with a profile's prices of one whole table: its defaults are of a
 
 from typing import Any
 
-from planner.published.setting import Setting
-from planner.search.problem import Assignment, Move
-from planner.shapes import COPIED, WHOLE, option_number
-from planner.task import Shape
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.problem import Assignment, Move
+from sbpflow.planner.shapes import COPIED, WHOLE, option_number
+from sbpflow.planner.task import Shape
 
 
 def torchrec_plan(setting: Setting) -> Assignment:
@@ -73,7 +73,7 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 def _bandwidths(setting: Setting) -> tuple[float, float]:
     """Bytes per millisecond of memory and link, from the whole tables' prices."""
-    from planner.published.setting import BACKWARD, EXCHANGE, FORWARD
+    from sbpflow.planner.published.setting import BACKWARD, EXCHANGE, FORWARD
 
     pricing, base = setting.problem.pricing, setting.problem.base[0]
     phases = (pricing.rank_ms(base + setting.rows) - pricing.rank_ms(base)).sum(axis=0)

@@ -28,25 +28,25 @@ from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.planner_steps import run_ranks, run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
-from planner.calibration.design import draw_sample
-from planner.calibration.fit import fit
-from planner.calibration.picks import to_measure
-from planner.calibration.records import Record, record_of
-from planner.calibration.time_dense import dense_time_of
-from planner.clusters import MACHINES, described
-from planner.costs.cost import CostModel, TaskCost
-from planner.costs.profile import Profile, load
-from planner.costs.transfers import transfer_of
-from planner.planners import GREEDY, LEARNED, make_plan, published
-from planner.published.setting import Setting
-from planner.search.auto import search
-from planner.search.bounds import bound
-from planner.search.exact import enumerated
-from planner.search.problem import Assignment, price_of
-from planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
-from planner.task import Task
-from planner.workloads import EMBARK, embark_task, random_task
 from sbpflow.errors import SbpError
+from sbpflow.planner.calibration.design import draw_sample
+from sbpflow.planner.calibration.fit import fit
+from sbpflow.planner.calibration.picks import to_measure
+from sbpflow.planner.calibration.records import Record, record_of
+from sbpflow.planner.calibration.time_dense import dense_time_of
+from sbpflow.planner.clusters import MACHINES, described
+from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.profile import Profile, load
+from sbpflow.planner.costs.transfers import transfer_of
+from sbpflow.planner.planners import GREEDY, LEARNED, make_plan, published
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.auto import search
+from sbpflow.planner.search.bounds import bound
+from sbpflow.planner.search.exact import enumerated
+from sbpflow.planner.search.problem import Assignment, price_of
+from sbpflow.planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
+from sbpflow.planner.task import Task
+from sbpflow.planner.workloads import EMBARK, embark_task, random_task
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
 RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
@@ -196,7 +196,7 @@ def cost_of(setting: Setting) -> TaskCost:
 
 def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
     """An assignment of a narrowed problem in the judge's numbers."""
-    from planner.shapes import assignment_of, plan_of
+    from sbpflow.planner.shapes import assignment_of, plan_of
 
     return assignment_of(judge.problem, plan_of(judge.task, problem, assignment))
 

@@ -2,14 +2,14 @@
 
     python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 270]
 
-The profile is as any other: ``--profile FILE`` of ``python -m planner`` takes it.
+The profile is as any other: ``--profile FILE`` of ``sbpflow`` takes it.
 """
 
 import argparse
 import sys
 
 from benchmarks.network import start_ranks
-from planner.__main__ import calibrate
+from sbpflow.planner.__main__ import calibrate
 
 
 def main() -> None:

@@ -11,21 +11,21 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
-from planner.calibration.design import Law, Sample
-from planner.calibration.measure import dense_work_of
-from planner.calibration.picks import to_measure
-from planner.costs.cost import CostModel
-from planner.costs.features import BIN_SAMPLES, from_histogram
-from planner.costs.profile import Profile
-from planner.planners import GREEDY, make_plan, published
-from planner.published.setting import Setting
-from planner.search.auto import search
-from planner.search.problem import Assignment, price_of
-from planner.shapes import assignment_of, plan_of, problem_of, table_wise
-from planner.task import Plan, Task, choice_of, embedding_plan
-from planner.workloads import Drawn, make_task, split_pool
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
 from sbpflow.embedding.plan.frequencies import IdFrequencies
+from sbpflow.planner.calibration.design import Law, Sample
+from sbpflow.planner.calibration.measure import dense_work_of
+from sbpflow.planner.calibration.picks import to_measure
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.planners import GREEDY, make_plan, published
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.auto import search
+from sbpflow.planner.search.problem import Assignment, price_of
+from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wise
+from sbpflow.planner.task import Plan, Task, choice_of, embedding_plan
+from sbpflow.planner.workloads import Drawn, make_task, split_pool
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
 from sbpflow.run.build_plan import LOOPBACK_GB_PER_S
 

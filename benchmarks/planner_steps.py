@@ -28,13 +28,13 @@ from benchmarks.network import start_ranks
 from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
 from benchmarks.planner_worker import difference
 from benchmarks.record import Results
-from planner.calibration.records import plan_of_tree, plan_tree
-from planner.clusters import crowded, link_of, with_link
-from planner.costs.cost import CostModel
-from planner.costs.profile import Profile, load
-from planner.costs.simulate import PHASE, TRANSFERS
-from planner.planners import GREEDY
-from planner.task import Task
+from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
+from sbpflow.planner.clusters import crowded, link_of, with_link
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.profile import Profile, load
+from sbpflow.planner.costs.simulate import PHASE, TRANSFERS
+from sbpflow.planner.planners import GREEDY
+from sbpflow.planner.task import Task
 
 STEPS_BATCH, RANKS_BATCH = 4096, 2048
 STEPS_TABLES = (10, 26, 40)  # in turn

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_transfers JOURNAL [--link 1gbit]
 
-JOURNAL is the ``.measured.jsonl`` beside a profile of ``python -m planner calibrate`` (or of
+JOURNAL is the ``.measured.jsonl`` beside a profile of ``sbpflow calibrate`` (or of
 ``benchmarks.planner_link``, which runs it over a link).
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import Results
-from planner.calibration.calibrate import Journal
-from planner.calibration.design import draw_sample
-from planner.calibration.fit import held_out_errors
-from planner.calibration.records import Record, record_of
-from planner.costs.transfers import as_lines
+from sbpflow.planner.calibration.calibrate import Journal
+from sbpflow.planner.calibration.design import draw_sample
+from sbpflow.planner.calibration.fit import held_out_errors
+from sbpflow.planner.calibration.records import Record, record_of
+from sbpflow.planner.costs.transfers import as_lines
 
 SEEDS = (0, 1)  # of the fits; their errors are averaged
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
@@ -41,6 +40,7 @@ from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, build_job
 from sbpflow.run.model import Fields, embedding_output

@@ -27,9 +27,6 @@ from torch import Tensor
 from benchmarks.engine import many_tables
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
-from models.layered import LayeredPart
-from models.layers import MlpShape
-from models.wdl import WdlConfig, WdlSpec
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
@@ -41,6 +38,9 @@ from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.models.layered import LayeredPart
+from sbpflow.models.layers import MlpShape
+from sbpflow.models.wdl import WdlConfig, WdlSpec
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
 from sbpflow.run.model import make_parameters
 from sbpflow.runtime.world import World
@@ -137,7 +137,9 @@ def planned_layouts(
         return layouts(found["all whole"])
     link = gb_per_s or LOOPBACK_GB_PER_S
     return layouts(
-        rank_candidates(found, plan, batch_size=BATCH, link_gb_per_s=link, frequencies=known)[0].rules
+        rank_candidates(found, plan, batch_size=BATCH, link_gb_per_s=link, frequencies=known)[
+            0
+        ].rules
     )
 
 

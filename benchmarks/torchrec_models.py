@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.click_model import Shape
-from models.dcnv2 import DcnV2Config
-from models.dlrm import DlrmConfig
-from models.wdl import WdlConfig, WideConfig
+from sbpflow.models.dcnv2 import DcnV2Config
+from sbpflow.models.dlrm import DlrmConfig
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.model import Fields, IdField, ModelConfig, initial_values
 
 CROSSES = 3

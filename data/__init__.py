@@ -6,13 +6,13 @@ used. So a command that reads no batch does not wait for torch.
 
 from typing import TYPE_CHECKING
 
-from data.format.manifest import Bayes, Manifest, load_manifest
-from data.format.schema import Field
+from sbpflow.data.format.manifest import Bayes, Manifest, load_manifest
+from sbpflow.data.format.schema import Field
 
 if TYPE_CHECKING:
-    from data.read.batch import Batch, Cursor, Loader
-    from data.read.fields import fields_of
-    from data.read.loader import RowLoader, open_loader
+    from sbpflow.data.read.batch import Batch, Cursor, Loader
+    from sbpflow.data.read.fields import fields_of
+    from sbpflow.data.read.loader import RowLoader, open_loader
 
 __all__ = [
     "Batch",
@@ -31,7 +31,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from data.read import batch, fields, loader
+    from sbpflow.data.read import batch, fields, loader
 
     homes = (batch, fields, loader)
     return next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.format.manifest import Manifest, load_manifest
-from data.format.schema import CRITEO
-from data.format.verify import verify_set
-from data.prepare.remote import input_path, size_of
-from data.prepare.schema_file import parse_crosses, read_schema
-from data.prepare.split import parse_split
+from sbpflow.data.format.manifest import Manifest, load_manifest
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.remote import input_path, size_of
+from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
+from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.launch import until_nobody_reads
 from sbpflow.runtime.local_path import local_path
@@ -26,16 +26,16 @@ _ROOM = {".gz": 4.5, ".parquet": 4.5}
 """Bytes on disk at the peak per byte of input; 1.4 for text."""
 
 if TYPE_CHECKING:
-    from data.prepare.options import PrepareOptions
+    from sbpflow.data.prepare.options import PrepareOptions
 
 _SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare")
 """Options of prepare that the set of ``--like`` decides."""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
-    from data.prepare.machines import parse_part
-    from data.prepare.options import PrepareOptions, parse_hash_sizes
-    from data.prepare.prepare import prepare
+    from sbpflow.data.prepare.machines import parse_part
+    from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
+    from sbpflow.data.prepare.prepare import prepare
     from sbpflow.runtime.malloc import keep_freed_memory
 
     keep_freed_memory()
@@ -74,14 +74,14 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 
 
 def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOptions":
-    from data.prepare.content import options_like
+    from sbpflow.data.prepare.content import options_like
 
     return options if args.like is None else options_like(load_manifest(args.like), options)
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
-    from data.prepare.machines import parse_part
-    from data.prepare.new_rows import encode
+    from sbpflow.data.prepare.machines import parse_part
+    from sbpflow.data.prepare.new_rows import encode
     from sbpflow.runtime.malloc import keep_freed_memory
 
     keep_freed_memory()
@@ -97,8 +97,8 @@ def _encode(args: argparse.Namespace) -> Manifest | None:
 
 
 def _synth(args: argparse.Namespace) -> Manifest | None:
-    from data.synth.generate import synth
-    from data.synth.options import SynthOptions, parse_hot, parse_skew
+    from sbpflow.data.synth.generate import synth
+    from sbpflow.data.synth.options import SynthOptions, parse_hot, parse_skew
 
     return synth(
         SynthOptions(
@@ -120,8 +120,8 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    from data.plots import write_png
-    from data.stats import compute_stats, load_stats, stats_json, stats_table
+    from sbpflow.data.plots import write_png
+    from sbpflow.data.stats import compute_stats, load_stats, stats_json, stats_table
 
     manifest = load_manifest(args.path)
     stats = compute_stats(manifest) if args.recount else load_stats(manifest)
@@ -148,7 +148,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="raw rows to a prepared set")
     add = prepare.add_argument

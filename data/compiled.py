@@ -11,6 +11,6 @@ def find_loops(size: int, least: int) -> ModuleType | None:
     """
     if (size < least and "numba" not in sys.modules) or find_spec("numba") is None:
         return None
-    from data import loops
+    from sbpflow.data import loops
 
     return loops

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from data.format.manifest import Manifest
-from data.format.vocabulary import open_vocabularies
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.vocabulary import open_vocabularies
 
 
 def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.stats import BATCH_SIZES, NUM_BINS, FieldStats
+from sbpflow.data.stats import BATCH_SIZES, NUM_BINS, FieldStats
 from sbpflow.errors import ConfigError
 
 

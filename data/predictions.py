@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.lists import SplitPart
-from data.format.manifest import MANIFEST, Manifest, Part, load_manifest
-from data.format.npy import open_array
-from data.prepare.remote import input_path
+from sbpflow.data.format.lists import SplitPart
+from sbpflow.data.format.manifest import MANIFEST, Manifest, Part, load_manifest
+from sbpflow.data.format.npy import open_array
+from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Scoring:
         """Give raw rows the ids of the run, in a folder beside the output; one rank does it."""
         if self._is_set:
             return
-        from data.prepare.new_rows import encode
+        from sbpflow.data.prepare.new_rows import encode
 
         encode(
             [input_path(one) for one in self._inputs],
@@ -147,7 +147,7 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
     raise ConfigError(
         f"--input {manifest.path}: its ids are of another vocabulary than those that the model was "
         "trained on; give the raw rows, which get the run's ids, or encode them with "
-        f"`python -m data encode --like {like.path}`"
+        f"`sbpflow encode --like {like.path}`"
     )
 
 

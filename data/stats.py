@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest
-from data.format.schema import MISSING_ID, RARE_ID, Field
-from data.format.shards import RowFiles, Words
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import MISSING_ID, RARE_ID, Field
+from sbpflow.data.format.shards import RowFiles, Words
 from sbpflow.errors import DataError
 
 TOP = (1, 16, 1024, 65536)
@@ -172,7 +172,7 @@ def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> D
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
         f"{manifest.path}: {where} of train has {field.name} id {ids[place]}, "
-        f"its table has rows 0..{field.rows - 1}; the set is damaged, `python -m data verify` "
+        f"its table has rows 0..{field.rows - 1}; the set is damaged, `sbpflow verify` "
         "tells which file"
     )
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from models.layered import Count, LayeredSpec, ModelOptions, Widths
-from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
+from sbpflow.models.layered import Count, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 from sbpflow.runtime.ranges import Range
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from models.layered import Count, LayeredSpec, ModelOptions, Widths
-from models.layers import Layers, MlpShape, T
 from sbpflow.errors import ConfigError
+from sbpflow.models.layered import Count, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layers import Layers, MlpShape, T
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 
 

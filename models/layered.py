@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 import torch
 from torch import nn
 
-from models.layers import Layers, Norm, T
-from models.plain import PlainModel
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import Example, MaxEntries
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
+from sbpflow.models.layers import Layers, Norm, T
+from sbpflow.models.plain import PlainModel
 from sbpflow.run.model import (
     HashedColumn,
     ParameterSpec,

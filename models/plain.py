@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers import Functions, Layers
+from sbpflow.models.layers import Functions, Layers
 from sbpflow.run.model import ParameterSpec, initial_values
 from sbpflow.tensor.ops.interactions import pair_sum
 

@@ -3,10 +3,10 @@
 A user's own needs no entry: ``model.name: package.module:Class`` names its configuration class.
 """
 
-from models.dcnv2 import DcnV2Config
-from models.deepfm import DeepFmConfig
-from models.dlrm import DlrmConfig
-from models.wdl import WdlConfig
+from sbpflow.models.dcnv2 import DcnV2Config
+from sbpflow.models.deepfm import DeepFmConfig
+from sbpflow.models.dlrm import DlrmConfig
+from sbpflow.models.wdl import WdlConfig
 from sbpflow.run.model import ModelConfig
 
 MODELS: dict[str, type[ModelConfig]] = {

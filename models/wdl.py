@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import permutations
 from typing import Annotated, Literal
 
-from models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
-from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
+from sbpflow.models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
 from sbpflow.runtime.ranges import Range
 

@@ -1,4 +1,4 @@
-"""``python -m planner calibrate | plan | explain | compare | measure | clusters``.
+"""``sbpflow calibrate | plan | explain | compare | measure | clusters``.
 
 A composition root.
 """
@@ -14,7 +14,7 @@ from sbpflow.runtime.local_path import local_path
 def calibrate(argv: Sequence[str]) -> int:
     """Measure this machine's ranks and keep the profile that plans are priced by."""
     parser = ArgumentParser(
-        prog="python -m planner calibrate",
+        prog="sbpflow calibrate",
         description="Measure the engine on this machine and keep what plans are priced by.",
     )
     parser.add_argument("--ranks", type=int, help="processes on this machine; 2 by default")
@@ -27,10 +27,12 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=local_path, help="a file in place of the user's cache")
     args = parser.parse_args(argv)
 
-    from planner.calibration.command import default_ranks, run_calibration, start_ranks
+    from sbpflow.planner.calibration.command import default_ranks, run_calibration
+    from sbpflow.runtime.start_ranks import start_ranks
 
     if "RANK" not in os.environ:
-        return start_ranks(["calibrate", *argv], args.ranks or default_ranks())
+        ranks = default_ranks() if args.ranks is None else args.ranks
+        return start_ranks(["calibrate", *argv], ranks, "--ranks")
     if text := run_calibration(args):
         print(text)
     return 0
@@ -40,7 +42,7 @@ def _planning(name: str) -> Callable[[Sequence[str]], int]:
     """A command of ``planner.plan_command``, imported when it is asked for."""
 
     def run(argv: Sequence[str]) -> int:
-        from planner import plan_command
+        from sbpflow.planner import plan_command
 
         if text := getattr(plan_command, name)(argv):
             print(text)
@@ -51,7 +53,7 @@ def _planning(name: str) -> Callable[[Sequence[str]], int]:
 
 def clusters(argv: Sequence[str]) -> int:
     """Predict what a model takes on machines and numbers of ranks that are not at hand."""
-    from planner import scaling
+    from sbpflow.planner import scaling
 
     print(scaling.clusters(argv))
     return 0
@@ -69,7 +71,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def main() -> int:
     """Dispatch on the first word."""
-    return dispatch("python -m planner", COMMANDS, sys.argv[1:])
+    return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The plan that a search finds best for a task, and what to say when none fits."""
 
-from planner.costs.cost import TaskCost
-from planner.planners import Planned, make_plan
-from planner.report import infeasible_text
-from planner.task import Plan
 from sbpflow.errors import PlanError
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.planners import Planned, make_plan
+from sbpflow.planner.report import infeasible_text
+from sbpflow.planner.task import Plan
 
 
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:

@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.costs.profile import RANKS_HERE, Link, Profile, default_path, load, weights_from
 from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.profile import (
+    RANKS_HERE,
+    Link,
+    Profile,
+    default_path,
+    load,
+    weights_from,
+)
 from sbpflow.runtime.local_path import local_path
 
 

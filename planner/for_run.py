@@ -15,17 +15,26 @@ from typing import Protocol
 
 import torch
 
-from planner.choose import choose
-from planner.clusters import USABLE, crowded
-from planner.costs.cost import CostModel, Prediction
-from planner.costs.features import IdStats, from_histogram, from_ratios
-from planner.costs.profile import Profile, load
-from planner.kept_plans import chosen_once
-from planner.task import Choice, DenseWork, Plan, Task, choice_of, dense_work, plan_to_yaml, rules
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
+from sbpflow.planner.choose import choose
+from sbpflow.planner.clusters import USABLE, crowded
+from sbpflow.planner.costs.cost import CostModel, Prediction
+from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
+from sbpflow.planner.costs.profile import Profile, load
+from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.task import (
+    Choice,
+    DenseWork,
+    Plan,
+    Task,
+    choice_of,
+    dense_work,
+    plan_to_yaml,
+    rules,
+)
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import Fields
 from sbpflow.run.plan import RunPlan
@@ -35,7 +44,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FieldStats(Protocol):
-    """What ``python -m data stats`` measures of a field."""
+    """What ``sbpflow stats`` measures of a field."""
 
     @property
     def name(self) -> str: ...

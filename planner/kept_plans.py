@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-import planner
 import sbpflow
-from planner.calibration.records import plan_of_tree, plan_tree
-from planner.costs.cost import TaskCost
-from planner.task import Plan, Task
+from sbpflow import planner
+from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.task import Plan, Task
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.file_lock import hold
 from sbpflow.runtime.versions import dist_version

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from planner.calibration.design import Sample, draw_batches
-from planner.calibration.measure import measure_in_turns
-from planner.tables_file import TablesFile
-from planner.task import Plan
 from sbpflow.boxing.executor import Boxing
+from sbpflow.planner.calibration.design import Sample, draw_batches
+from sbpflow.planner.calibration.measure import measure_in_turns
+from sbpflow.planner.tables_file import TablesFile
+from sbpflow.planner.task import Plan
 from sbpflow.runtime.world import World
 
 

@@ -1,4 +1,4 @@
-"""``python -m planner plan | explain | compare``: plans for a ``tables.json`` under a profile.
+"""``sbpflow plan | explain | compare``: plans for a ``tables.json`` under a profile.
 
 Each returns the text that is printed.
 """
@@ -12,20 +12,20 @@ from pathlib import Path
 
 import torch
 
-from planner.calibration.calibrate import plan_of_tree, plan_tree
-from planner.calibration.command import start_ranks
-from planner.calibration.picks import to_measure
-from planner.choose import checked
-from planner.clusters import MACHINES, memory_of, profile_name, profile_of
-from planner.costs.cost import CostModel, TaskCost
-from planner.measured_plans import measure_plans
-from planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
-from planner.report import as_html, as_json, as_text, report_of
-from planner.search.problem import price_of
-from planner.shapes import assignment_of, plan_of, problem_of
-from planner.tables_file import read_tables
-from planner.task import plan_from_yaml, plan_to_yaml
 from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.calibrate import plan_of_tree, plan_tree
+from sbpflow.planner.calibration.command import start_ranks
+from sbpflow.planner.calibration.picks import to_measure
+from sbpflow.planner.choose import checked
+from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
+from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.measured_plans import measure_plans
+from sbpflow.planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
+from sbpflow.planner.report import as_html, as_json, as_text, report_of
+from sbpflow.planner.search.problem import price_of
+from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
+from sbpflow.planner.tables_file import read_tables
+from sbpflow.planner.task import plan_from_yaml, plan_to_yaml
 from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
 
@@ -33,7 +33,7 @@ WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
 def _parser(name: str, says: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=f"python -m planner {name}", description=says)
+    parser = ArgumentParser(prog=f"sbpflow {name}", description=says)
     parser.add_argument(
         "--tables",
         type=local_path,
@@ -205,7 +205,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
 def measure(argv: Sequence[str]) -> str:
     """One of the ranks that ``plan --measure`` starts; writes the ms of each plan."""
     parser = ArgumentParser(
-        prog="python -m planner measure", description="As a rank: time plans one after another."
+        prog="sbpflow measure", description="As a rank: time plans one after another."
     )
     for name in ("--tables", "--plans", "--output"):
         parser.add_argument(name, type=local_path, required=True)

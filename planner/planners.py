@@ -13,26 +13,26 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from planner.costs.cost import TaskCost
-from planner.published.autoshard import AutoShard
-from planner.published.dreamshard import DreamShard
-from planner.published.embark import embark
-from planner.published.greedy import (
+from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.published.autoshard import AutoShard
+from sbpflow.planner.published.dreamshard import DreamShard
+from sbpflow.planner.published.embark import embark
+from sbpflow.planner.published.greedy import (
     dim_greedy,
     lookup_greedy,
     random_placement,
     size_greedy,
     size_lookup_greedy,
 )
-from planner.published.kept import keep, path_of, recall
-from planner.published.neuroshard import NeuroShard
-from planner.published.setting import Setting
-from planner.search.auto import Effort, Found, search
-from planner.search.problem import Assignment, Priced, Problem, price_of
-from planner.shapes import assignment_of, plan_of, problem_of, table_wise
-from planner.task import Plan
-from planner.workloads import random_task
-from sbpflow.errors import ConfigError
+from sbpflow.planner.published.kept import keep, path_of, recall
+from sbpflow.planner.published.neuroshard import NeuroShard
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.auto import Effort, Found, search
+from sbpflow.planner.search.problem import Assignment, Priced, Problem, price_of
+from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wise
+from sbpflow.planner.task import Plan
+from sbpflow.planner.workloads import random_task
 
 LOG = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def published_seeds(setting: Setting) -> dict[str, Assignment]:
 
 
 def _lacks_whole(setting: Setting) -> list[bool]:
-    from planner.shapes import COPIED, WHOLE
+    from sbpflow.planner.shapes import COPIED, WHOLE
 
     shape = WHOLE if setting.num_ranks > 1 else COPIED
     return [setting.option(table, shape) is None for table in range(len(setting.tables))]

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from planner.costs.cost import TaskCost
-from planner.costs.kernels import StorageKernel, kernels_of
-from planner.costs.simulate import KINDS
-from planner.planners import Planned, make_plan
-from planner.search.auto import Effort
-from planner.search.bounds import Bound, bound, certified
-from planner.search.insertion import Inserter
-from planner.search.problem import Floats, Move, State
-from planner.task import Choice
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.costs.kernels import StorageKernel, kernels_of
+from sbpflow.planner.costs.simulate import KINDS
+from sbpflow.planner.planners import Planned, make_plan
+from sbpflow.planner.search.auto import Effort
+from sbpflow.planner.search.bounds import Bound, bound, certified
+from sbpflow.planner.search.insertion import Inserter
+from sbpflow.planner.search.problem import Floats, Move, State
+from sbpflow.planner.task import Choice
 
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
 COLOURS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")

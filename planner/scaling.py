@@ -1,4 +1,4 @@
-"""``python -m planner clusters``: one model on more and more ranks of a machine, at hand or not.
+"""``sbpflow clusters``: one model on more and more ranks of a machine, at hand or not.
 
 For each size the best plan, its predicted step, and the share of it that is communication: the
 phases in which bytes travel, as they would take one after the other. What of that is measured and
@@ -10,14 +10,21 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.clusters import MACHINES, link_of, memory_of, profile_name, profile_of, with_link
-from planner.costs.cost import CostModel, TaskCost
-from planner.costs.features import Floats
-from planner.costs.profile import Profile
-from planner.costs.simulate import KINDS, PHASE
-from planner.planners import PLANNERS, PlannerName, make_plan, planner_of
-from planner.tables_file import TablesFile, read_tables
 from sbpflow.errors import ConfigError
+from sbpflow.planner.clusters import (
+    MACHINES,
+    link_of,
+    memory_of,
+    profile_name,
+    profile_of,
+    with_link,
+)
+from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.simulate import KINDS, PHASE
+from sbpflow.planner.planners import PLANNERS, PlannerName, make_plan, planner_of
+from sbpflow.planner.tables_file import TablesFile, read_tables
 from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
 
@@ -58,7 +65,7 @@ def size_up(cost: TaskCost, planner: PlannerName, seed: int) -> Size:
 def clusters(argv: Sequence[str]) -> str:
     """Parse the arguments, plan for every size, and give the table."""
     parser = ArgumentParser(
-        prog="python -m planner clusters",
+        prog="sbpflow clusters",
         description="Predict steps and the share of communication as ranks grow.",
     )
     names = ", ".join(MACHINES)

@@ -9,11 +9,11 @@ from functools import cache
 
 import numpy as np
 
-from planner.costs.cost import TaskCost
-from planner.search.problem import Assignment, Key, Move, Option, Problem
-from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.search.problem import Assignment, Key, Move, Option, Problem
+from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")

@@ -1,4 +1,4 @@
-"""``tables.json``: a model's tables for ``python -m planner``, without a data set.
+"""``tables.json``: a model's tables for ``sbpflow``, without a data set.
 
     {"batch_size": 8192, "optimizer": "rowwise_adagrad", "device_gb": 16,
      "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
@@ -20,13 +20,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from planner.calibration.design import Law
-from planner.costs.features import NUM_BINS, IdStats, from_bins, from_sample, zipf_mandelbrot
-from planner.task import DenseWork, Task
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.design import Law
+from sbpflow.planner.costs.features import (
+    NUM_BINS,
+    IdStats,
+    from_bins,
+    from_sample,
+    zipf_mandelbrot,
+)
+from sbpflow.planner.task import DenseWork, Task
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")

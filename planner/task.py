@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import yaml
 
-from planner.costs.features import IdStats
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import (
     DTYPES,
+    CommDtype,
     ParallelConfig,
     TableRule,
-    CommDtype,
     resolve_table_layouts,
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
@@ -35,6 +34,7 @@ from sbpflow.embedding.plan.tables import (
 )
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.devices import backend_of_device
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp

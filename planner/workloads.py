@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from planner.costs.features import IdStats, zipf_mandelbrot
-from planner.task import DenseWork, Task
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.features import IdStats, zipf_mandelbrot
+from sbpflow.planner.task import DenseWork, Task
 
 POOL_TABLES = 856
 POOL_LOOKUPS = 468_084_223.0  # of a batch of 65,536 samples, over all tables

@@ -5,6 +5,7 @@ first use, so importing ``sbpflow`` loads neither torch nor FBGEMM.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
     from sbpflow.tensor.gradient_sync import sync_gradients
 
 __version__ = "0.1.0"
+
+# In a checkout sbpflow.data, .models and .planner are folders next to this one; an installed
+# package has them inside.
+_CHECKOUT = Path(__file__).resolve().parents[1]
+if not (_CHECKOUT / "sbpflow" / "data").is_dir() and (_CHECKOUT / "pyproject.toml").is_file():
+    __path__.append(str(_CHECKOUT))
 
 # Where each public name lives: values, ranks and conversions, tensors, embeddings, models and runs.
 _HOME = {

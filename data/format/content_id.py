@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.npy import header, num_items
+from sbpflow.data.format.npy import header, num_items
 
 Words = NDArray[np.uint32]
 

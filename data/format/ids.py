@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data.compiled import find_loops
-from data.format.schema import NUM_RESERVED_IDS, RARE_ID
+from sbpflow.data.compiled import find_loops
+from sbpflow.data.format.schema import NUM_RESERVED_IDS, RARE_ID
 from sbpflow.runtime.splitmix import GAMMA
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from data.format.manifest import MANIFEST, Manifest
-from data.format.manifest_check import VOCABULARY_FOLDER
+from sbpflow.data.format.manifest import MANIFEST, Manifest
+from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
 from sbpflow.errors import DataError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest, UnchangedSet, check_unchanged
-from data.format.mapped_rows import (
+from sbpflow.data.format.manifest import Manifest, UnchangedSet, check_unchanged
+from sbpflow.data.format.mapped_rows import (
     MappedItems,
     MappedRows,
     Places,

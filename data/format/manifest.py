@@ -17,12 +17,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from data.format.content_id import digest, rows_crc32
-from data.format.manifest_check import SPLITS, check_content
-from data.format.parts import LENGTH_TYPES, PLACES_IN_SHARD, PartType, Role, SideColumn, part_types
-from data.format.remake import how_to_remake
-from data.format.schema import Field
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
+from sbpflow.data.format.content_id import digest, rows_crc32
+from sbpflow.data.format.manifest_check import SPLITS, check_content
+from sbpflow.data.format.parts import (
+    LENGTH_TYPES,
+    PLACES_IN_SHARD,
+    PartType,
+    Role,
+    SideColumn,
+    part_types,
+)
+from sbpflow.data.format.remake import how_to_remake
+from sbpflow.data.format.schema import Field
 from sbpflow.errors import DataError
 from sbpflow.runtime.local_path import PathError, local_path
 

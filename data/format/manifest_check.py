@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from data.format.parts import COUNTED_PARTS, LENGTH_TYPES, ROLES, Role, SideColumn, part_types
+from sbpflow.data.format.parts import (
+    COUNTED_PARTS,
+    LENGTH_TYPES,
+    ROLES,
+    Role,
+    SideColumn,
+    part_types,
+)
 from sbpflow.errors import DataError
 
 SPLITS = ("train", "val", "test")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from data.format.npy import check_array, map_array, read_array, touch
+from sbpflow.data.format.npy import check_array, map_array, read_array, touch
 
 Array = NDArray[Any]
 Places = NDArray[np.int64]

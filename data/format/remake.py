@@ -9,7 +9,7 @@ _CRITEO_DENSE = 13
 
 
 def how_to_remake(folder: Path, content: Mapping[str, Any]) -> str:
-    """``python -m data prepare ...`` as it was for the set in ``folder``.
+    """``sbpflow prepare ...`` as it was for the set in ``folder``.
 
     Names that the manifest does not know (the folder of the inputs, a schema file) stay in
     capitals. Any content at all gives a command: it is somebody's file.
@@ -18,7 +18,7 @@ def how_to_remake(folder: Path, content: Mapping[str, Any]) -> str:
         words = _synth(content) if content.get("source") == "synth" else _prepare(content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         words = ["prepare", "--input", "ROWS"]
-    return shlex.join(["python", "-m", "data", *words, "--output", str(folder)])
+    return shlex.join(["sbpflow", *words, "--output", str(folder)])
 
 
 def _prepare(content: Mapping[str, Any]) -> list[str]:

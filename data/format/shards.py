@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest, Part, Shard, UnchangedSet, check_unchanged
-from data.format.mapped_rows import MappedRows, most_maps, open_rows
-from data.format.npy import check_array, read_array, write_array
-from data.format.parts import COUNTED_PARTS
+from sbpflow.data.format.manifest import Manifest, Part, Shard, UnchangedSet, check_unchanged
+from sbpflow.data.format.mapped_rows import MappedRows, most_maps, open_rows
+from sbpflow.data.format.npy import check_array, read_array, write_array
+from sbpflow.data.format.parts import COUNTED_PARTS
 
 Words = NDArray[np.int32]
 Parts = Mapping[str, "NDArray[Any]"]

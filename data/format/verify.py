@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import SPLITS, Manifest, Shard
-from data.format.npy import check_file, read_array
-from data.format.shards import shard_files
-from data.format.vocabulary import verify_vocabularies
+from sbpflow.data.format.manifest import SPLITS, Manifest, Shard
+from sbpflow.data.format.npy import check_file, read_array
+from sbpflow.data.format.shards import shard_files
+from sbpflow.data.format.vocabulary import verify_vocabularies
 from sbpflow.errors import DataError
 
 

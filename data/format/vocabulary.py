@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
-from data.format.manifest import Ancestor, Manifest
-from data.format.manifest_check import VOCABULARY_FOLDER
-from data.format.npy import check_file, open_array, read_array, type_name, write_array
-from data.format.schema import NUM_RESERVED_IDS
+from sbpflow.data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
+from sbpflow.data.format.manifest import Ancestor, Manifest
+from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
+from sbpflow.data.format.npy import check_file, open_array, read_array, type_name, write_array
+from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
 
 _BLOCK = 1 << 20
 HOW_TO_HAVE_VALUES = (
-    "use a set made by `python -m data prepare`; generated rows have values where they are written "
-    "as text (`python -m data synth --format tsv --output rows.tsv`) and then prepared"
+    "use a set made by `sbpflow prepare`; generated rows have values where they are written "
+    "as text (`sbpflow synth --format tsv --output rows.tsv`) and then prepared"
 )
 _TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
 

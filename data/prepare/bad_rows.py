@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.format.schema import CRITEO, SEPARATORS
-from data.prepare.options import PrepareOptions
-from data.prepare.piece import BadLines
-from data.prepare.remote import InputPath
+from sbpflow.data.format.schema import CRITEO, SEPARATORS
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.piece import BadLines
+from sbpflow.data.prepare.remote import InputPath
 from sbpflow.errors import DataError
 
 _WRONG_NUMBER = "fields instead of"

@@ -10,10 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.format.schema import SPLIT_COLUMN, Kind, Many, Number, Schema
-from data.prepare.keys import key_of, with_string_keys
-from data.prepare.lists import read_list
-from data.prepare.piece import BadLines, Piece
+from sbpflow.data.format.schema import SPLIT_COLUMN, Kind, Many, Number, Schema
+from sbpflow.data.prepare.keys import key_of, with_string_keys
+from sbpflow.data.prepare.lists import read_list
+from sbpflow.data.prepare.piece import BadLines, Piece
 
 LABELS = ("0", "1")
 """A label is one of these to the letter: " 1", "01" and "1.0" are bad lines."""

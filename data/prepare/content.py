@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from data.format.manifest import SPLITS, Manifest
-from data.format.vocabulary import HOW_TO_HAVE_VALUES
-from data.prepare.bad_rows import Staged, bad_counts
-from data.prepare.encode import Record, length_type
-from data.prepare.options import PrepareOptions
-from data.prepare.pieces import columns_of
-from data.prepare.schema_file import schema_from
-from data.prepare.source import Input
 from sbpflow import __version__
+from sbpflow.data.format.manifest import SPLITS, Manifest
+from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES
+from sbpflow.data.prepare.bad_rows import Staged, bad_counts
+from sbpflow.data.prepare.encode import Record, length_type
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.pieces import columns_of
+from sbpflow.data.prepare.schema_file import schema_from
+from sbpflow.data.prepare.source import Input
 from sbpflow.errors import ConfigError
 
 

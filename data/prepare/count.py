@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from data.format.manifest import Manifest
-from data.format.schema import CHECK, NUM_RESERVED_IDS, SPLIT_COLUMN
-from data.format.vocabulary import (
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import CHECK, NUM_RESERVED_IDS, SPLIT_COLUMN
+from sbpflow.data.format.vocabulary import (
     Vocabulary,
     open_vocabularies,
 )
-from data.prepare.bad_rows import Staged
-from data.prepare.counts_file import COUNTS_KEYS, counts_record, read_counts, write_counts
-from data.prepare.distinct import FieldCounts, count_fields, spilled
-from data.prepare.fit import Values, fit
-from data.prepare.keep import Kept, keep_values, load, save
-from data.prepare.options import PrepareOptions
-from data.prepare.stage import list_file
-from data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.data.prepare.bad_rows import Staged
+from sbpflow.data.prepare.counts_file import COUNTS_KEYS, counts_record, read_counts, write_counts
+from sbpflow.data.prepare.distinct import FieldCounts, count_fields, spilled
+from sbpflow.data.prepare.fit import Values, fit
+from sbpflow.data.prepare.keep import Kept, keep_values, load, save
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.stage import list_file
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 
 
 def train_rows(

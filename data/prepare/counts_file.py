@@ -5,9 +5,9 @@ from pathlib import Path
 
 import polars as pl
 
-from data.format.npy import file_crc32
-from data.prepare.distinct import FieldCounts
-from data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.data.format.npy import file_crc32
+from sbpflow.data.prepare.distinct import FieldCounts
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 
 COUNTS_KEYS = ("files", "crc32", "values", "missing")
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import polars as pl
 
-from data.format.schema import Schema
-from data.prepare.cells import typed_piece
-from data.prepare.piece import BLANK, BadLines, Piece
+from sbpflow.data.format.schema import Schema
+from sbpflow.data.prepare.cells import typed_piece
+from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
 
 _MOST_LINES = 1000

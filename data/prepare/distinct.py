@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.format.ids import Keys
+from sbpflow.data.format.ids import Keys
 from sbpflow.errors import DataError
 
 PASS_VALUES = 1 << 22

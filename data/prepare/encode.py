@@ -11,17 +11,17 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.format.ids import Ids, Keys
-from data.format.manifest import SPLITS, shard_entry
-from data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
-from data.format.schema import CHECK, MISSING_ID, RARE_ID, SPLIT_COLUMN, Number
-from data.format.shards import Words, write_shard
-from data.format.vocabulary import Vocabulary
-from data.prepare.bad_rows import Staged
-from data.prepare.options import PrepareOptions
-from data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
-from data.prepare.transforms import bucket_ids, transform
-from data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.data.format.ids import Ids, Keys
+from sbpflow.data.format.manifest import SPLITS, shard_entry
+from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
+from sbpflow.data.format.schema import CHECK, MISSING_ID, RARE_ID, SPLIT_COLUMN, Number
+from sbpflow.data.format.shards import Words, write_shard
+from sbpflow.data.format.vocabulary import Vocabulary
+from sbpflow.data.prepare.bad_rows import Staged
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
+from sbpflow.data.prepare.transforms import bucket_ids, transform
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 
 Record = dict[str, Any]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.prepare.remote import RemotePath
-from data.prepare.source import Input
+from sbpflow.data.prepare.remote import RemotePath
+from sbpflow.data.prepare.source import Input
 from sbpflow.errors import DataError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.schema import Number
+from sbpflow.data.format.schema import Number
 
 Values = NDArray[np.float32]
 

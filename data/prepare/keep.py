@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.ids import Counts, assign_ids
-from data.format.npy import file_crc32
-from data.format.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID
-from data.format.vocabulary import (
+from sbpflow.data.format.ids import Counts, assign_ids
+from sbpflow.data.format.npy import file_crc32
+from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID
+from sbpflow.data.format.vocabulary import (
     Vocabulary,
     array_files,
     blocks,
     read_vocabulary,
     write_vocabulary,
 )
-from data.prepare.distinct import FieldCounts
-from data.prepare.options import PrepareOptions
-from data.prepare.workspace import read_record, write_record
+from sbpflow.data.prepare.distinct import FieldCounts
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.workspace import read_record, write_record
 
 _RECORD_KEYS = ("entry", "rows", "missing", "rare", "rare_values", "collisions", "grown", "spare")
 _LOAD_PARTS = 8

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from data.format.schema import CHECK, Kind
+from sbpflow.data.format.schema import CHECK, Kind
 from sbpflow.errors import unknown_value
 
 PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}

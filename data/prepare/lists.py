@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from data.format.schema import Beyond, Kind, Many
-from data.prepare.keys import key_of, string_keys
+from sbpflow.data.format.schema import Beyond, Kind, Many
+from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.errors import unknown_value
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.prepare.source import Input
-from data.prepare.workspace import MARK
+from sbpflow.data.prepare.source import Input
+from sbpflow.data.prepare.workspace import MARK
 from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)

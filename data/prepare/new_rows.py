@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.format.manifest import Manifest, load_manifest
-from data.prepare.content import options_like
-from data.prepare.machines import Part
-from data.prepare.options import PrepareOptions
-from data.prepare.prepare import prepare
-from data.prepare.remote import InputPath
-from data.prepare.split import SplitRule
+from sbpflow.data.format.manifest import Manifest, load_manifest
+from sbpflow.data.prepare.content import options_like
+from sbpflow.data.prepare.machines import Part
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.prepare import prepare
+from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
-from data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
-from data.prepare.machines import Part
-from data.prepare.remote import InputPath
-from data.prepare.split import SplitRule
-from data.prepare.transforms import TRANSFORMS
+from sbpflow.data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
+from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
+from sbpflow.data.prepare.machines import Part
+from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.split import SplitRule
+from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
 MOST_PIECES = 8192
@@ -20,7 +20,7 @@ _LARGEST_PIECE_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of ``python -m data prepare``; see its help for the meaning of each."""
+    """The options of ``sbpflow prepare``; see its help for the meaning of each."""
 
     inputs: tuple[InputPath, ...]
     output: Path

@@ -10,12 +10,12 @@ import re
 import numpy as np
 import polars as pl
 
-from data.compiled import find_loops
-from data.format.schema import Kind, Schema
-from data.prepare.cells import EXPECTED, INTEGER_PATTERN, LABELS
-from data.prepare.csv_text import count_byte
-from data.prepare.keys import PATTERNS, key_expression, with_string_keys
-from data.prepare.piece import BLANK, BadLines, Piece
+from sbpflow.data.compiled import find_loops
+from sbpflow.data.format.schema import Kind, Schema
+from sbpflow.data.prepare.cells import EXPECTED, INTEGER_PATTERN, LABELS
+from sbpflow.data.prepare.csv_text import count_byte
+from sbpflow.data.prepare.keys import PATTERNS, key_expression, with_string_keys
+from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
 
 _BLOCK_LINES = 1000

@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from data.format.schema import SEPARATORS, Schema
-from data.prepare.csv_text import count_byte, split_cells
-from data.prepare.remote import InputPath
-from data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
-from data.prepare.tables import table_columns
+from sbpflow.data.format.schema import SEPARATORS, Schema
+from sbpflow.data.prepare.csv_text import count_byte, split_cells
+from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
+from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
 _SHOWN_COLUMNS = 8

@@ -17,24 +17,31 @@ import numpy as np
 import polars as pl
 from tqdm import tqdm
 
-from data.format.ids import Counts, HashedIds
-from data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, write_manifest
-from data.format.verify import verify_set
-from data.format.vocabulary import vocabulary_content
-from data.prepare.bad_rows import describe_bad
-from data.prepare.content import manifest_content
-from data.prepare.count import build_vocabularies, field_entry, fit_columns
-from data.prepare.encode import FieldIds, all_records, encode_all
-from data.prepare.fetch import fetch_tables
-from data.prepare.keep import Kept
-from data.prepare.options import PrepareOptions
-from data.prepare.remote import version, written
-from data.prepare.report import report_values
-from data.prepare.source import Input, find_inputs
-from data.prepare.stage import stage_inputs
-from data.prepare.workspace import MARK, DamagedWork, discard, only_run, open_work, work_folder
-from data.stats import compute_stats, stats_json
 from sbpflow import __version__
+from sbpflow.data.format.ids import Counts, HashedIds
+from sbpflow.data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, write_manifest
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.format.vocabulary import vocabulary_content
+from sbpflow.data.prepare.bad_rows import describe_bad
+from sbpflow.data.prepare.content import manifest_content
+from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
+from sbpflow.data.prepare.encode import FieldIds, all_records, encode_all
+from sbpflow.data.prepare.fetch import fetch_tables
+from sbpflow.data.prepare.keep import Kept
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.remote import version, written
+from sbpflow.data.prepare.report import report_values
+from sbpflow.data.prepare.source import Input, find_inputs
+from sbpflow.data.prepare.stage import stage_inputs
+from sbpflow.data.prepare.workspace import (
+    MARK,
+    DamagedWork,
+    discard,
+    only_run,
+    open_work,
+    work_folder,
+)
+from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from data.format.schema import BEYOND, KINDS, Kind, Many, Number, Schema
-from data.prepare.transforms import TRANSFORMS
 from sbpflow.config.yaml_text import load_yaml
+from sbpflow.data.format.schema import BEYOND, KINDS, Kind, Many, Number, Schema
+from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
 _KEYS = (

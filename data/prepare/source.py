@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
-from data.prepare.packed import UNPACK, packed_errors, unpacked
-from data.prepare.remote import InputPath, identity, size_of
+from sbpflow.data.prepare.packed import UNPACK, packed_errors, unpacked
+from sbpflow.data.prepare.remote import InputPath, identity, size_of
 from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import SPLITS
+from sbpflow.data.format.manifest import SPLITS
 from sbpflow.errors import ConfigError, unknown_value
 
 _EXAMPLES = (

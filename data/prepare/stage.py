@@ -15,18 +15,18 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from data.format.npy import file_crc32
-from data.format.schema import SPLIT_COLUMN, Schema
-from data.prepare.bad_rows import Staged, check_bad
-from data.prepare.csv_text import parse_table
-from data.prepare.options import PrepareOptions
-from data.prepare.parse import parse_piece
-from data.prepare.piece import BadLines, Piece
-from data.prepare.pieces import columns_of, pieces_in_order
-from data.prepare.remote import InputPath
-from data.prepare.source import Input, read_piece
-from data.prepare.tables import PIECE_ROWS, count_rows, table_piece
-from data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.data.format.npy import file_crc32
+from sbpflow.data.format.schema import SPLIT_COLUMN, Schema
+from sbpflow.data.prepare.bad_rows import Staged, check_bad
+from sbpflow.data.prepare.csv_text import parse_table
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.parse import parse_piece
+from sbpflow.data.prepare.piece import BadLines, Piece
+from sbpflow.data.prepare.pieces import columns_of, pieces_in_order
+from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.source import Input, read_piece
+from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.runtime.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes

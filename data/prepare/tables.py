@@ -4,9 +4,9 @@ from pathlib import Path
 
 import polars as pl
 
-from data.format.schema import Schema
-from data.prepare.cells import typed_piece
-from data.prepare.piece import Piece
+from sbpflow.data.format.schema import Schema
+from sbpflow.data.prepare.cells import typed_piece
+from sbpflow.data.prepare.piece import Piece
 from sbpflow.errors import DataError
 
 PIECE_ROWS = 1 << 18

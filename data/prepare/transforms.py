@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Number
+from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Number
 
 Values = NDArray[np.float32]
 Mask = NDArray[np.bool_]

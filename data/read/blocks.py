@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.format.lists import SplitLists, SplitPart
-from data.format.manifest import Manifest
-from data.format.mapped_rows import most_maps
-from data.format.shards import SplitRows
-from data.read.batch import Ids
-from data.read.crosses import CrossColumns
-from data.read.order import Runs
+from sbpflow.data.format.lists import SplitLists, SplitPart
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.mapped_rows import most_maps
+from sbpflow.data.format.shards import SplitRows
+from sbpflow.data.read.batch import Ids
+from sbpflow.data.read.crosses import CrossColumns
+from sbpflow.data.read.order import Runs
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
 from sbpflow.run.model import HashedColumn
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.manifest import Manifest
-from data.format.schema import NUM_RESERVED_IDS
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import HashedColumn
 from sbpflow.runtime.splitmix import GAMMA, MIX_1, MIX_2

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.read.blocks import Block, Parts, Words
+from sbpflow.data.read.blocks import Block, Parts, Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]

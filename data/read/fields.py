@@ -1,8 +1,8 @@
 """The columns of a prepared set as a model sees them."""
 
-from data.format.manifest import Manifest
-from data.format.schema import Field
-from data.stats import FieldStats, load_stats
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import Field
+from sbpflow.data.stats import FieldStats, load_stats
 from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.run.model import Fields, IdField
 

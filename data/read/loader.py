@@ -15,13 +15,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data.format.manifest import Manifest
-from data.format.shards import SplitRows, Words, check_shards
-from data.numbers import MAX_SEED
-from data.read.batch import Batch, Cursor, State
-from data.read.blocks import Block, BlockReader, Parts
-from data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
-from data.read.order import SHUFFLES, RowOrder, Shuffle
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.shards import SplitRows, Words, check_shards
+from sbpflow.data.numbers import MAX_SEED
+from sbpflow.data.read.batch import Batch, Cursor, State
+from sbpflow.data.read.blocks import Block, BlockReader, Parts
+from sbpflow.data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
+from sbpflow.data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.model import HashedColumn
 from sbpflow.sbp.sbp import balanced_sizes

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from data.format.manifest import Manifest
-from data.read.loader import RowLoader, choose_backend, open_loader
 from sbpflow.config.schema import DataConfig
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.read.loader import RowLoader, choose_backend, open_loader
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import HashedColumn
 
@@ -28,7 +28,7 @@ def open_loaders(
     if not manifest.labelled:
         raise ConfigError(
             f"data.path: the rows of {manifest.path} were encoded without labels, to be scored; "
-            "train on a set that `python -m data prepare` made"
+            "train on a set that `sbpflow prepare` made"
         )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):

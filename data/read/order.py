@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.read.permutation import Permutation
+from sbpflow.data.read.permutation import Permutation
 
 Shuffle = Literal["none", "blocks", "runs", "rows"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.format.schema import CRITEO
-from data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
 from sbpflow.runtime.splitmix import GAMMA
 
 BLOCK_ROWS = 1 << 16

@@ -15,22 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data.format.ids import assign_ids
-from data.format.manifest import SPLITS, Manifest, load_manifest, shard_entry, write_manifest
-from data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
-from data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
-from data.format.shards import Words, write_shard
-from data.prepare.transforms import FUNCTIONS
-from data.prepare.workspace import MARK, discard, open_work
-from data.stats import compute_stats, stats_json
-from data.synth.bayes import BayesTally
-from data.synth.columns import BLOCK_ROWS, Columns, Rows
-from data.synth.generator import Generator, block_ranges
-from data.synth.options import CROSSES, Format, Hot, SynthOptions
-from data.synth.signal import pair_rank
-from data.synth.tails import Floats, Ranks
-from data.synth.text import write_tsv
 from sbpflow import __version__
+from sbpflow.data.format.ids import assign_ids
+from sbpflow.data.format.manifest import (
+    SPLITS,
+    Manifest,
+    load_manifest,
+    shard_entry,
+    write_manifest,
+)
+from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
+from sbpflow.data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
+from sbpflow.data.format.shards import Words, write_shard
+from sbpflow.data.prepare.transforms import FUNCTIONS
+from sbpflow.data.prepare.workspace import MARK, discard, open_work
+from sbpflow.data.stats import compute_stats, stats_json
+from sbpflow.data.synth.bayes import BayesTally
+from sbpflow.data.synth.columns import BLOCK_ROWS, Columns, Rows
+from sbpflow.data.synth.generator import Generator, block_ranges
+from sbpflow.data.synth.options import CROSSES, Format, Hot, SynthOptions
+from sbpflow.data.synth.signal import pair_rank
+from sbpflow.data.synth.tails import Floats, Ranks
+from sbpflow.data.synth.text import write_tsv
 from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.splitmix import GAMMA, MIX_1
 

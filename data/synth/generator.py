@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from data.synth.columns import BLOCK_ROWS, Columns, Rows
-from data.synth.options import SynthOptions
-from data.synth.signal import Signal
-from data.synth.tails import Floats
+from sbpflow.data.synth.columns import BLOCK_ROWS, Columns, Rows
+from sbpflow.data.synth.options import SynthOptions
+from sbpflow.data.synth.signal import Signal
+from sbpflow.data.synth.tails import Floats
 
 
 class Generator:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from data.format.schema import CRITEO
-from data.numbers import MAX_SEED, MAX_WORKERS, Value, by_column, check_ranges
-from data.prepare.split import SplitRule
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, Value, by_column, check_ranges
+from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
 CROSSES = (("C1", "C2"), ("C3", "C4"))
@@ -27,7 +27,7 @@ Format = Literal["prepared", "tsv"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """The options of ``python -m data synth``; see its help for the meaning of each."""
+    """The options of ``sbpflow synth``; see its help for the meaning of each."""
 
     rows: int
     output: Path

@@ -8,9 +8,9 @@ published pairs of AUC and logloss lie within 0.0005 of it.
 
 import numpy as np
 
-from data.synth.bayes import BayesTally
-from data.synth.columns import Columns, Rows
-from data.synth.tails import Floats, Ranks, uniform
+from sbpflow.data.synth.bayes import BayesTally
+from sbpflow.data.synth.columns import Columns, Rows
+from sbpflow.data.synth.tails import Floats, Ranks, uniform
 
 ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)

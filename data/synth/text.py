@@ -9,11 +9,11 @@ import polars as pl
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data.format.schema import CRITEO
-from data.synth.columns import Rows
-from data.synth.generator import Generator, block_ranges
-from data.synth.options import SynthOptions
-from data.synth.tails import Ranks
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.synth.columns import Rows
+from sbpflow.data.synth.generator import Generator, block_ranges
+from sbpflow.data.synth.options import SynthOptions
+from sbpflow.data.synth.tails import Ranks
 
 _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
 

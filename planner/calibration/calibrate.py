@@ -1,4 +1,4 @@
-"""Measure this machine and keep what was found: ``python -m planner calibrate``.
+"""Measure this machine and keep what was found: ``sbpflow calibrate``.
 
 Every rank runs ``calibrate``. Tasks are measured one after another until the time is over, the
 plans of a task in turns; each plan is written down, so that a calibration that ends early goes on
@@ -18,29 +18,29 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from planner.calibration.design import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.rules.registry import RULES
+from sbpflow.embedding.storage.measure import cpu_name
+from sbpflow.planner.calibration.design import (
     Sample,
     draw_batches,
     draw_plans,
     draw_sample,
     drawing,
 )
-from planner.calibration.fit import fit
-from planner.calibration.measure import Measured, measure_in_turns
-from planner.calibration.optimizers import step_factors
-from planner.calibration.picks import picks
-from planner.calibration.ranks import gather_texts
-from planner.calibration.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
-from planner.calibration.time_dense import DenseTime, dense_time_of, time_dense
-from planner.calibration.time_kernels import measure_kernels
-from planner.calibration.time_transfers import time_transfers
-from planner.costs.cost import CostModel, TaskCost
-from planner.costs.profile import RANKS_HERE, KernelPrices, Profile
-from planner.costs.transfers import Transfer, transfer_of
-from planner.task import Plan
-from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.rules.registry import RULES
-from sbpflow.embedding.storage.measure import cpu_name
+from sbpflow.planner.calibration.fit import fit
+from sbpflow.planner.calibration.measure import Measured, measure_in_turns
+from sbpflow.planner.calibration.optimizers import step_factors
+from sbpflow.planner.calibration.picks import picks
+from sbpflow.planner.calibration.ranks import gather_texts
+from sbpflow.planner.calibration.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
+from sbpflow.planner.calibration.time_dense import DenseTime, dense_time_of, time_dense
+from sbpflow.planner.calibration.time_kernels import measure_kernels
+from sbpflow.planner.calibration.time_transfers import time_transfers
+from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.profile import RANKS_HERE, KernelPrices, Profile
+from sbpflow.planner.costs.transfers import Transfer, transfer_of
+from sbpflow.planner.task import Plan
 from sbpflow.runtime.devices import device_name
 from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.versions import summary as version_summary

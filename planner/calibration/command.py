@@ -1,24 +1,21 @@
-"""What the subcommands of ``python -m planner`` do once their arguments are read."""
+"""What the subcommands of ``sbpflow`` do once their arguments are read."""
 
 import logging
 import os
-import socket
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from planner.calibration.calibrate import QUICK, Settings
-from planner.calibration.calibrate import calibrate as run
-from planner.calibration.ranks import gather_texts
-from planner.costs.profile import Profile, default_path, write_profile
-from planner.costs.transfers import as_lines
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import import_rule, rule_class
 from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.calibrate import QUICK, Settings
+from sbpflow.planner.calibration.calibrate import calibrate as run
+from sbpflow.planner.calibration.ranks import gather_texts
+from sbpflow.planner.costs.profile import Profile, default_path, write_profile
+from sbpflow.planner.costs.transfers import as_lines
 from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.world import World
 
@@ -66,30 +63,6 @@ def _settings(args: Namespace) -> Settings:
 def default_ranks() -> int:
     """One per CUDA device; 2 where there is none."""
     return max(2, torch.cuda.device_count())
-
-
-def start_ranks(words: list[str], ranks: int) -> int:
-    """``python -m planner WORDS`` once per rank of this machine; the first bad exit code, or 0."""
-    if ranks < 1:
-        raise ConfigError(f"--ranks: {ranks}; use 1 or more, for example --ranks 2")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "planner", *words],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    return next((code for code in [process.wait() for process in processes] if code), 0)
 
 
 def describe(profile: Profile) -> str:

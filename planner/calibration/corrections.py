@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from planner.calibration.judge import FLOOR_MS
-from planner.calibration.records import Record
-from planner.costs.features import Floats
-from planner.costs.profile import Fusion
-from planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
+from sbpflow.planner.calibration.judge import FLOOR_MS
+from sbpflow.planner.calibration.records import Record
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.profile import Fusion
+from sbpflow.planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
 
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
 LEAST_GAIN = 0.05  # of the error on tasks left out: less is not worth what it says of larger ones

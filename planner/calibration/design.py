@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from planner.calibration.measure import Rows, dense_work_of
-from planner.costs.features import zipf_mandelbrot
-from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.planner.calibration.measure import Rows, dense_work_of
+from sbpflow.planner.costs.features import zipf_mandelbrot
+from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.sbp.sbp import balanced_sizes
 
 MOST_ELEMENTS = 1 << 24  # of all tables of a sample, which are allocated on each rank that has them

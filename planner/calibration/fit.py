@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.calibration.corrections import examples_of, learn_corrections
-from planner.calibration.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
-from planner.calibration.least_squares import nonnegative_least_squares
-from planner.calibration.records import Record, on_one_clock
-from planner.calibration.time_dense import DenseTime, dense_examples
-from planner.costs.features import Floats
-from planner.costs.profile import KernelPrices, Profile
-from planner.costs.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
-from planner.costs.transfers import Transfer, examples, ms_per_byte
-from planner.costs.work import INDEX, NUM_FEATURES
 from sbpflow.errors import DataError
+from sbpflow.planner.calibration.corrections import examples_of, learn_corrections
+from sbpflow.planner.calibration.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
+from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
+from sbpflow.planner.calibration.records import Record, on_one_clock
+from sbpflow.planner.calibration.time_dense import DenseTime, dense_examples
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.profile import KernelPrices, Profile
+from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
+from sbpflow.planner.costs.transfers import Transfer, examples, ms_per_byte
+from sbpflow.planner.costs.work import INDEX, NUM_FEATURES
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     COUNTS,

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.calibration.records import AGAIN, Record, drift_of, on_one_clock
-from planner.costs.features import Floats
-from planner.costs.profile import Profile
-from planner.costs.simulate import PHASE, step_ms
+from sbpflow.planner.calibration.records import AGAIN, Record, drift_of, on_one_clock
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.simulate import PHASE, step_ms
 
 FLOOR_MS = 0.15  # relative errors count less below: clocks and the host's scheduler
 LEAST_JUDGED_MS = 0.3  # phases shorter than this on average are not told of

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from planner.costs.features import Floats
+from sbpflow.planner.costs.features import Floats
 
 
 def nonnegative_least_squares(

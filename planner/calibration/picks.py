@@ -4,13 +4,13 @@ A search ends in plans that are much alike, so the next ones are taken only wher
 otherwise.
 """
 
-from planner.costs.cost import TaskCost
-from planner.planners import UNCORRECTED, Planned
-from planner.search.auto import Effort, search
-from planner.search.problem import Assignment, price_of
-from planner.search.seeds import families
-from planner.shapes import plan_of, problem_of
-from planner.task import Plan, Shape
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.planners import UNCORRECTED, Planned
+from sbpflow.planner.search.auto import Effort, search
+from sbpflow.planner.search.problem import Assignment, price_of
+from sbpflow.planner.search.seeds import families
+from sbpflow.planner.shapes import plan_of, problem_of
+from sbpflow.planner.task import Plan, Shape
 
 INSERTIONS = 160  # of a search: plans near the best one, in a fraction of a second
 DIFFERENT = 0.2  # of the tables, at least one

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from planner.costs.cost import TaskCost
-from planner.costs.features import Floats
-from planner.costs.profile import Profile
-from planner.costs.simulate import NUM_PHASES
-from planner.costs.work import NUM_FEATURES
-from planner.task import Choice, Plan, Shape, Task
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.simulate import NUM_PHASES
+from sbpflow.planner.costs.work import NUM_FEATURES
+from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 AGAIN = "again"  # a plan that was measured before, measured once more: "again SESSION NAME"
 PICKED = "pick"  # by a model that was fitted before: "pick SESSION.NUMBER"

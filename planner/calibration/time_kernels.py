@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from planner.calibration.least_squares import nonnegative_least_squares
-from planner.costs.profile import KernelPrices
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.choose import (
@@ -22,6 +20,8 @@ from sbpflow.embedding.storage.choose import (
     missing_kernels,
 )
 from sbpflow.embedding.storage.measure import StackShape, measure
+from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
+from sbpflow.planner.costs.profile import KernelPrices
 
 ROWS = 100_000
 SHAPES = ((2_000, 16), (30_000, 16), (30_000, 64))  # ids of a batch, width

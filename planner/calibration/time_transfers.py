@@ -12,9 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.calibration.measure import MoveTimer, lower_quartile, through_ms
-from planner.calibration.ranks import gather_texts
-from planner.costs.transfers import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import BoxingStep, plan_boxing
+from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
+from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.planner.calibration.measure import MoveTimer, lower_quartile, through_ms
+from sbpflow.planner.calibration.ranks import gather_texts
+from sbpflow.planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,
     ROWS,
@@ -22,11 +27,6 @@ from planner.costs.transfers import (
     SKEWS,
     Transfer,
 )
-from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import BoxingStep, plan_boxing
-from sbpflow.embedding.exchange.all_to_all import Exchange
-from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
-from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Split, balanced_sizes

@@ -14,11 +14,20 @@ from typing import Literal
 
 import numpy as np
 
-from planner.costs.features import Floats
-from planner.costs.kernels import work_factors
-from planner.costs.profile import Profile
-from planner.costs.simulate import PHASES, SCHEDULES, TRANSFERS, max_of_sums, step_ms, sum_of_maxima
-from planner.costs.work import (
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.errors import unknown_value
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.kernels import work_factors
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.simulate import (
+    PHASES,
+    SCHEDULES,
+    TRANSFERS,
+    max_of_sums,
+    step_ms,
+    sum_of_maxima,
+)
+from sbpflow.planner.costs.work import (
     BUFFERS,
     FEATURES,
     INDEX,
@@ -29,9 +38,7 @@ from planner.costs.work import (
     base_work,
     shape_work,
 )
-from planner.task import Choice, Plan, Shape, Task
-from sbpflow.embedding.plan.tables import TableConfig
-from sbpflow.errors import unknown_value
+from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 Objective = Literal["step", "sum_of_maxima", "max_of_sums"]
 _BY_KERNEL = [

@@ -193,7 +193,7 @@ def from_ratios(
     bin_lookups: Sequence[float],
     top_mass: Sequence[float],
 ) -> IdStats:
-    """From distinct ids per lookup by batch size, as ``python -m data stats`` measures them."""
+    """From distinct ids per lookup by batch size, as ``sbpflow stats`` measures them."""
     draws = [size * ids_per_sample for size in sorted(ratios)]
     unique = [max(ratios[size] * size * ids_per_sample, 1e-9) for size in sorted(ratios)]
     rows, lookups = np.asarray(bin_rows, float), np.asarray(bin_lookups, float)

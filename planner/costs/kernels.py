@@ -10,10 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.costs.features import Floats
-from planner.costs.profile import Profile
-from planner.costs.work import INDEX
-from planner.task import Choice, Shape, Task, embedding_plan
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
@@ -21,6 +17,10 @@ from sbpflow.embedding.storage.choose import (
     kernel_faults,
 )
 from sbpflow.embedding.storage.measure import StackShape
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.work import INDEX
+from sbpflow.planner.task import Choice, Shape, Task, embedding_plan
 from sbpflow.sbp.sbp import balanced_sizes
 
 LEAST_IDS = 2_000.0  # that prices tell kernels apart by: of the smallest batch that was timed

@@ -1,6 +1,6 @@
 """What a machine was measured to take, as one value: weights, corrections, links, provenance.
 
-``python -m planner calibrate`` writes one per machine beside the kernel profile in the user's
+``sbpflow calibrate`` writes one per machine beside the kernel profile in the user's
 cache; ``planner.clusters.described`` makes one from published figures for machines that are not at
 hand, and says of each term that it is assumed.
 """
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from planner.costs.features import Floats
-from planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
-from planner.costs.transfers import Transfer, transfer_of
-from planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
+from sbpflow.planner.costs.transfers import Transfer, transfer_of
+from sbpflow.planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.devices import BACKENDS
 
@@ -148,7 +148,7 @@ class Profile:
         if optimizer not in self.step_factors:
             raise ConfigError(
                 f"planner: the profile has no times of {optimizer}, only of "
-                f"{', '.join(self.step_factors)}; run python -m planner calibrate --optimizer "
+                f"{', '.join(self.step_factors)}; run sbpflow calibrate --optimizer "
                 f"{optimizer}"
             )
         return self.step_factors[optimizer]
@@ -162,7 +162,7 @@ class Profile:
         if self.world_size == 1 and world_size > 1 and self.link is None:
             raise ConfigError(
                 f"planner: the profile is of one rank and has no times of transfers, for a world "
-                f"of {world_size}; run python -m planner calibrate --ranks 2"
+                f"of {world_size}; run sbpflow calibrate --ranks 2"
             )
         matrix = self.matrix.copy()
         for kind in TRANSFERS:
@@ -296,7 +296,7 @@ def load(path: Path | None = None) -> Profile:
     path = path or default_path()
     if not path.is_file():
         raise ConfigError(
-            f"planner: no calibration at {path}; run python -m planner calibrate (under five "
+            f"planner: no calibration at {path}; run sbpflow calibrate (under five "
             "minutes), or use parallel.scheme: auto, which needs none"
         )
     try:
@@ -304,8 +304,7 @@ def load(path: Path | None = None) -> Profile:
         return _from_tree(tree)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"planner: {path} is no profile of this version ({error}); run python -m planner "
-            "calibrate again"
+            f"planner: {path} is no profile of this version ({error}); run sbpflow calibrate again"
         ) from error
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.costs.features import Floats
-from planner.costs.work import INDEX, NUM_FEATURES
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.costs.work import INDEX, NUM_FEATURES
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     DENSE_GRADIENTS,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.costs.features import Floats
-from planner.task import Shape, Task
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.group_plan import whole_gradients_are_less
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import unknown_value
+from sbpflow.planner.costs.features import Floats
+from sbpflow.planner.task import Shape, Task
 from sbpflow.sbp.sbp import balanced_sizes
 
 FEATURES = (

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.published.nets import Scaling, mlp
-from planner.published.setting import NUM_FEATURES, Setting
-from planner.search.problem import Assignment, Ints
+from sbpflow.planner.published.nets import Scaling, mlp
+from sbpflow.planner.published.setting import NUM_FEATURES, Setting
+from sbpflow.planner.search.problem import Assignment, Ints
 
 WIDTH = 32
 ENTROPY, BASELINE, MOST_GRADIENT = 0.001, 0.5, 40.0

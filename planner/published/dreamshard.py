@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.published.nets import Scaling, mlp, sums
-from planner.published.setting import NUM_FEATURES, Setting
-from planner.search.problem import Assignment, Ints
+from sbpflow.planner.published.nets import Scaling, mlp, sums
+from sbpflow.planner.published.setting import NUM_FEATURES, Setting
+from sbpflow.planner.search.problem import Assignment, Ints
 
 LATENT = 32
 ENTROPY = 0.001

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.published.greedy import size_greedy
-from planner.published.setting import EXCHANGE, Setting
-from planner.search.problem import Assignment, Floats, Move, price_of
-from planner.shapes import COPIED, WHOLE, option_number
-from planner.task import Shape
+from sbpflow.planner.published.greedy import size_greedy
+from sbpflow.planner.published.setting import EXCHANGE, Setting
+from sbpflow.planner.search.problem import Assignment, Floats, Move, price_of
+from sbpflow.planner.shapes import COPIED, WHOLE, option_number
+from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
 LEAST_COLUMNS = 32  # a column part is halved only while wider than this, as in the source

@@ -8,8 +8,8 @@ fp16 rows; where no device has room, the one that lacks least is taken, and the 
 
 import numpy as np
 
-from planner.published.setting import Setting
-from planner.search.problem import Assignment, Floats
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.problem import Assignment, Floats
 
 
 def size_greedy(setting: Setting) -> Assignment:

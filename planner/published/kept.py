@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.costs.cost import TaskCost
-from planner.published.nets import Scaling
-from planner.published.setting import Setting
-from planner.search.problem import Assignment
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.published.nets import Scaling
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.problem import Assignment
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 
 VERSION = 1  # of how planners learn: raised when the same arguments would learn something else

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planner.published.setting import NUM_FEATURES
-from planner.search.problem import Floats
+from sbpflow.planner.published.setting import NUM_FEATURES
+from sbpflow.planner.search.problem import Floats
 
 LOGARITHMIC = (1, 2, 3)  # rows, pooling, size: over several orders of magnitude
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planner.published.greedy import random_devices, size_greedy
-from planner.published.nets import Scaling, mlp
-from planner.published.setting import BACKWARD, EXCHANGE, FORWARD, Setting
-from planner.search.problem import Assignment, Floats, Move
-from planner.shapes import option_number
-from planner.task import Shape
+from sbpflow.planner.published.greedy import random_devices, size_greedy
+from sbpflow.planner.published.nets import Scaling, mlp
+from sbpflow.planner.published.setting import BACKWARD, EXCHANGE, FORWARD, Setting
+from sbpflow.planner.search.problem import Assignment, Floats, Move
+from sbpflow.planner.shapes import option_number
+from sbpflow.planner.task import Shape
 
 BEAM, CANDIDATES, DEPTH = 3, 10, 10
 SCALES = tuple(1.0 + 0.05 * step for step in range(11))

@@ -11,13 +11,22 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.costs.features import NUM_BINS
-from planner.costs.simulate import PHASE, PHASES, TRANSFERS
-from planner.search.problem import Assignment, Floats, Ints, Move, Option, Priced, Problem, price_of
-from planner.shapes import COPIED, WHOLE, option_number
-from planner.task import Shape, Task
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
+from sbpflow.planner.costs.features import NUM_BINS
+from sbpflow.planner.costs.simulate import PHASE, PHASES, TRANSFERS
+from sbpflow.planner.search.problem import (
+    Assignment,
+    Floats,
+    Ints,
+    Move,
+    Option,
+    Priced,
+    Problem,
+    price_of,
+)
+from sbpflow.planner.shapes import COPIED, WHOLE, option_number
+from sbpflow.planner.task import Shape, Task
 
 NUM_FEATURES = 4 + NUM_BINS
 _BACKWARD = ("backward", "push", "send_dense", "collect", "update", "receive_dense", "update_dense")

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.search.exact import kept_options, linear_optimum
-from planner.search.insertion import Inserter
-from planner.search.linear import linearised
-from planner.search.local import LocalSearch, lay_out, weights_of
-from planner.search.problem import Assignment, Priced, Problem, check_assignment, price_of
-from planner.search.seeds import (
+from sbpflow.planner.search.exact import kept_options, linear_optimum
+from sbpflow.planner.search.insertion import Inserter
+from sbpflow.planner.search.linear import linearised
+from sbpflow.planner.search.local import LocalSearch, lay_out, weights_of
+from sbpflow.planner.search.problem import Assignment, Priced, Problem, check_assignment, price_of
+from sbpflow.planner.search.seeds import (
     bytes_of,
     families,
     greedy,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.linear import Linear, linearised
-from planner.search.problem import Assignment, Floats, Key, Option, Problem, price_of
+from sbpflow.planner.search.linear import Linear, linearised
+from sbpflow.planner.search.problem import Assignment, Floats, Key, Option, Problem, price_of
 
 DUAL_ROUNDS = 60
 MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])  # of the mean time per limit

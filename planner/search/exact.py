@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.search.linear import Linear, linearised, mean_ms
-from planner.search.problem import (
+from sbpflow.planner.search.linear import Linear, linearised, mean_ms
+from sbpflow.planner.search.problem import (
     Assignment,
     Floats,
     Ints,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.problem import Floats, Ints, Key, Move, Option, Problem, State
+from sbpflow.planner.search.problem import Floats, Ints, Key, Move, Option, Problem, State
 
 # Share of the mean load, next to the maximum, in what the search minimises: the time of a step is
 # a maximum over ranks and does not see most moves; this makes it fall as work gets less and evener.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.problem import Assignment, Floats, Option, Pricing, Problem, State
+from sbpflow.planner.search.problem import Assignment, Floats, Option, Pricing, Problem, State
 
 STEP = 0.02  # of a phase: how far it is lengthened to see what it weighs
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.search.insertion import Inserter, goal, goal_of
-from planner.search.problem import Assignment, Floats, Key, Move, Problem, State
+from sbpflow.planner.search.insertion import Inserter, goal, goal_of
+from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
 
 START_THRESHOLD = 0.02  # of the goal: how much worse an accepted plan may be at first
 LARGEST_RUIN = 12  # tables

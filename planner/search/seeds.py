@@ -9,9 +9,9 @@ from itertools import combinations
 
 import numpy as np
 
-from planner.search.insertion import Inserter
-from planner.search.local import build, lay_out
-from planner.search.problem import Assignment, Floats, Key, Problem
+from sbpflow.planner.search.insertion import Inserter
+from sbpflow.planner.search.local import build, lay_out
+from sbpflow.planner.search.problem import Assignment, Floats, Key, Problem
 
 COPIED_SHARES = (0.25, 0.5, 0.75)  # of the tables, the smallest first
 

@@ -51,7 +51,7 @@ class Program:
     ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. Else it
     takes a buffer of ``receive_shape``; if it ``keeps_received``, that buffer is the result, and
     must not be lent. ``sizes`` has what an all-to-all receives from and sends to each rank of the
-    group, None where all of it is equal. What is sent is viewed as ``comm_dtype``, None for its own.
+    group, None where all of it is equal. What is sent is viewed as ``comm_dtype``, if there is one.
 
     An exchange that leaves out what this rank would send to itself has ``stays`` where that is
     copied, or where it is a term ``add_own`` instead of ``unpack``: (received, part) -> result.

@@ -1,4 +1,4 @@
-"""``python -m sbpflow checkpoint ls | verify | diff | prune``: what checkpoints hold, as text.
+"""``sbpflow checkpoint ls | verify | diff | prune``: what checkpoints hold, as text.
 
 Reads and removes; loads nothing into a job.
 """

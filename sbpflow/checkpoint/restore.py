@@ -58,7 +58,7 @@ def _check_shape(
         if name.startswith(TABLES) and more:
             why = (
                 "a table may have more rows only where the set's vocabulary has grown from that of "
-                "the set it was trained on (python -m data prepare --like OLD --grow)"
+                "the set it was trained on (sbpflow prepare --like OLD --grow)"
             )
         raise CheckpointError(
             f"{checkpoint.path}: {name}: saved as {list(saved.shape)}, this run has {list(shape)}; "

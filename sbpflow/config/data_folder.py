@@ -3,8 +3,8 @@
 from pathlib import Path
 
 HOW_TO_MAKE_DATA = (
-    "make a set with `python -m data prepare --input train.tsv --output DIR` "
-    "or `python -m data synth --rows 300000 --output DIR`"
+    "make a set with `sbpflow prepare --input train.tsv --output DIR` "
+    "or `sbpflow synth --rows 300000 --output DIR`"
 )
 
 

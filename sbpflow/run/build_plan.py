@@ -1,6 +1,6 @@
 """From a configuration and the columns of a data set to everything static about a run.
 
-``run.job`` executes the result and ``python -m sbpflow explain`` prints it.
+``run.job`` executes the result and ``sbpflow explain`` prints it.
 """
 
 from collections.abc import Mapping
@@ -185,9 +185,9 @@ def _planned_rules(
     if plan != "auto":
         return read_table_plan(Path(plan), world_size=world_size)
     raise ConfigError(
-        "parallel.plan: auto is chosen by a planner, which train.py and `python -m sbpflow "
+        "parallel.plan: auto is chosen by a planner, which train_wdl.py and `sbpflow "
         "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
-        "`python -m planner plan` wrote, or use parallel.scheme: auto"
+        "`sbpflow plan` wrote, or use parallel.scheme: auto"
     )
 
 

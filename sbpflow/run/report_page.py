@@ -1,4 +1,4 @@
-"""``python -m sbpflow report``: runs side by side on one HTML page that needs nothing beside it."""
+"""``sbpflow report``: runs side by side on one HTML page that needs nothing beside it."""
 
 from collections.abc import Callable, Sequence
 from html import escape

@@ -259,7 +259,7 @@ def _restored(path: Path, job: Job, data: DataFacts) -> str:
             raise CheckpointError(
                 f"{path}: was trained on the set {saved['path']}, whose ids are of another "
                 f"vocabulary than those of {data.path}; use that set, or one that was grown from "
-                "it (python -m data prepare --like OLD --grow)"
+                "it (sbpflow prepare --like OLD --grow)"
             )
         job.restore(checkpoint, grown=relation == "grown")
     except CheckpointError as error:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sbpflow.checkpoint.commands import checkpoint_folder
 from sbpflow.checkpoint.folder import checked, good_checkpoints, list_checkpoints
@@ -13,8 +13,8 @@ from sbpflow.checkpoint.format import INDEX_FILE
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.restore import restore
 from sbpflow.config.load import config_from_tree
-from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.parse import plain
+from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule, rule_of
 from sbpflow.embedding.plan.tables import KernelRequest

@@ -1,4 +1,4 @@
-"""``python -m sbpflow doctor``: what of this environment works, and what to do about the rest.
+"""``sbpflow doctor``: what of this environment works, and what to do about the rest.
 
 A check runs something of what it names (an operator, a collective): what is there need not load.
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] = (), moving: Moving | None = None) -> int:
 
     ``moving`` are further checks, which every rank takes part in; they get ``--dir``.
     """
-    parser = argparse.ArgumentParser(prog="python -m sbpflow doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sbpflow doctor", description=__doc__)
     where = "where runs are kept: its free space, and a checkpoint written and read there"
     parser.add_argument(
         "--dir", type=local_path, default=Path("runs"), help=f"{where} (default runs)"

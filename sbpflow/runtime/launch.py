@@ -46,7 +46,7 @@ _MAKE_ROOM = (
 )
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 _NEED_LESS = (
-    "`python -m sbpflow explain` prints what each rank needs: use more ranks, layouts that split "
+    "`sbpflow explain` prints what each rank needs: use more ranks, layouts that split "
     "tables, half-precision rows (parallel.table_dtype: bfloat16), or a smaller data.batch_size"
 )
 _STUCK_S = 2.0  # a signalled main thread that is inside a collective gets this long to come back

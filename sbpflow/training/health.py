@@ -81,7 +81,7 @@ class LossWatch:
                 raise TrainingError(
                     f"step {step}: {what} in row {row} of rank {self._boxing.world.rank}'s part of "
                     f"the batch is {float(values[row]):g}; {self._rule(what)}, so a file of the "
-                    "set has changed since: `python -m data verify` names it"
+                    "set has changed since: `sbpflow verify` names it"
                 )
 
     def _rule(self, what: str) -> str:

@@ -74,7 +74,9 @@ class _BatchInFlight(BatchInFlight):
 
 
 def _check_batch(given: object) -> None:
-    missing = [name for name in ("labels", "dense", "ids", "batch_size") if not hasattr(given, name)]
+    missing = [
+        name for name in ("labels", "dense", "ids", "batch_size") if not hasattr(given, name)
+    ]
     if missing:
         raise SbpError(
             f"step: {type(given).__name__} is not a batch: it has no attribute {missing[0]}; pass "

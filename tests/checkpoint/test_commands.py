@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sbpflow.__main__ import checkpoint
 from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.training.run_folder import RunLock
 from tests.checkpoint.test_format import save

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from models.registry import MODELS
 from sbpflow.config.parse import Tagged
 from sbpflow.config.schema import Config
+from sbpflow.models.registry import MODELS
 
 SCALARS = {Path: "path", str: "text", int: "number", float: "number", bool: "flag"}
 

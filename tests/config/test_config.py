@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models.registry import MODELS
-from models.wdl import WdlConfig
 from sbpflow.config.checks import check, data_path
 from sbpflow.config.load import config_facts, dump_config, load_config
 from sbpflow.config.schema import Config
@@ -15,6 +13,8 @@ from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
+from sbpflow.models.registry import MODELS
+from sbpflow.models.wdl import WdlConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
@@ -219,7 +219,7 @@ def test_a_missing_file_names_its_neighbours():
 
 
 def test_missing_data_is_told_how_to_get_some(load, tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path: not given.*python -m data synth"):
+    with pytest.raises(ConfigError, match=r"data.path: not given.*sbpflow synth"):
         data_path(load(""))
     with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*data synth"):
         data_path(load("data: {path: /no/such}"))

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from models.registry import MODELS
 from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
+from sbpflow.models.registry import MODELS
 from sbpflow.run.model import schemes_of
 from sbpflow.sbp.sbp import Broadcast, Split
 

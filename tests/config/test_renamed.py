@@ -2,10 +2,10 @@
 
 import pytest
 
-from models import MODELS
 from sbpflow.config.load import config_from_tree, load_config
 from sbpflow.config.renamed import current_key, with_current_keys
 from sbpflow.errors import ConfigError
+from sbpflow.models import MODELS
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.read.loader import choose_backend
+from sbpflow.data.read.loader import choose_backend
 
 HERE = ["memmap", "dali"] if choose_backend("auto") == "dali" else ["memmap"]
 needs_dali = pytest.mark.skipif("dali" not in HERE, reason="DALI is not installed")

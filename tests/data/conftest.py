@@ -6,8 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.format.manifest import SPLITS, Manifest, load_manifest, shard_entry, write_manifest
-from data.format.shards import write_shard
+from sbpflow.data.format.manifest import (
+    SPLITS,
+    Manifest,
+    load_manifest,
+    shard_entry,
+    write_manifest,
+)
+from sbpflow.data.format.shards import write_shard
 
 
 def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
@@ -39,7 +45,7 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a read of a small set has several blocks, and a block several batches."""
-    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 50_000)
+    monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 50_000)
 
 
 @pytest.fixture(scope="session")

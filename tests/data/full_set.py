@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data import load_manifest
-from data.format.manifest import SPLITS, shard_entry, write_manifest
-from data.format.shards import write_shard
+from sbpflow.data import load_manifest
+from sbpflow.data.format.manifest import SPLITS, shard_entry, write_manifest
+from sbpflow.data.format.shards import write_shard
 
 NUM_ROWS, SHARD_ROWS, LISTS, MOST = 5000, 700, 3, 9
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import load_manifest
-from data.format.schema import CRITEO
-from data.format.shards import SplitRows
-from data.prepare.options import PrepareOptions
-from data.prepare.prepare import prepare
+from sbpflow.data import load_manifest
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.shards import SplitRows
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,9 +4,9 @@ import gzip
 
 import pytest
 
-from data.prepare.options import PrepareOptions
-from data.prepare.prepare import prepare
-from data.prepare.schema_file import read_schema
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.prepare import prepare
+from sbpflow.data.prepare.schema_file import read_schema
 from sbpflow.errors import DataError
 
 NAMED = "header: true"

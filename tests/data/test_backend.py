@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from data.read.loader import choose_backend
+from sbpflow.data.read.loader import choose_backend
 
 
 @pytest.mark.parametrize(("installed", "chosen"), [(True, "dali"), (False, "memmap")])

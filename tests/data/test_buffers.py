@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from data import load_manifest, open_loader
-from data.format.manifest import write_manifest
-from data.read.feeds import Buffers
-from data.read.loaders import open_loaders
 from sbpflow.config.schema import DataConfig
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.format.manifest import write_manifest
+from sbpflow.data.read.feeds import Buffers
+from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import ConfigError
 from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
@@ -82,8 +82,8 @@ def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monke
         return real(shape, *args, **kwargs)
 
     loader = open_loader(row_set(9000), batch_size=100, backend=backend)
-    monkeypatch.setattr("data.read.feeds.np.empty", counted)
-    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
+    monkeypatch.setattr("sbpflow.data.read.feeds.np.empty", counted)
+    monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
     batches = loader.epoch(0)
     num_batches = 0
     for _ in batches:

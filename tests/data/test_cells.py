@@ -3,10 +3,10 @@
 import polars as pl
 import pytest
 
-from data.format.schema import CRITEO, Schema
-from data.prepare.parse import parse_piece
-from data.prepare.source import find_inputs
-from data.prepare.tables import table_piece
+from sbpflow.data.format.schema import CRITEO, Schema
+from sbpflow.data.prepare.parse import parse_piece
+from sbpflow.data.prepare.source import find_inputs
+from sbpflow.data.prepare.tables import table_piece
 from tests.data.rows import run_prepare, text_rows, write_rows
 
 ROWS = text_rows(20)
@@ -52,7 +52,7 @@ def test_blanks_in_string_categories_do_not_slow_a_piece(monkeypatch):
     def slow(*_):
         raise AssertionError("line by line")
 
-    monkeypatch.setattr("data.prepare.parse._sort_out", slow)
+    monkeypatch.setattr("sbpflow.data.prepare.parse._sort_out", slow)
     piece = parse_piece(b"1,2,3,two words\n0,-2,,a\tb\n1, 5,+6, \n", COMMAS)
     assert piece.frame["d"].to_list() == [2, -2, 5]
     assert piece.bad.total == 0

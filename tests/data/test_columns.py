@@ -4,11 +4,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from data import fields_of, load_manifest
-from data.__main__ import main
-from data.format.shards import RowFiles
-from data.format.vocabulary import open_vocabularies
-from data.stats import compute_stats, load_stats
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.shards import RowFiles
+from sbpflow.data.format.vocabulary import open_vocabularies
+from sbpflow.data.stats import compute_stats, load_stats
 from tests.data.test_tables import data_files, ids_of
 
 SHARED = """

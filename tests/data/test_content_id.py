@@ -6,11 +6,11 @@ import zlib
 import numpy as np
 import pytest
 
-from data import open_loader
-from data.format.content_id import joined_crc32, rows_crc32
-from data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
-from data.format.npy import write_array
-from data.format.shards import write_shard
+from sbpflow.data import open_loader
+from sbpflow.data.format.content_id import joined_crc32, rows_crc32
+from sbpflow.data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
+from sbpflow.data.format.npy import write_array
+from sbpflow.data.format.shards import write_shard
 from sbpflow.errors import DataError
 from tests.data.conftest import make_set
 from tests.data.rows import run_prepare, text_rows, write_rows
@@ -60,8 +60,8 @@ def test_inputs_pieces_and_versions_do_not_count(tmp_path, from_text, monkeypatc
         for part, rows in (("a", ROWS[:250]), ("b", ROWS[250:]))
     )
     cut = run_prepare(tmp_path / "cut", first, second, piece_bytes=5000)
-    monkeypatch.setattr("data.prepare.content.__version__", "99.0")
-    monkeypatch.setattr("data.prepare.content.np.__version__", "9.9")
+    monkeypatch.setattr("sbpflow.data.prepare.content.__version__", "99.0")
+    monkeypatch.setattr("sbpflow.data.prepare.content.np.__version__", "9.9")
     later = run_prepare(tmp_path / "later", tmp_path / "other.tsv.gz")
     assert len(cut.shards("train")) > 1
     sets = (from_text, packed, cut, later)

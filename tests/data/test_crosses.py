@@ -6,15 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import load_manifest, open_loader
-from data.format.manifest import SPLITS, shard_entry, write_manifest
-from data.format.shards import write_shard
-from data.prepare.split import parse_split
-from data.read.crosses import hashed_ids
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import DataConfig
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.format.manifest import SPLITS, shard_entry, write_manifest
+from sbpflow.data.format.shards import write_shard
+from sbpflow.data.prepare.split import parse_split
+from sbpflow.data.read.crosses import hashed_ids
 from sbpflow.errors import ConfigError
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.model import Fields, HashedColumn

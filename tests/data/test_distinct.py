@@ -4,8 +4,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from data.format.ids import NarrowIdTable, WideIdTable
-from data.prepare.distinct import count_fields, spilled
+from sbpflow.data.format.ids import NarrowIdTable, WideIdTable
+from sbpflow.data.prepare.distinct import count_fields, spilled
 from sbpflow.errors import DataError
 
 
@@ -57,7 +57,7 @@ def test_a_table_filled_to_two_thirds_finds_the_same_ids(monkeypatch, table):
     counts = rng.integers(1, 100, len(keys))
     asked = np.concatenate([keys, keys + kind(1)])
     loose = table(keys, ids, counts).lookup(asked)
-    monkeypatch.setattr("data.format.ids._LARGE", 100)
-    monkeypatch.setattr("data.format.ids._INSERTED", 300)
+    monkeypatch.setattr("sbpflow.data.format.ids._LARGE", 100)
+    monkeypatch.setattr("sbpflow.data.format.ids._INSERTED", 300)
     assert np.array_equal(table(keys, ids, counts).lookup(asked), loose)
     assert np.array_equal(loose[: len(keys)], ids)

@@ -8,15 +8,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from data import load_manifest
-from data.__main__ import main
-from data.format.manifest import MANIFEST
-from data.prepare import prepare, stage
-from data.prepare.csv_text import parse_table
-from data.prepare.new_rows import encode
-from data.prepare.remote import input_path
-from data.prepare.schema_file import read_schema
-from data.prepare.tables import table_piece
+from sbpflow.data import load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.manifest import MANIFEST
+from sbpflow.data.prepare import prepare, stage
+from sbpflow.data.prepare.csv_text import parse_table
+from sbpflow.data.prepare.new_rows import encode
+from sbpflow.data.prepare.remote import input_path
+from sbpflow.data.prepare.schema_file import read_schema
+from sbpflow.data.prepare.tables import table_piece
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import all_words, run_prepare
 

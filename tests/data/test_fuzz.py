@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from data import load_manifest, open_loader
-from data.__main__ import main
-from data.format.schema import CRITEO
-from data.format.verify import verify_set
-from data.prepare.parse import parse_piece
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.parse import parse_piece
 from sbpflow.errors import DataError
 from tests.data.conftest import make_set
 from tests.data.rows import text_rows
@@ -155,7 +155,7 @@ def test_a_path_without_a_set_says_how_to_make_one(tmp_path, what):
         folder.mkdir()
     if what == "other":
         (folder / "manifest.json").write_text("[]")
-    with pytest.raises(DataError, match="python -m data prepare"):
+    with pytest.raises(DataError, match="sbpflow prepare"):
         load_manifest(folder)
 
 

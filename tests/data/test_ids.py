@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.format.ids import HashedIds, NarrowIdTable, WideIdTable, assign_ids
-from data.format.schema import RARE_ID
+from sbpflow.data.format.ids import HashedIds, NarrowIdTable, WideIdTable, assign_ids
+from sbpflow.data.format.schema import RARE_ID
 
 
 def loads(counts, reserved, ids):

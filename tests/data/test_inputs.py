@@ -11,11 +11,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from data import load_manifest
-from data.__main__ import main
-from data.format.schema import CRITEO
-from data.prepare.parse import parse_piece
-from data.prepare.tables import table_piece
+from sbpflow.data import load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare.parse import parse_piece
+from sbpflow.data.prepare.tables import table_piece
 from tests.data.rows import (
     ROOT,
     all_words,
@@ -116,7 +116,7 @@ SMALL_SCHEMA = "dense: {I1: {kind: integer}}\nsparse: {C1: string, C2: integer}\
 
 def small_parquet(tmp_path, label, dense, first, second):
     """A piece of Parquet rows with the given columns."""
-    from data.prepare.schema_file import read_schema
+    from sbpflow.data.prepare.schema_file import read_schema
 
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
     frame = pl.DataFrame({"label": label, "I1": dense, "C1": first, "C2": second})
@@ -221,7 +221,7 @@ def test_a_split_without_train_rows_replaces_nothing(tmp_path, capsys, source, s
 
 
 def test_files_of_val_alone_are_a_split(tmp_path, source):
-    from data.prepare.split import parse_split
+    from sbpflow.data.prepare.split import parse_split
 
     other = write_rows(tmp_path / "day_9.tsv", ROWS[:40])
     made = run_prepare(tmp_path / "set", source, other, split=parse_split("file:val=day_9*"))
@@ -261,8 +261,12 @@ def test_one_value_for_every_column_is_shown_as_it_was_given(tmp_path, capsys, c
 @pytest.mark.parametrize(
     ("command", "place", "message"),
     [
-        (["prepare", "--input", "rows.tsv"], "data.prepare.prepare.prepare", "goes on from here"),
-        (["synth", "--rows", "3000"], "data.synth.generate.synth", "starts anew"),
+        (
+            ["prepare", "--input", "rows.tsv"],
+            "sbpflow.data.prepare.prepare.prepare",
+            "goes on from here",
+        ),
+        (["synth", "--rows", "3000"], "sbpflow.data.synth.generate.synth", "starts anew"),
     ],
 )
 def test_what_the_same_command_does_after_an_interrupt(

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from data import load_manifest, open_loader
-from data.format.manifest import write_manifest
-from data.format.shards import RowFiles, SplitRows
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.format.manifest import write_manifest
+from sbpflow.data.format.shards import RowFiles, SplitRows
 from sbpflow.errors import DataError
 from tests.data.backends import BACKENDS
 from tests.data.conftest import make_set
@@ -65,8 +65,8 @@ MANY_SHARDS = """
 import gc, os, pathlib, resource, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 gc.disable()
-from data import load_manifest, open_loader
-from data.stats import compute_stats
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.stats import compute_stats
 
 manifest = load_manifest(sys.argv[1])
 compute_stats(manifest)
@@ -154,7 +154,7 @@ def test_a_loader_closed_by_another_thread_ends_the_read_with_its_message(
     monkeypatch, row_set, backend, shuffle
 ):
     """Closed while it waits for a block, since blocks take longer than steps."""
-    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
+    monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
     for name in ("view", "gather"):
         monkeypatch.setattr(SplitRows, name, slowed(getattr(SplitRows, name)))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import open_loader
+from sbpflow.data import open_loader
 from sbpflow.errors import ConfigError, DataError
 from tests.data.backends import BACKENDS, HERE, needs_dali
 
@@ -66,7 +66,11 @@ def test_backends_yield_the_same_bits(row_set, shuffle):
     ]
     assert len(both[0]) == len(both[1]) == 13
     for left, right in zip(*both, strict=True):
-        assert (left.batch_size, left.step, left.cursor) == (right.batch_size, right.step, right.cursor)
+        assert (left.batch_size, left.step, left.cursor) == (
+            right.batch_size,
+            right.step,
+            right.cursor,
+        )
         for name in ("labels", "dense", "ids"):
             assert torch.equal(getattr(left, name), getattr(right, name))
 
@@ -81,7 +85,7 @@ def test_batches_do_not_depend_on_how_many_are_read_at_once(
     options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
     reads = []
     for size in (0, 30_000, 1 << 30):
-        monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", size)
+        monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", size)
         reads.append(list(open_loader(row_set(9100), backend=backend, **options).epoch(1)))
     one = reads[0]
     assert [batch.cursor.row for batch in one] == [*range(300, 9001, 300), 9100]

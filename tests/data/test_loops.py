@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.format.ids import NarrowIdTable, WideIdTable
-from data.format.schema import CRITEO, Schema
-from data.prepare import parse
+from sbpflow.data.format.ids import NarrowIdTable, WideIdTable
+from sbpflow.data.format.schema import CRITEO, Schema
+from sbpflow.data.prepare import parse
 from tests.data.rows import text_rows
 
 pytest.importorskip("numba", reason="the loops are numba's")  # loaded: any size goes that way
@@ -71,6 +71,6 @@ def test_ids_are_looked_up_as_by_numpy(monkeypatch, table, number):
     made = table(keys, rng.permutation(len(keys)).astype(np.int32) + 2, np.ones(len(keys)))
     asked = np.concatenate([keys, keys + kind(1), rng.integers(0, most, 999, dtype=kind)])
     fast = made.lookup(asked)
-    monkeypatch.setattr("data.format.ids.find_loops", lambda *_: None)
+    monkeypatch.setattr("sbpflow.data.format.ids.find_loops", lambda *_: None)
     assert np.array_equal(fast, made.lookup(asked))
     assert fast.dtype == np.int32

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from data.__main__ import main
-from data.prepare.machines import Part, parse_part
-from data.prepare.options import PrepareOptions
-from data.prepare.prepare import prepare
-from data.prepare.schema_file import read_schema
-from data.prepare.source import find_inputs
-from data.prepare.split import parse_split
+from sbpflow.data.__main__ import main
+from sbpflow.data.prepare.machines import Part, parse_part
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.prepare import prepare
+from sbpflow.data.prepare.schema_file import read_schema
+from sbpflow.data.prepare.source import find_inputs
+from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import folder_bytes
 from tests.data.tables import SCHEMA, table, write_csv
@@ -67,8 +67,8 @@ def test_machines_make_the_set_of_one_machine_byte_for_byte(tmp_path, tables, co
 
 def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch):
     clean = prepare(options_of(tables, tmp_path / "clean", Part()))
-    monkeypatch.setattr("data.prepare.distinct._BLOCK", 7)
-    monkeypatch.setattr("data.prepare.distinct.count_fields.__defaults__", (15,))
+    monkeypatch.setattr("sbpflow.data.prepare.distinct._BLOCK", 7)
+    monkeypatch.setattr("sbpflow.data.prepare.distinct.count_fields.__defaults__", (15,))
     together(2, lambda part: options_of(tables, tmp_path / "set", part))
     assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
 

@@ -6,14 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
-from data import load_manifest, open_loader
-from data.__main__ import main
-from data.format.manifest import MANIFEST, Manifest, fingerprint_of
-from data.stats import compute_stats, stats_json
-from models.wdl import WdlConfig
 from sbpflow.config.checks import data_path
 from sbpflow.config.schema import Config, DataConfig
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.manifest import MANIFEST, Manifest, fingerprint_of
+from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.models.wdl import WdlConfig
 from tests.data.conftest import make_set
 
 
@@ -200,4 +200,4 @@ def test_a_folder_that_is_none_is_said_alike_by_a_run_and_by_stats(tmp_path, cap
     assert text == str(of_manifest.value)
     assert capsys.readouterr().err == f"error: {text}\n"
     what = "does not exist" if kind == "nothing" else "is not a folder"
-    assert text.startswith(f"data.path: {path} {what}; make a set with `python -m data prepare")
+    assert text.startswith(f"data.path: {path} {what}; make a set with `sbpflow prepare")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import open_loader
-from data.format.manifest import write_manifest
-from data.format.shards import SplitRows
-from data.prepare.options import PrepareOptions
-from data.read.order import SHUFFLES
+from sbpflow.data import open_loader
+from sbpflow.data.format.manifest import write_manifest
+from sbpflow.data.format.shards import SplitRows
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.read.order import SHUFFLES
 from sbpflow.errors import DataError
 from tests.data import full_set
 from tests.data.backends import BACKENDS
@@ -25,14 +25,14 @@ MAPS = 40
 @pytest.fixture
 def few_maps(monkeypatch):
     """A system that lets a process have few maps."""
-    limit = "data.format.mapped_rows.map_count_limit"
+    limit = "sbpflow.data.format.mapped_rows.map_count_limit"
     monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
 
 
 @pytest.fixture
 def one_by_one(monkeypatch):
     """Each batch is a block, of which few are read ahead."""
-    monkeypatch.setattr("data.read.blocks.BLOCK_BYTES", 0)
+    monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
 
 
 def num_mapped(folder):
@@ -156,6 +156,6 @@ def test_pieces_grow_with_the_input():
 @pytest.mark.parametrize(("suffix", "most"), [("", 6), (".gz", 12)])
 def test_a_large_input_has_few_large_shards(tmp_path, monkeypatch, suffix, most):
     rows = write_rows(tmp_path / f"rows.tsv{suffix}", text_rows(600))  # 120 kB, 22 kB packed
-    monkeypatch.setattr("data.prepare.options.MOST_PIECES", 4)
+    monkeypatch.setattr("sbpflow.data.prepare.options.MOST_PIECES", 4)
     made = run_prepare(tmp_path / "set", rows, piece_bytes=4096)
     assert 2 <= sum(len(made.shards(split)) for split in ("train", "val", "test")) <= most

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.read.order import RUN_ROWS, SHUFFLES, RowOrder
-from data.read.permutation import Permutation
+from sbpflow.data.read.order import RUN_ROWS, SHUFFLES, RowOrder
+from sbpflow.data.read.permutation import Permutation
 from sbpflow.training.metrics import auc
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from data.__main__ import main
-from data.format.ids import HashedIds
-from data.format.schema import CRITEO
-from data.prepare.options import PrepareOptions
-from data.prepare.prepare import prepare
-from data.prepare.split import parse_split
-from data.prepare.tables import PIECE_ROWS
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.ids import HashedIds
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.prepare import prepare
+from sbpflow.data.prepare.split import parse_split
+from sbpflow.data.prepare.tables import PIECE_ROWS
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import (
     all_words,
@@ -125,7 +125,7 @@ def test_parquet_is_read_in_pieces(tmp_path):
     arguments = ["prepare", "--input", str(tmp_path / "r.parquet"), "--dense", "identity"]
     arguments += ["--schema", str(tmp_path / "schema.yaml"), "--output", str(tmp_path / "set")]
     assert main([*arguments, "--split", "time:1,0,0"]) == 0
-    from data import load_manifest
+    from sbpflow.data import load_manifest
 
     manifest = load_manifest(tmp_path / "set")
     assert len(manifest.shards("train")) == 2
@@ -167,7 +167,7 @@ def test_other_columns_by_a_schema_file(tmp_path):
     arguments = ["prepare", "--input", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "s")]
     arguments += ["--schema", str(tmp_path / "schema.yaml"), "--crosses", "colourxshop"]
     assert main(arguments) == 0
-    from data import load_manifest
+    from sbpflow.data import load_manifest
 
     manifest = load_manifest(tmp_path / "s")
     assert [field.rows for field in manifest.fields] == [4, 9, 16]
@@ -225,7 +225,7 @@ def test_bad_parquet_cells_are_counted(tmp_path):
     arguments = ["prepare", "--input", str(tmp_path / "r.parquet"), "--output", str(tmp_path / "s")]
     arguments += ["--schema", str(tmp_path / "schema.yaml"), "--max-bad-fraction", "1"]
     assert main([*arguments, "--split", "time:1,0,0"]) == 0
-    from data import load_manifest
+    from sbpflow.data import load_manifest
 
     content = load_manifest(tmp_path / "s").content
     assert content["bad_lines"] == {

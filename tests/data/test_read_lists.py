@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data import open_loader
-from data.read.order import SHUFFLES
+from sbpflow.data import open_loader
+from sbpflow.data.read.order import SHUFFLES
 from tests.data.backends import BACKENDS, HERE
 from tests.data.full_set import NUM_ROWS, make_full_set
 

@@ -6,11 +6,10 @@ import shutil
 
 import pytest
 
-import data.prepare.prepare
-import data.prepare.stage
-from data.__main__ import main
-from data.prepare.encode import encode_all
-from data.prepare.stage import stage_inputs
+from sbpflow.data.__main__ import main
+from sbpflow.data.prepare import prepare, stage
+from sbpflow.data.prepare.encode import encode_all
+from sbpflow.data.prepare.stage import stage_inputs
 from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
 
 STEPS = ("stage", "vocabulary", "half", "encoded", "all")
@@ -56,7 +55,7 @@ def stopped_at(monkeypatch, step, output, source):
         "all": ("_publish", stop),
     }[step]
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare, *place)
+        patch.setattr(prepare, *place)
         with pytest.raises(Stopped):
             run_prepare(output, source)
     return output.with_name("set.work")
@@ -65,8 +64,8 @@ def stopped_at(monkeypatch, step, output, source):
 def counted(monkeypatch):
     """A list that grows by one with each piece that is read again."""
     calls = []
-    read = data.prepare.stage._read
-    monkeypatch.setattr(data.prepare.stage, "_read", lambda *args: calls.append(1) or read(*args))
+    read = stage._read
+    monkeypatch.setattr(stage, "_read", lambda *args: calls.append(1) or read(*args))
     return calls
 
 
@@ -166,14 +165,14 @@ def test_records_that_changed_places_are_not_believed(
 def test_a_fault_that_is_not_of_an_earlier_run_is_no_reason_to_start_anew(
     tmp_path, monkeypatch, capsys, source
 ):
-    from data.format.shards import write_shard
+    from sbpflow.data.format.shards import write_shard
 
     def faulty(folder, name, words, parts):
         shard = write_shard(folder, name, words, parts)
         (folder / name).write_bytes((folder / name).read_bytes()[:-1])
         return shard
 
-    monkeypatch.setattr("data.prepare.encode.write_shard", faulty)
+    monkeypatch.setattr("sbpflow.data.prepare.encode.write_shard", faulty)
     arguments = ["--input", str(source), "--output", str(tmp_path / "set")]
     assert main(["prepare", *arguments, "--max-bad-fraction", "0"]) == 2
     assert "changed or cut short" in capsys.readouterr().err
@@ -190,9 +189,9 @@ def test_stage_inputs_keeps_the_examples_of_bad_lines(tmp_path, monkeypatch, sou
         seen.append([(piece.num_lines, piece.bad.counts, piece.bad.examples) for piece in staged])
         return staged
 
-    monkeypatch.setattr(data.prepare.prepare, "stage_inputs", spy)
+    monkeypatch.setattr(prepare, "stage_inputs", spy)
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare, "encode_all", lambda *_: (_ for _ in ()).throw(Stopped))
+        patch.setattr(prepare, "encode_all", lambda *_: (_ for _ in ()).throw(Stopped))
         with pytest.raises(Stopped):
             run_prepare(tmp_path / "set", bad, max_bad_fraction=0.1)
     run_prepare(tmp_path / "set", bad, max_bad_fraction=0.1)

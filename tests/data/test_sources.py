@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 import zstandard
 
-from data.__main__ import main
-from data.format.manifest import load_manifest
-from data.format.schema import CRITEO
-from data.prepare.remote import RemotePath, input_path
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.manifest import load_manifest
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare.remote import RemotePath, input_path
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import run_prepare, text_rows, write_rows
 

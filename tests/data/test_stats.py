@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
-from data.format.shards import write_shard
-from data.stats import batch_counts, compute_stats
+from sbpflow.data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
+from sbpflow.data.format.shards import write_shard
+from sbpflow.data.stats import batch_counts, compute_stats
 
 
 def set_of_ids(folder, ids):

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from data.__main__ import main
-from data.format.ids import assign_ids
-from data.format.manifest import load_manifest
-from data.format.schema import CRITEO
-from data.format.shards import RowFiles
-from data.format.verify import verify_set
-from data.read.fields import fields_of
-from data.stats import load_stats
-from data.synth.bayes import BayesTally
-from data.synth.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
-from data.synth.generate import IdMaps, make_rows, synth
-from data.synth.generator import Generator
-from data.synth.options import MLPERF_HOT, SynthOptions
-from data.synth.signal import CROSS_TERMS, ID_TERMS, PRODUCT_TERMS, SHARES
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.ids import assign_ids
+from sbpflow.data.format.manifest import load_manifest
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.shards import RowFiles
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.read.fields import fields_of
+from sbpflow.data.stats import load_stats
+from sbpflow.data.synth.bayes import BayesTally
+from sbpflow.data.synth.columns import CHAINS, FOLLOWS, MASKS, Columns, profile
+from sbpflow.data.synth.generate import IdMaps, make_rows, synth
+from sbpflow.data.synth.generator import Generator
+from sbpflow.data.synth.options import MLPERF_HOT, SynthOptions
+from sbpflow.data.synth.signal import CROSS_TERMS, ID_TERMS, PRODUCT_TERMS, SHARES
 from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139

@@ -12,11 +12,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.format.verify import verify_set
-from data.prepare.csv_text import parse_table
-from data.prepare.schema_file import read_schema
-from data.prepare.split import parse_split
-from data.prepare.tables import table_piece
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.csv_text import parse_table
+from sbpflow.data.prepare.schema_file import read_schema
+from sbpflow.data.prepare.split import parse_split
+from sbpflow.data.prepare.tables import table_piece
 from tests.data.rows import folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv
 

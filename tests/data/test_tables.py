@@ -8,19 +8,19 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from data import load_manifest
-from data.__main__ import main
-from data.format.manifest import MANIFEST, SPLITS, fingerprint_of
-from data.format.npy import write_array
-from data.format.remake import how_to_remake
-from data.format.shards import RowFiles
-from data.format.verify import verify_set
-from data.format.vocabulary import open_vocabularies
-from data.prepare import prepare
-from data.prepare.encode import encode_all
-from data.prepare.schema_file import read_schema
-from data.prepare.split import parse_split
-from sbpflow.__main__ import explain
+from sbpflow.commands.explain import explain
+from sbpflow.data import load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
+from sbpflow.data.format.npy import write_array
+from sbpflow.data.format.remake import how_to_remake
+from sbpflow.data.format.shards import RowFiles
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.format.vocabulary import open_vocabularies
+from sbpflow.data.prepare import prepare
+from sbpflow.data.prepare.encode import encode_all
+from sbpflow.data.prepare.schema_file import read_schema
+from sbpflow.data.prepare.split import parse_split
 from tests.data.rows import all_words, folder_bytes, run_prepare
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 
@@ -260,7 +260,7 @@ def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
     (tmp_path / MANIFEST).write_text(json.dumps(old))
     assert main(["stats", str(tmp_path)]) == 2
     assert (
-        "format version 1, this program reads 2; make the set anew: python -m data prepare --input "
+        "format version 1, this program reads 2; make the set anew: sbpflow prepare --input "
         "FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 --hash-size C1xC2=9 "
         f"--min-count 3 --seed 9 --dense log1 --output {tmp_path}"
     ) in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_a_set_is_made_anew_with_its_split(tmp_path, text):
 
 
 def test_two_runs_into_one_output_do_not_meet(tmp_path, capsys):
-    from data.prepare.workspace import only_run
+    from sbpflow.data.prepare.workspace import only_run
 
     source = write_csv(tmp_path / "t.csv", ROWS[:20])
     (tmp_path / "schema.yaml").write_text(SCHEMA)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from data.format.schema import CRITEO
-from data.prepare.options import PrepareOptions
-from data.prepare.parse import _fits, _is_int32
-from data.prepare.split import parse_split
-from data.prepare.workspace import MARK, discard, open_work
+from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.parse import _fits, _is_int32
+from sbpflow.data.prepare.split import parse_split
+from sbpflow.data.prepare.workspace import MARK, discard, open_work
 from sbpflow.errors import ConfigError
 
 

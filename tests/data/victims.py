@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from data import load_manifest, open_loader
+from sbpflow.data import load_manifest, open_loader
 from tests.data.rows import run_prepare
 
 

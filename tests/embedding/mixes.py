@@ -105,7 +105,9 @@ def make_collection(
     layouts = {name: spec.layout(world.size, world.device.type) for name, spec in mix.specs.items()}
     if mix.comm_dtype is not None:
         layouts = {
-            name: type(layout)(layout=layout.layout, exchange=layout.exchange, comm_dtype=mix.comm_dtype)
+            name: type(layout)(
+                layout=layout.layout, exchange=layout.exchange, comm_dtype=mix.comm_dtype
+            )
             for name, layout in layouts.items()
         }
     plan = plan_embeddings(

@@ -206,7 +206,9 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     check(ranks, mix, 2e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("comm_dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)])
+@pytest.mark.parametrize(
+    ("comm_dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)]
+)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_vectors_travel_in_half_precision(ranks, exchange, comm_dtype, tolerance):
     # 8 bits of gradients up to 4 (bf16 in both cases), at rates up to 0.1, over 20 steps.
@@ -335,7 +337,9 @@ def small_gradient(world, exchange: str, comm_dtype: torch.dtype | None) -> floa
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_gradients_below_half_precision_still_move_their_rows(ranks, exchange):
-    moved = [max(ranks(2, small_gradient, exchange, comm_dtype)) for comm_dtype in (None, torch.float16)]
+    moved = [
+        max(ranks(2, small_gradient, exchange, comm_dtype)) for comm_dtype in (None, torch.float16)
+    ]
     assert moved[1] == pytest.approx(moved[0], rel=0.02)
     assert moved[0] > 0.05
 

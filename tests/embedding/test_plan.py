@@ -269,8 +269,8 @@ def test_without_other_kernels_torch_serves_and_says_so(monkeypatch):
         ),
         (
             {"comm_dtype": "bfloat16"},
-            "table a: comm_dtype 'bfloat16' beside torch.float32; use torch.float32, torch.float16 or "
-            "torch.bfloat16",
+            "table a: comm_dtype 'bfloat16' for tables of torch.float32; use torch.float32, "
+            "torch.float16 or torch.bfloat16",
         ),
         ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use error, clamp or hash"),
     ],
@@ -280,7 +280,9 @@ def test_an_argument_that_is_none_of_the_choices_is_named(change, message):
     table = TableConfig(name="a", features=("a",), num_rows=8, dim=4)
     given = {"dtype": torch.float32, "backend": "gloo", **change}
     layout = TableLayout(
-        layout=Layout(world, (Split(0),)), exchange="unique", comm_dtype=given.pop("comm_dtype", None)
+        layout=Layout(world, (Split(0),)),
+        exchange="unique",
+        comm_dtype=given.pop("comm_dtype", None),
     )
 
     def plan(**arguments):

@@ -476,9 +476,9 @@ def test_first_line_is_ascii_and_short():
 
 
 def test_usage_mistakes_are_config_errors():
-    parser = ArgumentParser(prog="train.py")
+    parser = ArgumentParser(prog="train_wdl.py")
     parser.add_argument("--config", required=True)
-    with pytest.raises(ConfigError, match=r"required: --config; usage: train.py"):
+    with pytest.raises(ConfigError, match=r"required: --config; usage: train_wdl.py"):
         parser.parse_args([])
 
 

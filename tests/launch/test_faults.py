@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import open_loader
-from models.wdl import WdlConfig
 from sbpflow.checkpoint.folder import good_checkpoints, partial_folder, publish
 from sbpflow.checkpoint.format import Index, SavedTensor, whole_of
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.config.checks import run_dir
 from sbpflow.config.schema import Config, RunConfig
+from sbpflow.data import open_loader
 from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.models.wdl import WdlConfig
 from sbpflow.runtime.launch import classify
 from sbpflow.training.report import MetricsWriter
 from tests.data.conftest import make_set
@@ -125,14 +125,14 @@ def test_memory_that_is_not_there_is_one_message_with_ways_out(tmp_path):
     done = script(tmp_path, OUT_OF_MEMORY)
     assert done.returncode == 2
     assert "error: out of memory: you tried to allocate 17179869184 bytes" in done.stderr
-    assert "`python -m sbpflow explain` prints what each rank needs" in done.stderr
+    assert "`sbpflow explain` prints what each rank needs" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 CUT_SHORT = """
     import os, sys
     import numpy as np
-    from data.format.npy import map_array, write_array
+    from sbpflow.data.format.npy import map_array, write_array
     from pathlib import Path
 
     path = Path(sys.argv[1]) / "a.npy"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from models import layered
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
+from sbpflow.models import layered
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.plain_model import plain_model

@@ -19,11 +19,11 @@ from benchmarks.plain_models import (
     PlainWide,
     start_as_sbpflow,
 )
-from models.dcnv2 import DcnV2Config
-from models.deepfm import DeepFmConfig
-from models.dlrm import DlrmConfig
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.config.schema import Config
+from sbpflow.models.dcnv2 import DcnV2Config
+from sbpflow.models.deepfm import DeepFmConfig
+from sbpflow.models.dlrm import DlrmConfig
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
 ROWS = [one.rows for one in FIELDS.sparse]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.problem import Floats, Key, Option, Problem
+from sbpflow.planner.search.problem import Floats, Key, Option, Problem
 
 FEATURES = 6  # table bytes, buffer bytes, lookups, updates, sent, groups
 LINEAR = np.array(

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from planner.calibration.design import Law, Sample
-from planner.costs.features import zipf_mandelbrot
-from planner.task import Choice, Plan, Shape, Task
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.planner.calibration.design import Law, Sample
+from sbpflow.planner.costs.features import zipf_mandelbrot
+from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 WORLD = (0, 1, 2, 3)
 

@@ -8,16 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from planner.calibration import corrections, design
-from planner.calibration.calibrate import QUICK, Journal, calibrate
-from planner.calibration.command import describe, keep
-from planner.calibration.design import draw_batches, draw_plans, draw_sample, drawing, shapes_for
-from planner.calibration.fit import TERMS, fit
-from planner.calibration.judge import judge, predicted_phases, predicted_steps
-from planner.calibration.least_squares import nonnegative_least_squares
-from planner.calibration.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
-from planner.calibration.ranks import gather_texts
-from planner.calibration.records import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.rules.registry import RULES
+from sbpflow.errors import DataError
+from sbpflow.planner.calibration import corrections, design
+from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
+from sbpflow.planner.calibration.command import describe, keep
+from sbpflow.planner.calibration.design import (
+    draw_batches,
+    draw_plans,
+    draw_sample,
+    drawing,
+    shapes_for,
+)
+from sbpflow.planner.calibration.fit import TERMS, fit
+from sbpflow.planner.calibration.judge import judge, predicted_phases, predicted_steps
+from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
+from sbpflow.planner.calibration.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
+from sbpflow.planner.calibration.ranks import gather_texts
+from sbpflow.planner.calibration.records import (
     Record,
     count_work,
     drift_of,
@@ -27,16 +36,13 @@ from planner.calibration.records import (
     plan_tree,
     session_of,
 )
-from planner.calibration.time_dense import DENSE_MOVES
-from planner.costs.cost import CostModel
-from planner.costs.profile import load, weights_from
-from planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
-from planner.costs.transfers import SKEWS, transfer_of
-from planner.costs.work import INDEX, MEMORY
-from planner.task import Choice, Shape
-from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.rules.registry import RULES
-from sbpflow.errors import DataError
+from sbpflow.planner.calibration.time_dense import DENSE_MOVES
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.profile import load, weights_from
+from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
+from sbpflow.planner.costs.transfers import SKEWS, transfer_of
+from sbpflow.planner.costs.work import INDEX, MEMORY
+from sbpflow.planner.task import Choice, Shape
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
 SETTINGS = replace(

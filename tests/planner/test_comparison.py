@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner_plans import make_sample, scheme_auto
 from benchmarks.planner_steps import Case, compared, gap_closed, spearman, summary
 from benchmarks.planner_worker import difference, settled
-from planner.task import Choice, Shape
+from sbpflow.planner.task import Choice, Shape
 
 PLANS = {
     "auto": ({"a": Choice(Shape("B", "columns"), (0,))}, 2.0),

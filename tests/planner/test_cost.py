@@ -5,14 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.calibration.records import count_work
-from planner.clusters import described
-from planner.costs.cost import CostModel, TaskCost
-from planner.costs.profile import Fusion, Profile, load, weights_from
-from planner.costs.simulate import NUM_PHASES, PHASE, SCHEDULES, max_of_sums, step_ms, sum_of_maxima
-from planner.costs.work import INDEX, MEMORY, NUM_FEATURES
-from planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
 from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.records import count_work
+from sbpflow.planner.clusters import described
+from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.profile import Fusion, Profile, load, weights_from
+from sbpflow.planner.costs.simulate import (
+    NUM_PHASES,
+    PHASE,
+    SCHEDULES,
+    max_of_sums,
+    step_ms,
+    sum_of_maxima,
+)
+from sbpflow.planner.costs.work import INDEX, MEMORY, NUM_FEATURES
+from sbpflow.planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
 from sbpflow.training.step_schedule import IDS, OVERLAPPED, SERIAL, VECTORS
 from tests.planner.tasks import every_shape, make_task, mixed_plan, random_plan
 
@@ -240,7 +247,7 @@ def test_what_is_no_profile_says_what_makes_one(tmp_path, content):
     with pytest.raises(ConfigError, match="calibrate"):
         load(path)
     path.write_text(content)
-    with pytest.raises(ConfigError, match="run python -m planner calibrate again"):
+    with pytest.raises(ConfigError, match="run sbpflow calibrate again"):
         load(path)
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.costs.features import (
+from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.features import (
     BIN_SAMPLES,
     NUM_BINS,
     from_bins,
@@ -12,7 +13,6 @@ from planner.costs.features import (
     from_sample,
     zipf_mandelbrot,
 )
-from sbpflow.errors import ConfigError
 
 ROWS, S, Q = 20_000, 1.1, 3.0
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner import kept_plans
-from planner.clusters import described
-from planner.costs.cost import CostModel
-from planner.kept_plans import chosen_once
-from planner.planners import make_plan
-from planner.workloads import random_task
 from sbpflow.errors import PlanError
+from sbpflow.planner import kept_plans
+from sbpflow.planner.clusters import described
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.planners import make_plan
+from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.cache_dir import cache_dir
 
 TASK = random_task(0, num_tables=6, world_size=2, held_out=True)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from planner.calibration.records import empty_profile
-from planner.calibration.time_kernels import measure_kernels
-from planner.costs.cost import CostModel
-from planner.costs.kernels import kernel_ms, kernels_of
-from planner.costs.profile import load, weights_from
-from planner.costs.work import INDEX
-from planner.task import Choice, Shape
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, missing_kernels
+from sbpflow.planner.calibration.records import empty_profile
+from sbpflow.planner.calibration.time_kernels import measure_kernels
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.kernels import kernel_ms, kernels_of
+from sbpflow.planner.costs.profile import load, weights_from
+from sbpflow.planner.costs.work import INDEX
+from sbpflow.planner.task import Choice, Shape
 from tests.planner.tasks import make_task
 
 TASK = make_task(world_size=2, batch_size=1000, rows=(4000, 500), dim=8)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks.peer_torchrec_planner import machine
-from planner.clusters import described, profile_of
-from planner.costs.cost import CostModel
-from planner.plan_command import compare, explain, plan
-from planner.planners import (
+from sbpflow.errors import ConfigError, PlanError
+from sbpflow.planner.clusters import described, profile_of
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.plan_command import compare, explain, plan
+from sbpflow.planner.planners import (
     GREEDY,
     LEARNED,
     make_plan,
@@ -20,17 +21,23 @@ from planner.planners import (
     published,
     published_seeds,
 )
-from planner.published import autoshard, dreamshard, neuroshard
-from planner.published.embark import embark
-from planner.published.setting import Setting
-from planner.report import as_html, as_text, infeasible_text, report_of
-from planner.search.auto import Effort
-from planner.search.problem import Move, price_of
-from planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
-from planner.tables_file import read_tables
-from planner.task import Choice, Shape, plan_from_yaml
-from planner.workloads import EMBARK, POOL_LOOKUPS, embark_task, pool, random_task, split_pool
-from sbpflow.errors import ConfigError, PlanError
+from sbpflow.planner.published import autoshard, dreamshard, neuroshard
+from sbpflow.planner.published.embark import embark
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.report import as_html, as_text, infeasible_text, report_of
+from sbpflow.planner.search.auto import Effort
+from sbpflow.planner.search.problem import Move, price_of
+from sbpflow.planner.shapes import WHOLE, assignment_of, plan_of, problem_of, shapes_of
+from sbpflow.planner.tables_file import read_tables
+from sbpflow.planner.task import Choice, Shape, plan_from_yaml
+from sbpflow.planner.workloads import (
+    EMBARK,
+    POOL_LOOKUPS,
+    embark_task,
+    pool,
+    random_task,
+    split_pool,
+)
 
 PROFILE = described("h100-dgx")
 SMALL = Effort(insertions=100, exact_time=0.0)
@@ -350,7 +357,7 @@ def test_what_cannot_be_written_or_measured_is_refused_before_planning(
 ):
     tables = tmp_path / "tables.json"
     tables.write_text(json.dumps(TABLES))
-    monkeypatch.setattr("planner.plan_command.make_plan", None)
+    monkeypatch.setattr("sbpflow.planner.plan_command.make_plan", None)
     with pytest.raises(ConfigError, match=says):
         plan(["--tables", str(tables), "--profile", "h100-dgx", *words])
 

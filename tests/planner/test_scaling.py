@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from planner.__main__ import main
-from planner.clusters import MACHINES, crowded, described, link_of, with_link
-from planner.costs.profile import Link, Profile, weights_from
-from planner.costs.simulate import NUM_PHASES, PHASE
-from planner.costs.work import INDEX
-from planner.scaling import clusters, communication_share
 from sbpflow.errors import ConfigError
+from sbpflow.planner.__main__ import main
+from sbpflow.planner.clusters import MACHINES, crowded, described, link_of, with_link
+from sbpflow.planner.costs.profile import Link, Profile, weights_from
+from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE
+from sbpflow.planner.costs.work import INDEX
+from sbpflow.planner.scaling import clusters, communication_share
 
 TABLES = {
     "batch_size": 4096,

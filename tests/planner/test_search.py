@@ -6,16 +6,16 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.clusters import described
-from planner.costs.cost import CostModel
-from planner.search.auto import Effort, search
-from planner.search.bounds import bound
-from planner.search.exact import enumerated, linear_optimum
-from planner.search.insertion import Inserter
-from planner.search.local import LocalSearch, weights_of
-from planner.search.problem import Move, State, check_assignment, price_of
-from planner.shapes import problem_of
 from sbpflow.errors import PlanError
+from sbpflow.planner.clusters import described
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.search.auto import Effort, search
+from sbpflow.planner.search.bounds import bound
+from sbpflow.planner.search.exact import enumerated, linear_optimum
+from sbpflow.planner.search.insertion import Inserter
+from sbpflow.planner.search.local import LocalSearch, weights_of
+from sbpflow.planner.search.problem import Move, State, check_assignment, price_of
+from sbpflow.planner.shapes import problem_of
 from tests.planner.problems import make_problem
 from tests.planner.tasks import make_task
 

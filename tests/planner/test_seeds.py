@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from planner.calibration.picks import NEAR, to_measure
-from planner.clusters import described
-from planner.costs.cost import CostModel
-from planner.costs.profile import Fusion
-from planner.costs.work import NUM_FEATURES
-from planner.planners import UNCORRECTED, UNSPLIT, make_plan, published_seeds, seeds_of
-from planner.published.setting import Setting
-from planner.search.auto import Effort, search
-from planner.search.problem import price_of
-from planner.shapes import plan_of, problem_of, table_wise
-from planner.workloads import random_task
+from sbpflow.planner.calibration.picks import NEAR, to_measure
+from sbpflow.planner.clusters import described
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.profile import Fusion
+from sbpflow.planner.costs.work import NUM_FEATURES
+from sbpflow.planner.planners import UNCORRECTED, UNSPLIT, make_plan, published_seeds, seeds_of
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.auto import Effort, search
+from sbpflow.planner.search.problem import price_of
+from sbpflow.planner.shapes import plan_of, problem_of, table_wise
+from sbpflow.planner.workloads import random_task
 
 PROFILE = described("h100-dgx")
 SMALL = Effort(insertions=100, exact_time=0.0)

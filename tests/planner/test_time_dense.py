@@ -4,19 +4,19 @@ import json
 
 import pytest
 
-from planner.calibration.calibrate import Journal
-from planner.calibration.fit import fit
-from planner.calibration.time_dense import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.planner.calibration.calibrate import Journal
+from sbpflow.planner.calibration.fit import fit
+from sbpflow.planner.calibration.time_dense import (
     DENSE_MOVES,
     DenseTime,
     dense_examples,
     dense_time_of,
     time_dense,
 )
-from planner.costs.simulate import PHASE
-from planner.costs.work import INDEX
-from planner.task import DenseWork, dense_work
-from sbpflow.boxing.executor import Boxing
+from sbpflow.planner.costs.simulate import PHASE
+from sbpflow.planner.costs.work import INDEX
+from sbpflow.planner.task import DenseWork, dense_work
 from tests.planner.test_calibrate import made_records
 
 NETS = ((8, (4,)), (16, (8, 4)))

@@ -5,13 +5,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from planner.calibration.calibrate import Journal
-from planner.calibration.fit import fit
-from planner.calibration.records import empty_profile
-from planner.calibration.time_transfers import time_transfers
-from planner.costs.profile import load
-from planner.costs.simulate import PHASE, REST
-from planner.costs.transfers import (
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.calibrate import Journal
+from sbpflow.planner.calibration.fit import fit
+from sbpflow.planner.calibration.records import empty_profile
+from sbpflow.planner.calibration.time_transfers import time_transfers
+from sbpflow.planner.costs.profile import load
+from sbpflow.planner.costs.simulate import PHASE, REST
+from sbpflow.planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,
     ONE_SENDS,
@@ -23,9 +25,7 @@ from planner.costs.transfers import (
     ms_per_byte,
     transfer_of,
 )
-from planner.costs.work import INDEX
-from sbpflow.boxing.executor import Boxing
-from sbpflow.errors import ConfigError
+from sbpflow.planner.costs.work import INDEX
 from tests.planner.test_calibrate import made_records
 
 SIZES = (4096, 16384)

@@ -169,8 +169,8 @@ def test_torchrec_runs_on_the_same_shapes():
     """On CPU, where FBGEMM has no Adam: another rule, and the host's clock."""
     pytest.importorskip("torchrec")
     from benchmarks import gpu_torchrec
-    from models.registry import MODELS
     from sbpflow.config.load import load_config
+    from sbpflow.models.registry import MODELS
     from sbpflow.runtime.world import World
 
     def timed(step, **_):
@@ -187,8 +187,8 @@ def test_torchrec_runs_on_the_same_shapes():
 
 
 def benchmarks_of_ranks(world):
-    from models.registry import MODELS
     from sbpflow.config.load import load_config
+    from sbpflow.models.registry import MODELS
 
     config = load_config("configs/dlperf.yaml", ["parallel.device=cuda", *SMALL], models=MODELS)
     world.checked = False

@@ -10,7 +10,7 @@ from tests.training.test_run import CONFIG
 
 def run_of_one_rank(world, arguments):
     """Exit code, and how often the host waited within the last training steps, by line."""
-    import train
+    from sbpflow.commands import train
     from sbpflow.training.trainer import Trainer
     from tests.rehearsal.journal import journal
 

@@ -147,9 +147,9 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
 
 def test_rooms_import_downwards_only():
     """Folder by folder, and inside the largest: no two import each other, directly or around."""
-    rooms = order(ROOT / "sbpflow", but={"errors"})
+    rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
     assert rooms[0] == "sbp"
-    assert rooms[-1] == "run"
+    assert rooms[-2:] == ["run", "commands"]
     inside = order(ROOT / "sbpflow" / "embedding", but=set())
     assert [room for room in inside if room != "state"] == [
         "rules",

@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"sbpflow", "models", "data", "planner", "benchmarks", "tests", "train_wdl"}
-# package -> what it may import of OWN, itself included; a __main__ may import everything
+OWN = {"sbpflow", "sbpflow.models", "sbpflow.data", "sbpflow.planner", "benchmarks", "tests"}
+OWN |= {"train_wdl", "models", "data", "planner"}  # the last three under no name of their own
+# folder -> what it may import of OWN; a __main__ and sbpflow/commands may import every package
 MAY_IMPORT = {
     "sbpflow": {"sbpflow"},
-    "models": {"models", "sbpflow"},
-    "data": {"data", "sbpflow"},
-    "planner": {"planner", "sbpflow", "models", "data"},
+    "models": {"sbpflow.models", "sbpflow"},
+    "data": {"sbpflow.data", "sbpflow"},
+    "planner": {"sbpflow.planner", "sbpflow", "sbpflow.models", "sbpflow.data"},
 }
+OUTSIDE = ("sbpflow.data", "sbpflow.models", "sbpflow.planner")
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg", ".txt", ""}
 
 
@@ -49,15 +51,18 @@ def name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level names of all imports of a file, those inside functions included."""
+    """Packages of all imports of a file, those inside functions included."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
-            found.add((node.module or "").split(".")[0])
-    return found
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {
+        next((o for o in OUTSIDE if f"{module}.".startswith(f"{o}.")), module.split(".")[0])
+        for module in found
+    }
 
 
 def test_the_lists_above_find_the_tree():
@@ -73,9 +78,28 @@ def test_dependencies_point_one_way(package):
     wrong = {
         name(path): sorted(extra)
         for path in files
-        if path.name != "__main__.py" and (extra := imports(path) & OWN - MAY_IMPORT[package])
+        if path.name != "__main__.py"
+        and path.parent.name != "commands"
+        and (extra := imports(path) & OWN - MAY_IMPORT[package])
     }
     assert not wrong
+
+
+def test_packages_are_imported_under_one_name():
+    """``data`` and ``sbpflow.data`` would be different classes of the same code."""
+    wrong = [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}]
+    assert wrong == ["tests/fixtures/make.py"], "which runs an older checkout"
+
+
+def test_the_list_of_packages_is_that_of_the_folders():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    homes = {"sbpflow": "sbpflow"} | {home: of for of, home in settings["package-dir"].items()}
+    found = {
+        ".".join([package, *init.parent.relative_to(ROOT / home).parts])
+        for home, package in homes.items()
+        for init in (ROOT / home).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == found
 
 
 # Modules of kernels that are imported where they serve, and need what compiles them.
@@ -157,8 +181,8 @@ def test_files_and_functions_stay_readable():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> list[str]:
-    """Names in a wheel built from this tree, without the network."""
+def wheel(tmp_path_factory) -> Path:
+    """A wheel built from this tree, without the network."""
     folder = tmp_path_factory.mktemp("wheel")
     code = (
         "import sys; from setuptools import build_meta; "
@@ -174,14 +198,42 @@ def wheel(tmp_path_factory) -> list[str]:
     )
     assert built.returncode == 0, built.stderr
     (file,) = folder.glob("*.whl")
-    return zipfile.ZipFile(file).namelist()
+    return file
 
 
-def test_the_wheel_holds_all_of_sbpflow_and_nothing_else(wheel):
-    tops = {entry.split("/")[0] for entry in wheel}
+def test_the_wheel_holds_all_packages_and_nothing_else(wheel):
+    entries = zipfile.ZipFile(wheel).namelist()
+    tops = {entry.split("/")[0] for entry in entries}
     assert all(top == "sbpflow" or re.fullmatch(r"sbpflow-.*\.dist-info", top) for top in tops)
-    modules = {name(path) for path in PYTHON if path.relative_to(ROOT).parts[0] == "sbpflow"}
-    assert modules | {"sbpflow/py.typed"} == {e for e in wheel if e.startswith("sbpflow/")}
+    inside = [name(path) for path in FILES if path.suffix in (".py", ".json", ".typed")]
+    expected = {one for one in inside if one.startswith("sbpflow/")}
+    expected |= {
+        f"sbpflow/{one}" for one in inside if one.startswith(("data/", "models/", "planner/"))
+    }
+    assert expected == {entry for entry in entries if entry.startswith("sbpflow/")}
+
+
+def test_what_is_installed_runs_in_any_folder(wheel, tmp_path):
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    zipfile.ZipFile(wheel).extractall(installed)
+    words = ["synth", "--rows", "2000", "--vocab-scale", "0.001", "--output", "set"]
+    code = (
+        "import sys, sbpflow.data.stats as stats, sbpflow.__main__ as main\n"
+        "print(stats.__file__)\n"
+        f"sys.argv[1:] = {words}\n"
+        "main.entry()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == str(installed / "sbpflow" / "data" / "stats.py")
+    assert (elsewhere / "set" / "manifest.json").is_file()
 
 
 def test_extras_pin_pairs_that_fit():

@@ -4,12 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-from data import load_manifest
 from sbpflow.checkpoint.folder import partial_folder, publish
 from sbpflow.checkpoint.format import Index, SavedTensor, whole_of
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
+from sbpflow.data import load_manifest
 from sbpflow.run.job import Job
 from sbpflow.run.plan_file import plan_to_json
 

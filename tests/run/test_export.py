@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from data import fields_of, load_manifest
-from data.__main__ import main
-from data.read.crosses import hashed_ids as hashed_by_loader
-from data.read.loaders import open_loaders
-from models.dcnv2 import DcnV2Config
-from models.deepfm import DeepFmConfig
-from models.dlrm import DlrmConfig
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule
 from sbpflow.config.schema import DataConfig
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.read.crosses import hashed_ids as hashed_by_loader
+from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.models.dcnv2 import DcnV2Config
+from sbpflow.models.deepfm import DeepFmConfig
+from sbpflow.models.dlrm import DlrmConfig
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.export import FORMS, exported, score_plain, write_model
 from sbpflow.run.job import Job, build_job

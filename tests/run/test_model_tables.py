@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.errors import ConfigError
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.kernels import _measurable

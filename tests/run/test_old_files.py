@@ -12,21 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-import train
-from data import fields_of, load_manifest
-from data.__main__ import main as data_main
-from data.read.loaders import open_loaders
-from models.registry import MODELS
-from planner.choose import choose
-from planner.costs.cost import CostModel
-from planner.costs.profile import load as load_profile
-from planner.tables_file import read_tables
-from planner.task import plan_from_yaml
-from sbpflow.__main__ import checkpoint as checkpoint_command
-from sbpflow.__main__ import predict, report
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands import train
+from sbpflow.commands.checkpoint import checkpoint as checkpoint_command
+from sbpflow.commands.predict import predict
+from sbpflow.commands.report import report
 from sbpflow.config.load import load_config
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.__main__ import main as data_main
+from sbpflow.data.read.loaders import open_loaders
+from sbpflow.models.registry import MODELS
+from sbpflow.planner.choose import choose
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.profile import load as load_profile
+from sbpflow.planner.tables_file import read_tables
+from sbpflow.planner.task import plan_from_yaml
 from sbpflow.run import resume
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job

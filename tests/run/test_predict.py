@@ -12,17 +12,18 @@ import polars as pl
 import pytest
 import torch
 
-from data import fields_of, load_manifest
-from data.__main__ import main as data_main
-from data.predictions import Scoring, check_ids
-from data.read.loaders import open_loaders
-from models.wdl import WdlConfig, WideConfig
-from sbpflow.__main__ import export, predict
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.save import Saver
+from sbpflow.commands.export import export
+from sbpflow.commands.predict import predict
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config, DataConfig
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.__main__ import main as data_main
+from sbpflow.data.predictions import Scoring, check_ids
+from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.run.plan_file import plan_to_json

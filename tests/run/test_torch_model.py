@@ -417,8 +417,8 @@ def test_the_example_gives_one_curve_on_any_number_of_ranks(ranks):
 
 
 def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):
-    from models.registry import MODELS
     from sbpflow.config.load import dump_config, load_config
+    from sbpflow.models.registry import MODELS
 
     path = tmp_path / "own.yaml"
     path.write_text("model: {name: 'examples.own_module:OwnModel', dim: 12}\n")

@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 import torch
 
-from data.prepare.keys import key_of
-from data.prepare.split import SplitRule
 from sbpflow.boxing.copies import neutral
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.config.train_options import ScheduleConfig, is_better
+from sbpflow.data.prepare.keys import key_of
+from sbpflow.data.prepare.split import SplitRule
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
@@ -96,7 +96,7 @@ def _schedule():
 
 
 def _norm():
-    from models.layers import Layers
+    from sbpflow.models.layers import Layers
 
     one = torch.ones(2)
     layers = SimpleNamespace(

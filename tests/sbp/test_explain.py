@@ -7,10 +7,10 @@ scheme 2, which contradicts its own derivation, and counts ids with the copy tha
 
 import pytest
 
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.config.schema import Config, DataConfig, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.rules.sgd import Sgd
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.model import Fields

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.plain import PlainFunctions
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
+from sbpflow.models.plain import PlainFunctions
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, parse_nd_sbp

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import data.__main__
+from sbpflow.data.__main__ import main
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +13,7 @@ def synth_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """6,000 generated rows, small vocabularies, the default crosses."""
     folder = tmp_path_factory.mktemp("synth") / "set"
     words = ["synth", "--rows", "6000", "--vocab-scale", "0.0005", "--output", str(folder)]
-    assert data.__main__.main(words) == 0
+    assert main(words) == 0
     return folder
 
 

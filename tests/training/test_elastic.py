@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import train
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands import train
 from tests.deadlines import Deadline
 from tests.launch.machines import ROOT, needs_namespaces, two_machines
 
@@ -31,7 +31,7 @@ class Slow:
     def evaluation(self, *scores): pass
     def advance(self, step, loss): time.sleep(0.06)
 def main():
-    from train import train
+    from sbpflow.commands.train import run_rank as train
     return train(sys.argv[1], sys.argv[2:], lambda rank: Slow())
 run_main(main)
 """

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from data import fields_of, load_manifest
-from data.__main__ import main
-from data.read.loaders import open_loaders
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import DataConfig
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.read.loaders import open_loaders
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import build_job
 from sbpflow.runtime.world import World

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import train
-from data import fields_of
-from data.__main__ import main as data
-from data.format.manifest import load_manifest
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands import train
+from sbpflow.data import fields_of
+from sbpflow.data.__main__ import main as data
+from sbpflow.data.format.manifest import load_manifest
 from sbpflow.errors import ConfigError
 from sbpflow.training.trainer import Trainer
 from tests.training.test_resume import CONFIG

@@ -76,7 +76,7 @@ def test_a_label_that_is_neither_0_nor_1_ends_the_run(ranks):
     """As of a shard that was changed since the set was made; its loss looks like any other."""
     (message,) = ranks(1, push_a_label_of_2)
     assert message.startswith("step 9: the label in row 1 of rank 0's part of the batch is 2;")
-    assert "python -m data verify" in message
+    assert "sbpflow verify" in message
 
 
 def push_a_dense_value_of_1e30(world: World) -> str:

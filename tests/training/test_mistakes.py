@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import train_wdl
-from data.format.manifest import load_manifest, write_manifest
-from data.format.npy import file_crc32
-from models.wdl import WdlConfig, WideConfig
-from sbpflow.__main__ import explain
+from sbpflow.commands.explain import explain
+from sbpflow.data.format.manifest import load_manifest, write_manifest
+from sbpflow.data.format.npy import file_crc32
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.model import Fields
 from tests.deadlines import Deadline, output_of
 

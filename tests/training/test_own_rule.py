@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.registry import MODELS
-from sbpflow.__main__ import explain
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
+from sbpflow.commands.explain import explain
 from sbpflow.config.load import config_from_tree, dump_config, load_config
 from sbpflow.config.parse import plain
 from sbpflow.embedding.rules.registry import RULES, kernel_function, sparse_optimizer
@@ -26,6 +25,7 @@ from sbpflow.embedding.storage.choose import (
     kernel_faults,
 )
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.models.registry import MODELS
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.job import build_job

@@ -15,19 +15,21 @@ import pytest
 import torch
 import yaml
 
-import train
-from data import fields_of, load_manifest
-from data.stats import load_stats
-from models.registry import MODELS
-from planner.costs.profile import Profile, default_path, weights_from
-from planner.for_run import plan_tables
-from planner.task import embedding_plan, rules
-from sbpflow.__main__ import explain, export, predict
+from sbpflow.commands import train
+from sbpflow.commands.explain import explain
+from sbpflow.commands.export import export
+from sbpflow.commands.predict import predict
 from sbpflow.config.load import load_config
 from sbpflow.config.parse import plain
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import TableRule
+from sbpflow.data import fields_of, load_manifest
+from sbpflow.data.stats import load_stats
 from sbpflow.errors import ConfigError
+from sbpflow.models.registry import MODELS
+from sbpflow.planner.costs.profile import Profile, default_path, weights_from
+from sbpflow.planner.for_run import plan_tables
+from sbpflow.planner.task import embedding_plan, rules
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.run.plan_file import plan_from_json
@@ -226,7 +228,7 @@ def test_without_a_calibration_the_command_that_makes_one_is_named(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={tmp_path}"]
-    with pytest.raises(ConfigError, match="python -m planner calibrate"):
+    with pytest.raises(ConfigError, match="sbpflow calibrate"):
         train.main(["--config", CONFIG, *words, "parallel.plan=auto"])
 
 

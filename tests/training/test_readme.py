@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from models.registry import MODELS
-from sbpflow.__main__ import explain
+from sbpflow.commands.explain import explain
 from sbpflow.config.load import load_config
+from sbpflow.models.registry import MODELS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", " ")
-EXPLAIN = re.findall(r"`python -m sbpflow (explain [^`]*)`", TEXT)
+EXPLAIN = re.findall(r"`sbpflow (explain [^`]*)`", TEXT)
 TRAIN = re.findall(r"train_wdl\.py (--config .*)", TEXT)
 
 

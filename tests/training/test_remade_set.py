@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.__main__ import main as data
+from sbpflow.data.__main__ import main as data
 from sbpflow.errors import ConfigError
 from sbpflow.run import checkpoints, resume
 from sbpflow.training.trainer import Trainer

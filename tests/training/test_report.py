@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.registry import MODELS
 from sbpflow.config.load import load_config
 from sbpflow.errors import ConfigError
+from sbpflow.models.registry import MODELS
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.report import MetricsWriter, Report, setup_logging

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import train
 from sbpflow.checkpoint.attempt import Attempt
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import read_run
+from sbpflow.commands import train
 from sbpflow.errors import ConfigError
 from sbpflow.run import checkpoints
 from sbpflow.run.checkpoints import Checkpoints

@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 
 import train_wdl
-from data import load_manifest
-from data.read.loaders import open_loaders
-from models.layered import LayeredPart
-from sbpflow.__main__ import explain
+from sbpflow.commands.explain import explain
 from sbpflow.config.schema import (
     Adam,
     AdamW,
@@ -24,7 +21,10 @@ from sbpflow.config.schema import (
     DenseSgd,
     TrainConfig,
 )
+from sbpflow.data import load_manifest
+from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.models.layered import LayeredPart
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
 from sbpflow.tensor import ops

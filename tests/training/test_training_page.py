@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models.registry import MODELS
 from sbpflow.config.load import load_config
+from sbpflow.models.registry import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()

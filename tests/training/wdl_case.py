@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.wdl import WdlConfig, WideConfig
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Adam, AdamW, Config, DataConfig, DenseSgd, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig, TableRule
@@ -16,6 +15,7 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.embedding.rules.sgd import Sgd
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.job import Job, build_job
 from sbpflow.run.model import Fields

@@ -268,7 +268,9 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
         if self.members:
             part = self.rows_of(batch)
         elif self.plan.exchange == "columns":
-            part = torch.empty(batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device)
+            part = torch.empty(
+                batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device
+            )
         batch.pending = self.start(self._forward_steps(batch.batch_size), part, VECTORS)
 
     def vectors(self, batch: GroupInFlight) -> Tensor:

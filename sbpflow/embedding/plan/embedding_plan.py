@@ -212,8 +212,8 @@ def plan_embeddings(
         comm_dtype = layouts[table.name].comm_dtype
         if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(
-                f"table {table.name}: comm_dtype {comm_dtype!r} beside {dtype}; use {dtype}, torch.float16 or "
-                "torch.bfloat16"
+                f"table {table.name}: comm_dtype {comm_dtype!r} for tables of {dtype}; use "
+                f"{dtype}, torch.float16 or torch.bfloat16"
             )
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))

@@ -94,7 +94,8 @@ class TableConfig:
 class TableLayout:
     """``layout`` of the [num_rows, dim] table and how its ids and vectors travel.
 
-    ``comm_dtype`` is what vectors and gradients travel as; ``None`` for the dtype they are computed in.
+    ``comm_dtype`` is what vectors and gradients travel as; ``None``: the dtype they are computed
+    in.
     ``key`` is the configuration key that decided, "" if none did.
     """
 

@@ -138,7 +138,7 @@ def choose_kernel(
     """
     if request in ("fbgemm", "numba", "triton") and request in missing:
         raise ConfigError(
-            f"parallel.kernel: {request}, but {missing[request]}; `python -m sbpflow doctor` names "
+            f"parallel.kernel: {request}, but {missing[request]}; `sbpflow doctor` names "
             "the version that fits, or use parallel.kernel: torch"
         )
     faults = kernel_faults(stack, missing)

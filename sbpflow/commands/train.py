@@ -1,4 +1,4 @@
-"""Train a model: torchrun --nproc-per-node N train.py --config CONFIG key=value ...
+"""``sbpflow train``: train a model on a prepared set.
 
 Composes configuration, data, model and loop; has no logic of its own.
 """
@@ -7,30 +7,46 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbpflow.runtime.launch import ArgumentParser, run_main
+from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.start_ranks import start_ranks
 
 if TYPE_CHECKING:
-    from data import Manifest, RowLoader
-    from planner.for_run import PlannedRun
     from sbpflow.config.schema import Config
+    from sbpflow.data import Manifest, RowLoader
+    from sbpflow.planner.for_run import PlannedRun
     from sbpflow.run.job import Job
     from sbpflow.run.resume import Resumed
     from sbpflow.training.loop import Reporter
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
+def train(argv: Sequence[str]) -> int:
+    """Train on ``-n`` ranks of this machine, or as the one rank that this process is."""
+    parser = _parser("sbpflow train")
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="processes to start on this "
+        "machine; without it one, or those that torchrun starts")  # fmt: skip
+    args = parser.parse_intermixed_args(argv)
+    if args.ranks is None:
+        return run_rank(args.config, args.overrides)
+    return start_ranks(["train", "--config", str(args.config), *args.overrides], args.ranks, "-n")
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "train_wdl.py") -> int:
     """One rank's run, from the command line to the final scores."""
+    args = _parser(prog).parse_intermixed_args(argv)
+    return run_rank(args.config, args.overrides)
+
+
+def _parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description="Train a model on a prepared set.")
     parser.add_argument(
         "--config", type=local_path, required=True, help="a YAML file, such as configs/scheme1.yaml"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
-    args = parser.parse_intermixed_args(argv)
-    return train(args.config, args.overrides)
+    return parser
 
 
-def train(
+def run_rank(
     path: str | Path, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
 ) -> int:
     """Train as the configuration at ``path`` says, with ``key=value`` overrides.
@@ -38,13 +54,13 @@ def train(
     ``tracker(rank)`` makes a reporter of the caller's own, told on every rank beside the run's.
     """
     # Late, so that --help is quick and a broken torch is reported by run_main.
-    from data import fields_of, load_manifest
-    from data.read.loaders import open_loaders
-    from models.registry import MODELS
     from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path, run_dir
     from sbpflow.config.load import load_config
+    from sbpflow.data import fields_of, load_manifest
+    from sbpflow.data.read.loaders import open_loaders
+    from sbpflow.models.registry import MODELS
     from sbpflow.run import resume
     from sbpflow.run.build_plan import plan_run
     from sbpflow.run.job import build_job
@@ -108,9 +124,9 @@ def _plan_tables(
     config: "Config", manifest: "Manifest", world_size: int, device_type: str
 ) -> "PlannedRun | None":
     """What the planner chooses for ``parallel.plan: auto``."""
-    from data import fields_of
-    from data.stats import load_stats
-    from planner.for_run import plan_tables
+    from sbpflow.data import fields_of
+    from sbpflow.data.stats import load_stats
+    from sbpflow.planner.for_run import plan_tables
 
     if config.parallel.plan != "auto":
         return None
@@ -134,8 +150,8 @@ def _fit(
     tracker: "Callable[[int], Reporter] | None",
 ) -> None:
     """Train, score and report; the job is as it was left, where it goes on."""
-    from data.format.keep import keep_without_rows
     from sbpflow.checkpoint.folder import DATA_FOLDER
+    from sbpflow.data.format.keep import keep_without_rows
     from sbpflow.run.checkpoints import Checkpoints
     from sbpflow.run.explain import format_plan
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
@@ -198,7 +214,3 @@ def _fit(
             peak_memory_bytes=[int(peak) for peak in peaks],
         )
         checkpoints.finished()
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,0 +1,1 @@
+"""The commands of ``sbpflow``, one file each. They compose, so they may import every package."""

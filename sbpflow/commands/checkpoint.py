@@ -1,0 +1,41 @@
+"""``sbpflow checkpoint``: list, check, compare and remove checkpoints."""
+
+from collections.abc import Sequence
+
+from sbpflow.runtime.launch import ArgumentParser
+from sbpflow.runtime.local_path import local_path
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """List, check, compare and remove checkpoints."""
+    parser = ArgumentParser(prog="sbpflow checkpoint", description=checkpoint.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("ls", "one line each"), ("verify", "read and check every byte")):
+        one = commands.add_parser(name, help=text)
+        one.add_argument(
+            "path", type=local_path, help="a checkpoint, a folder of some, or of a run"
+        )
+    diff = commands.add_parser("diff", help="what two checkpoints do not have in common")
+    diff.add_argument("left", type=local_path)
+    diff.add_argument("right", type=local_path)
+    prune = commands.add_parser("prune", help="remove all but the newest good ones")
+    prune.add_argument("path", type=local_path)
+    prune.add_argument("--keep", type=int, required=True, help="how many stay")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    args = parser.parse_args(argv)
+
+    from sbpflow.checkpoint import commands as run
+
+    good = True
+    if args.command == "ls":
+        text = run.list_text(args.path)
+    elif args.command == "verify":
+        text, good = run.verify_text(args.path)
+    elif args.command == "diff":
+        text, good = run.diff_text(args.left, args.right)
+    elif args.command == "prune":
+        text = "\n".join(run.prune(args.path, args.keep, dry_run=args.dry_run))
+    else:
+        raise ValueError(f"checkpoint {args.command}; use ls, verify, diff or prune")
+    print(text)
+    return 0 if good else 1

@@ -1,0 +1,67 @@
+"""``sbpflow explain``: what a run would do."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from sbpflow.runtime.launch import ArgumentParser
+from sbpflow.runtime.local_path import local_path
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Print what a run would do, without starting its ranks."""
+    parser = ArgumentParser(
+        prog="sbpflow explain",
+        description="Print tables, layouts, shards, boxing steps, bytes and memory of a run.",
+    )
+    parser.add_argument(
+        "--config", type=local_path, required=True, help="a YAML file, such as configs/scheme1.yaml"
+    )
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("--json", action="store_true", help="the same facts for programs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
+    args = parser.parse_intermixed_args(argv)
+
+    from sbpflow.config.checks import data_path
+    from sbpflow.config.load import load_config
+    from sbpflow.data import fields_of, load_manifest
+    from sbpflow.data.growth import growth_of, growth_text
+    from sbpflow.errors import ConfigError
+    from sbpflow.models.registry import MODELS
+    from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.explain import describe, format_plan
+    from sbpflow.run.kernels import with_known_kernels
+    from sbpflow.runtime.world import device_type_of
+
+    if args.world_size < 1:
+        raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
+    config = load_config(args.config, args.overrides, models=MODELS)
+    manifest = load_manifest(data_path(config))
+    fields = fields_of(manifest)
+    device = config.parallel.device  # a plan for GPUs needs no GPU
+    device_type = device_type_of(device) if device == "auto" else device
+    planned = None
+    if config.parallel.plan == "auto":
+        from sbpflow.data.stats import load_stats
+        from sbpflow.planner.for_run import plan_tables
+
+        planned = plan_tables(
+            config,
+            fields,
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=args.world_size,
+            device_type=device_type,
+        ).rules
+    _, plan = plan_run(
+        config, fields, world_size=args.world_size, device_type=device_type, planned=planned
+    )
+    plan = with_known_kernels(plan, config.parallel.kernel)
+    facts = describe(plan)
+    growth = growth_of(manifest, facts["tables"])
+    if args.json:
+        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
+        print()
+    else:
+        print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
+    return 0

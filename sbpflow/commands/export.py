@@ -1,0 +1,94 @@
+"""``sbpflow export``: a trained model in forms that need no sbpflow."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sbpflow.commands.saved_run import add_model, saved_run
+from sbpflow.runtime.launch import ArgumentParser
+from sbpflow.runtime.local_path import local_path
+
+if TYPE_CHECKING:
+    from sbpflow.data import Manifest
+    from sbpflow.run.plain_model import PlainModel
+    from sbpflow.run.row_formats import RowFormat
+
+_FORMS = "pt2,safetensors"
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a trained model in forms that need no sbpflow."""
+    parser = ArgumentParser(
+        prog="sbpflow export",
+        description="Write a trained model for torch alone, and for programs without torch.",
+    )
+    add_model(parser)
+    add = parser.add_argument
+    add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
+    add("--forms", default=_FORMS, help=f"some of {_FORMS} (default both)")
+    add("--rows", default="as_trained", help="of tables: as_trained, float16 or int8")
+    add("--score", type=local_path, metavar="SET", help="a labelled set; also with rows as they "
+        "were trained, for what fewer bits cost (default: that of the run, if there)")  # fmt: skip
+    add("--split", default="test", choices=("train", "val", "test"), help="of --score")
+    args = parser.parse_intermixed_args(argv)
+
+    from sbpflow.checkpoint.folder import data_folder
+    from sbpflow.data import fields_of, load_manifest, open_loader
+    from sbpflow.data.predictions import check_ids
+    from sbpflow.errors import ConfigError
+    from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
+    from sbpflow.run.plain_model import plain_model
+    from sbpflow.run.saved_model import saved_layouts
+
+    forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
+    checkpoint, config = saved_run(args)
+    like = load_manifest(data_folder(checkpoint.path))
+    fields = fields_of(like)
+    config, planned = saved_layouts(checkpoint, config, 1)
+    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu", planned=planned)
+
+    def make(rows: "RowFormat") -> "PlainModel":
+        return plain_model(
+            spec,
+            plan.embeddings,
+            checkpoint.tensor,
+            saved=checkpoint.tensors,
+            num_dense=len(fields.dense),
+            seed=config.run.seed,
+            row_format=rows,
+        )
+
+    def score(
+        scored: "Manifest", rows: "RowFormat", model: "PlainModel"
+    ) -> dict[str, float | None]:
+        loader = open_loader(
+            scored,
+            split=args.split,
+            batch_size=config.data.batch_size,
+            backend="memmap",
+            shuffle="none",
+            crosses=spec.hashed_columns,
+        )
+        found = score_plain(model, loader.epoch(0))
+        loader.close()
+        rate = f"AUC {found.auc}, logloss {found.logloss:.6f}"
+        print(f"rows {rows}: {rate} ({found.num_rows} rows, {args.split} of {path})")
+        return {"auc": found.auc, "logloss": found.logloss}
+
+    path = args.score or config.data.path
+    scored = load_manifest(path) if path is not None and path.is_dir() else None
+    if scored is None and row_format != "as_trained":
+        raise ConfigError(
+            f"--score: rows of {row_format} cost some AUC, and {path} is no set to measure it on; "
+            "name one with labels"
+        )
+    model = make(row_format)
+    facts = facts_of(checkpoint, like.vocabulary_digest)
+    if scored is not None:
+        check_ids(scored, like)
+        facts["scores"] = {row_format: score(scored, row_format, model)}
+        if row_format != "as_trained":
+            facts["scores"]["as_trained"] = score(scored, "as_trained", make("as_trained"))
+    for file in write_model(args.output, model, facts, forms):
+        print(f"{file}: {file.stat().st_size:,} bytes")
+    return 0

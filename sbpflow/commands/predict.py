@@ -1,0 +1,82 @@
+"""``sbpflow predict``: scores of rows by a trained model."""
+
+from collections.abc import Sequence
+
+from sbpflow.commands.saved_run import add_model, saved_run
+from sbpflow.runtime.launch import ArgumentParser
+from sbpflow.runtime.local_path import local_path
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Score rows with a trained model; on several ranks under torchrun."""
+    parser = ArgumentParser(
+        prog="sbpflow predict",
+        description="Score raw rows or a prepared set into a Parquet file.",
+    )
+    add_model(parser)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
+    add("--output", type=local_path, required=True, metavar="FILE", help="such as scores.parquet")
+    add("--split", default="test", choices=("train", "val", "test"), help="of a prepared set")
+    add("--max-bad-fraction", type=float, default=0.0, help="raw rows that may be left out")
+    add("--overwrite", action="store_true", help="replace the file that is there")
+    args = parser.parse_intermixed_args(argv)
+
+    from sbpflow.boxing.executor import Boxing
+    from sbpflow.checkpoint.folder import data_folder
+    from sbpflow.data import fields_of, load_manifest, open_loader
+    from sbpflow.data.predictions import Scoring
+    from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.job import build_job
+    from sbpflow.run.kernels import with_measured_kernels
+    from sbpflow.run.predict import on_rank_0, predictions
+    from sbpflow.run.saved_model import (
+        load_values,
+        saved_layouts,
+        saved_plan,
+    )
+    from sbpflow.run.start import start_world
+    from sbpflow.runtime.world import device_type_of, world_size_of_environment
+    from sbpflow.training.health import on_all_or_none
+    from sbpflow.training.report import setup_logging
+
+    checkpoint, config = saved_run(args)
+    like = load_manifest(data_folder(checkpoint.path))
+    scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+    world_size = world_size_of_environment()
+    config, planned = saved_layouts(checkpoint, config, world_size)
+    spec, plan = plan_run(
+        config,
+        fields_of(like),
+        world_size=world_size,
+        device_type=device_type_of(config.parallel.device),
+        planned=planned,
+    )
+    world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
+    setup_logging(world.rank)
+    boxing = Boxing(world)
+    on_all_or_none(boxing, lambda: scoring.open(world.rank))
+    request = config.parallel.kernel
+    kept = saved_plan(checkpoint, plan, request)
+    plan = kept or with_measured_kernels(plan, request, boxing)
+    job = build_job(config, spec, plan, boxing)
+    load_values(job, checkpoint)
+    on_rank_0(boxing, lambda: scoring.encode(args.max_bad_fraction))
+    manifest = scoring.manifest()
+    loader = open_loader(
+        manifest,
+        split=scoring.split,
+        batch_size=config.data.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        backend=config.data.loader,
+        shuffle="none",
+        device=world.device,
+        crosses=spec.hashed_columns,
+    )
+    for probabilities, labels in predictions(job.trainer, loader, boxing):
+        scoring.write(probabilities, labels)
+    loader.close()
+    on_all_or_none(boxing, scoring.close)
+    world.close()
+    return 0
