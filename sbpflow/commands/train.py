@@ -67,11 +67,13 @@ def run_rank(
     from sbpflow.run.kernels import with_measured_kernels
     from sbpflow.run.saved_model import saved_plan
     from sbpflow.run.start import start_world
+    from sbpflow.runtime.malloc import keep_freed_memory
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
     from sbpflow.training import health
     from sbpflow.training.report import setup_logging
     from sbpflow.training.run_folder import RunLock
 
+    keep_freed_memory()
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     world_size = world_size_of_environment()

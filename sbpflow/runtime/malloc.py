@@ -1,8 +1,7 @@
-"""What the C library does with freed memory, for processes that allocate the same sizes repeatedly.
+"""Keep freed memory in the process, for commands that allocate the same sizes again and again.
 
-A step of training or a piece of input frees tensors and buffers of a few MB and allocates as many
-again. Left alone, the GNU C library returns such memory to the system, which then clears every page
-of it anew at first use. How much that costs is in docs/decisions/engine.md and data.md.
+The GNU C library returns large freed blocks to the system, which clears every page again at its
+next use. docs/decisions/engine.md and data.md have what that costs.
 """
 
 import ctypes
