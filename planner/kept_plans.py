@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 import sbpflow
-from sbpflow import planner
 from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.task import Plan, Task
@@ -92,8 +91,7 @@ def _digest(cost: TaskCost, seed: int) -> str:
 def _code() -> str:
     """A digest of all sources that a choice may go through."""
     found = hashlib.sha256()
-    for package in (planner, sbpflow):
-        folder = Path(str(package.__file__)).parent
+    for folder in (Path(__file__).parent, Path(str(sbpflow.__file__)).parent):
         for path in sorted(folder.rglob("*.py")):
             found.update(str(path.relative_to(folder)).encode())
             found.update(path.read_bytes())

@@ -14,7 +14,6 @@ import torch
 
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import plan_of_tree, plan_tree
-from sbpflow.planner.calibration.command import start_ranks
 from sbpflow.planner.calibration.picks import to_measure
 from sbpflow.planner.choose import checked
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
@@ -28,6 +27,7 @@ from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_to_yaml
 from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.start_ranks import start_ranks
 
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
@@ -183,7 +183,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
             "--output",
             str(answer),
         ]
-        if code := start_ranks(words, args.world_size):
+        if code := start_ranks(words, args.world_size, "--world-size"):
             raise ConfigError(
                 f"--measure: a rank ended with exit code {code}; its message is above"
             )

@@ -1,0 +1,117 @@
+"""``sbpflow train -n N`` starts the ranks, and ends with their exit code and their one message."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.start_ranks import start_ranks
+from tests.deadlines import output_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def started(synth_set, tmp_path) -> Iterator:
+    """Starts two ranks with further words, in a process group of their own."""
+    processes = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sbpflow", "train", "-n", "2"]
+        command += ["--config", "configs/scheme1.yaml", f"data.path={synth_set}"]
+        command += [f"run.dir={tmp_path / 'run'}", "model.hidden=[16]", "data.batch_size=500"]
+        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        processes.append(
+            subprocess.Popen(
+                [*command, "parallel.kernel=torch", *words],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_steps(folder: Path, limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while '"step"' not in (folder.read_text() if folder.exists() else ""):
+        assert time.monotonic() < end, "no step came"
+        time.sleep(0.05)
+
+
+def rank_pids(launcher: int) -> list[int]:
+    """The processes that the launcher started, of rank 0 first."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    words = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    ranks = {
+        int(word.removeprefix(b"RANK=")): pid
+        for pid, environment in words.items()
+        for word in environment
+        if word.startswith(b"RANK=")
+    }
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def test_two_ranks_train_and_report_once(started, tmp_path):
+    done = started()
+    text = output_of(done, 120)
+    assert done.returncode == 0, text
+    assert text.count("INFO end") == 1
+    events = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert events[-1]["event"] == "end"
+    assert "on 2 ranks" in text
+
+
+def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path):
+    done = started("optimizer.dense.lr=-1")
+    text = output_of(done, 60)
+    assert done.returncode == 2
+    (line,) = text.splitlines()
+    assert "optimizer.dense.lr: -1" in line
+
+
+def test_a_rank_that_dies_is_named_last(started, tmp_path):
+    done = started("train.epochs=1000")
+    wait_for_steps(tmp_path / "run/metrics.jsonl")
+    os.kill(rank_pids(done.pid)[1], signal.SIGKILL)
+    text = output_of(done, 60)
+    assert done.returncode == 3, text
+    assert "rank 1" in text.splitlines()[-1]
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("to", ["launcher", "all"])
+def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
+    done = started("train.epochs=1000", "checkpoint.every=1000")
+    wait_for_steps(tmp_path / "run/metrics.jsonl")
+    (os.kill if to == "launcher" else os.killpg)(done.pid, signal.SIGINT)
+    text = output_of(done, 60)
+    assert done.returncode == 130, text
+    assert "Traceback" not in text
+    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+
+
+def test_a_number_of_ranks_that_cannot_be_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more, for example -n 2$"):
+        start_ranks(["train"], 0, "-n")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match=r"^-n: 2, but this process is rank 1 of a launcher"):
+        start_ranks(["train"], 2, "-n")
