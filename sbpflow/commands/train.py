@@ -31,7 +31,7 @@ def train(argv: Sequence[str]) -> int:
     return start_ranks(["train", "--config", str(args.config), *args.overrides], args.ranks, "-n")
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "train_wdl.py") -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "sbpflow train") -> int:
     """One rank's run, from the command line to the final scores."""
     args = _parser(prog).parse_intermixed_args(argv)
     return run_rank(args.config, args.overrides)

@@ -185,7 +185,7 @@ def _planned_rules(
     if plan != "auto":
         return read_table_plan(Path(plan), world_size=world_size)
     raise ConfigError(
-        "parallel.plan: auto is chosen by a planner, which train_wdl.py and `sbpflow "
+        "parallel.plan: auto is chosen by a planner, which `sbpflow train` and `sbpflow "
         "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
         "`sbpflow plan` wrote, or use parallel.scheme: auto"
     )

@@ -221,7 +221,7 @@ def test_a_missing_file_names_its_neighbours():
 def test_missing_data_is_told_how_to_get_some(load, tmp_path):
     with pytest.raises(ConfigError, match=r"data.path: not given.*sbpflow synth"):
         data_path(load(""))
-    with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*data synth"):
+    with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*sbpflow synth"):
         data_path(load("data: {path: /no/such}"))
     assert data_path(load(f"data: {{path: {tmp_path}}}")) == tmp_path
 

@@ -5,7 +5,7 @@ import pytest
 from sbpflow.config.load import config_from_tree, load_config
 from sbpflow.config.renamed import current_key, with_current_keys
 from sbpflow.errors import ConfigError
-from sbpflow.models import MODELS
+from sbpflow.models.registry import MODELS
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_an_id_out_of_range_is_named_by_row_and_found_by_verify(copy, capsys, ba
     assert main(["stats", str(copy.path), "--recount"]) == 2
     error = capsys.readouterr().err
     assert f"row 31 of train has C2 id {bad}, its table has rows 0..499" in error
-    assert "data verify" in error
+    assert "sbpflow verify" in error
     assert main(["verify", str(copy.path)]) == 2
     assert "train-20.npy: checksum differs" in capsys.readouterr().err
 

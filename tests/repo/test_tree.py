@@ -87,8 +87,7 @@ def test_dependencies_point_one_way(package):
 
 def test_packages_are_imported_under_one_name():
     """``data`` and ``sbpflow.data`` would be different classes of the same code."""
-    wrong = [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}]
-    assert wrong == ["tests/fixtures/make.py"], "which runs an older checkout"
+    assert [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}] == []
 
 
 def test_the_list_of_packages_is_that_of_the_folders():

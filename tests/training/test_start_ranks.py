@@ -76,7 +76,7 @@ def test_two_ranks_train_and_report_once(started, tmp_path):
     events = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
-    assert events[-1]["event"] == "end"
+    assert events[-1]["event"] == "final"
     assert "on 2 ranks" in text
 
 
@@ -84,7 +84,7 @@ def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path):
     done = started("optimizer.dense.lr=-1")
     text = output_of(done, 60)
     assert done.returncode == 2
-    (line,) = text.splitlines()
+    (line,) = filter(None, text.splitlines())
     assert "optimizer.dense.lr: -1" in line
 
 

@@ -47,10 +47,13 @@ class Case:
     tables: dict[str, TableRule] | None = None
     lookahead: int = 1
 
-    @property
-    def slots(self) -> int:
-        """For the rows of all batches in flight: up to two of a step, and the announced ones."""
-        return 4 * BATCH * (2 + self.lookahead)
+    def slots(self, size: int) -> int:
+        """For the rows of all batches in flight: up to two of a step, and the announced ones.
+
+        Of four ranks none owns more than two thirds of a batch's rows.
+        """
+        rows = 4 * BATCH * (2 + self.lookahead)
+        return 2 * rows // 3 if size == 4 else rows
 
     def config(self) -> Config:
         dtype = "float32" if self.rows or self.kernel != "torch" else "float64"
@@ -122,7 +125,7 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
         time.sleep(0.001)
         real(self, data)
 
-    for name, stores in (("device", device_store), ("slots", DictStores(case.slots))):
+    for name, stores in (("device", device_store), ("slots", DictStores(case.slots(world.size)))):
         job = make_job(world, case, stores)
         at = folder / name
         losses = train(job, 1, 4, case.lookahead) + train(job, 5, SAVED_AT, case.lookahead)
@@ -211,7 +214,7 @@ def test_other_kernels_exchanges_and_clipping_do(ranks, memory, size, case):
 
 def refused(world: World, case: Case) -> str:
     with pytest.raises(ValueError, match="B on several ranks") as error:
-        make_job(world, case, DictStores(case.slots))
+        make_job(world, case, DictStores(case.slots(world.size)))
     return str(error.value)
 
 
