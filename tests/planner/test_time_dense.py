@@ -17,6 +17,7 @@ from planner.costs.simulate import PHASE
 from planner.costs.work import INDEX
 from planner.task import DenseWork, dense_work
 from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
 from tests.planner.test_calibrate import made_records
 
 NETS = ((8, (4,)), (16, (8, 4)))
@@ -119,5 +120,5 @@ def test_a_journal_keeps_dense_parts_of_the_same_machine(tmp_path):
     assert not Journal(path, {"cpu": "one"}).entries
     assert Journal(path, {"cpu": "other"}).dense is None
     tree = json.loads(path.read_text())["dense"][0]
-    with pytest.raises(KeyError, match="samples"):
+    with pytest.raises(ConfigError, match="samples: not given"):
         dense_time_of({key: value for key, value in tree.items() if key != "samples"})
