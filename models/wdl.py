@@ -6,6 +6,7 @@ starting values follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide
 dropout after every hidden layer, glorot-uniform weights, zero biases, tables U(-0.05, 0.05).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,7 @@ class WideConfig:
 
     def __post_init__(self) -> None:
         sizes = (2,) if self.hash_size is None else (2, 3)
+        seen: set[tuple[str, ...]] = set()
         for index, cross in enumerate(self.crosses):
             key = f"model.wide.crosses[{index}]"
             if len(cross) not in sizes or len(set(cross)) != len(cross):
@@ -48,9 +50,10 @@ class WideConfig:
                     f"{key}: {list(cross)} is not a cross; name two different columns{three}, "
                     "for example [C1, C2]"
                 )
-            if cross in self.crosses[:index]:
+            if cross in seen:
                 raise ConfigError(f"{key}: {list(cross)} is there twice; remove one of them")
-        if twice := [name for name in self.columns if self.columns.count(name) > 1]:
+            seen.add(cross)
+        if twice := [name for name, count in Counter(self.columns).items() if count > 1]:
             raise ConfigError(f"model.wide.columns: {twice[0]} is there twice; remove one of them")
 
     @property

@@ -22,10 +22,12 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.task import Plan, Task
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.file_lock import hold
+from sbpflow.runtime.json_file import JsonError, object_of, parse_json
 from sbpflow.runtime.versions import dist_version
 
 LOG = logging.getLogger(__name__)
 KEPT = 100  # plans, the newest
+MOST_CHARACTERS = 2**26
 
 
 def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
@@ -51,12 +53,19 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """The task's plan in it; None for a file that is fresh, cut off, or of something else."""
+    """The task's plan in it; None for a new file and, with a warning, for a damaged one."""
     file.seek(0)
     try:
-        plan = plan_of_tree(json.load(file))
+        text = file.read(MOST_CHARACTERS)
+        if not text:
+            return None
+        content = object_of(parse_json(text), "the file")
+        if content.get("sha256") != _digest_of(content.get("plan")):
+            raise JsonError("its checksum does not fit")
+        plan = plan_of_tree(content["plan"])
         task.check(plan)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        LOG.warning("%s: is not a plan that was kept (%s); it is chosen again", file.name, error)
         return None
     return plan
 
@@ -65,7 +74,8 @@ def _keep(file: IO[str], path: Path, plan: Plan) -> None:
     try:
         # Past the buffer of ``file``, which would be written once more when it is closed.
         os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), json.dumps(plan_tree(plan)).encode())
+        content = {"sha256": _digest_of(plan_tree(plan)), "plan": plan_tree(plan)}
+        os.write(file.fileno(), json.dumps(content).encode())
         _forget_oldest(path.parent)
     except OSError as error:
         LOG.warning("%s: the plan is not kept (%s)", path, error)
@@ -79,6 +89,10 @@ def _forget_oldest(folder: Path) -> None:
     for _, old in sorted(dated)[:-KEPT]:
         with suppress(OSError):  # of another user, or no file
             old.unlink()
+
+
+def _digest_of(tree: object) -> str:
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
 
 def _digest(cost: TaskCost, seed: int) -> str:

@@ -25,6 +25,7 @@ from sbpflow.planner.search.problem import price_of
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_to_yaml
+from sbpflow.runtime.json_file import JsonError, is_number, list_of, read_json
 from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
 from sbpflow.runtime.start_ranks import start_ranks
@@ -187,7 +188,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
             raise ConfigError(
                 f"--measure: a rank ended with exit code {code}; its message is above"
             )
-        times = dict(zip(plans, json.loads(answer.read_text()), strict=True))
+        times = dict(zip(plans, _times(answer, len(plans)), strict=True))
     lines = [
         f"measured {ms:9.3f} ms  {name}" for name, ms in sorted(times.items(), key=lambda t: t[1])
     ]
@@ -202,6 +203,17 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
     return fastest_plan, lines
 
 
+def _times(answer: Path, count: int) -> list[float]:
+    """What ``measure`` wrote; ConfigError for anything else."""
+    try:
+        times = list_of(read_json(answer), str(answer))
+    except (FileNotFoundError, JsonError) as error:
+        raise ConfigError(f"--measure: the ranks left no times ({error}); run it again") from error
+    if len(times) != count or not all(map(is_number, times)):
+        raise ConfigError(f"--measure: the ranks left {len(times)} times of {count} plans")
+    return times
+
+
 def measure(argv: Sequence[str]) -> str:
     """One of the ranks that ``plan --measure`` starts; writes the ms of each plan."""
     parser = ArgumentParser(
@@ -212,7 +224,10 @@ def measure(argv: Sequence[str]) -> str:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     tables = read_tables(args.tables)
-    plans = [plan_of_tree(tree) for tree in json.loads(args.plans.read_text())]
+    try:
+        plans = [plan_of_tree(tree) for tree in list_of(read_json(args.plans), str(args.plans))]
+    except (FileNotFoundError, JsonError) as error:
+        raise ConfigError(f"--plans: {error}; use the file that plan --measure wrote") from error
     times = measure_plans(tables, plans, rounds=args.rounds)
     if times is not None:
         args.output.write_text(json.dumps(times))

@@ -14,12 +14,12 @@ ids repeat by one of three keys: ``zipf`` (the k-th row has a share proportional
 65,536 samples), or ``sample`` (ids of rows, in order).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from sbpflow.config.parse import brief
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
@@ -33,10 +33,12 @@ from sbpflow.planner.costs.features import (
     zipf_mandelbrot,
 )
 from sbpflow.planner.task import DenseWork, Task
+from sbpflow.runtime.json_file import JsonError, kind_name, read_json
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
 MOST = 1e18  # of any number
+MOST_BYTES = 2**28  # of the file: a sample of ids may be long
 _WIDE = 256  # layers, where nothing is said of them
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
@@ -78,13 +80,13 @@ class TablesFile:
 def read_tables(path: Path) -> TablesFile:
     """ConfigError naming the table and the key that is wrong."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--tables: {path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"--tables: {path} is not JSON ({error})") from error
+        tree = read_json(path, max_bytes=MOST_BYTES)
+    except FileNotFoundError as error:
+        raise ConfigError(f"--tables: {path} cannot be read (there is no such file)") from error
+    except JsonError as error:
+        raise ConfigError(f"--tables: {error}; see planner/tables_file.py for its form") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a {type(tree).__name__}; use an object with a list of tables")
+        raise ConfigError(f"{path}: {kind_name(tree)}; use an object with a list of tables")
     _known(str(path), cast("dict[str, Any]", tree), KEYS)
     listed = cast("Any", tree).get("tables")
     if not isinstance(listed, list) or not listed:
@@ -96,8 +98,8 @@ def read_tables(path: Path) -> TablesFile:
     gb = cast("Any", tree).get("device_gb")
     limit = None if gb is None else max(1, int(1e9 * _number(f"{path}: device_gb", gb, least=0.0)))
     optimizer = cast("Any", tree).get("optimizer", "rowwise_adagrad")
-    if optimizer not in RULES:
-        raise ConfigError(f"{path}: optimizer: {optimizer!r}; use {', '.join(RULES)}")
+    if not isinstance(optimizer, str) or optimizer not in RULES:
+        raise ConfigError(f"{path}: optimizer: {brief(optimizer)}; use {', '.join(RULES)}")
     return TablesFile(
         tables=tuple(table for table, *_ in parts),
         features=tuple(feature for _, feature, *_ in parts),

@@ -6,7 +6,20 @@ A message names the key or row, the value given, the rule and a value that would
 from typing import Never, get_args
 
 
-class ConfigError(ValueError):
+class _OneLineError(ValueError):
+    """Its message is one line: a newline or another character that is not printable is escaped.
+
+    Keys, values, paths and names of columns are quoted in messages, and may hold anything.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        if not message.isprintable():
+            shown = (c if c.isprintable() else repr(c)[1:-1] for c in message)
+            message = "".join(shown)
+        super().__init__(message)
+
+
+class ConfigError(_OneLineError):
     """A configuration key, command-line value or environment does not fit."""
 
 
@@ -14,7 +27,7 @@ class SbpError(ValueError):
     """A layout or an operation on laid-out tensors is not legal."""
 
 
-class DataError(ValueError):
+class DataError(_OneLineError):
     """Input rows or a prepared set cannot be used as they are."""
 
 
@@ -30,7 +43,7 @@ class TrainingError(ValueError):
     """A run cannot go on: its loss is not a number, or copies that must agree do not."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_OneLineError):
     """A checkpoint cannot be written, or cannot be used as it is."""
 
 

@@ -31,6 +31,7 @@ from sbpflow.data.format.parts import (
 from sbpflow.data.format.remake import how_to_remake
 from sbpflow.data.format.schema import Field
 from sbpflow.errors import DataError
+from sbpflow.runtime.json_file import JsonError, read_json
 from sbpflow.runtime.local_path import PathError, local_path
 
 FORMAT = "sbpflow-prepared"
@@ -301,11 +302,9 @@ def load_manifest(path: str | Path) -> Manifest:
     if not (folder / MANIFEST).is_file():
         raise DataError(f"data.path: {folder} has no {MANIFEST}; {HOW_TO_MAKE_DATA}")
     try:
-        raw: object = json.loads((folder / MANIFEST).read_text(encoding="ascii"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{folder / MANIFEST}: not readable as JSON ({error}); {HOW_TO_MAKE_DATA}"
-        ) from error
+        raw = read_json(folder / MANIFEST)
+    except (FileNotFoundError, JsonError) as error:
+        raise DataError(f"{error}; restore it, or {HOW_TO_MAKE_DATA}") from error
     return Manifest(folder, _checked(folder / MANIFEST, raw))
 
 
@@ -316,13 +315,19 @@ def check_unchanged(manifest: Manifest) -> None:
     """
     file = manifest.path / MANIFEST
     try:
-        raw: object = json.loads(file.read_text(encoding="ascii"))
-    except (OSError, ValueError, RecursionError) as error:
+        raw = read_json(file)
+    except (FileNotFoundError, JsonError) as error:
         raise DataError(
             f"{file}: the set was removed or damaged since it was opened ({error}); restore it, "
             "or start again with another"
         ) from error
-    now = cast("dict[str, Any]", raw).get("fingerprint") if isinstance(raw, dict) else None
+    content = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+    now = content.get("fingerprint")
+    if now == manifest.fingerprint and now != fingerprint_of(content):
+        raise DataError(
+            f"{file}: the set was damaged since it was opened: its fingerprint does not fit; "
+            "restore it, or start again with another"
+        )
     if now != manifest.fingerprint:
         raise DataError(
             f"{manifest.path}: the set was replaced since it was opened (fingerprint "

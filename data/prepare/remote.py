@@ -12,6 +12,7 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.local_path import plain_path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 
@@ -113,12 +114,15 @@ InputPath = Path | RemotePath
 
 
 def input_path(text: str) -> InputPath:
-    """A path as the user gave it; a ``file://`` URL is one of this machine."""
+    """A path as the user gave it; a ``file://`` URL is one of this machine.
+
+    PathError for text that no file system takes.
+    """
     if not _URL.match(text):
-        return Path(text)
+        return plain_path(text)
     parts = urlsplit(text)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return Path(unquote(parts.path))
+        return plain_path(unquote(parts.path))
     return RemotePath(text.rstrip("/"))
 
 

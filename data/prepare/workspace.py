@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.file_lock import HeldError, hold, sign
+from sbpflow.runtime.json_file import JsonError, read_json
 from sbpflow.runtime.local_path import local_path
 
 MARK = "plan"
@@ -38,8 +39,8 @@ def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
     name, so the part is not done.
     """
     try:
-        raw: object = json.loads(path.read_text(encoding="ascii"))
-    except (OSError, ValueError, RecursionError):
+        raw = read_json(path)
+    except (FileNotFoundError, JsonError):
         return None
     full = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
     content = full.get("content")

@@ -6,7 +6,6 @@ measured on the Kaggle rows; the numbers are in ``criteo_profile.json``.
 """
 
 import heapq
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,8 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
+from sbpflow.errors import DataError
+from sbpflow.runtime.json_file import JsonError, object_of, read_json
 from sbpflow.runtime.splitmix import GAMMA
 
 BLOCK_ROWS = 1 << 16
@@ -45,7 +46,11 @@ _FREQUENT_SEGMENTS = 2
 @cache
 def profile() -> dict[str, Any]:
     """The measured aggregates shipped with the package."""
-    return json.loads(Path(__file__).with_name("criteo_profile.json").read_text(encoding="ascii"))
+    file = Path(__file__).with_name("criteo_profile.json")
+    try:
+        return object_of(read_json(file), str(file))
+    except (FileNotFoundError, JsonError) as error:
+        raise DataError(f"{error}; install the package again") from error
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sbpflow.data.synth.tails import Segment
+from sbpflow.runtime.json_file import object_of, read_json
 
 _SLOPES = (0.001, 0.4, 0.8, 1.2, 2.0, 3.0, 5.0)
 PROFILE = Path(__file__).with_name("criteo_profile.json")
@@ -93,7 +94,7 @@ def _last(start: float, size: float, mass: float, density: float) -> list[list[S
 
 def main() -> None:
     """Fit every column of the given statistics and write the profile."""
-    stats = json.loads(Path(sys.argv[1]).read_text())["kaggle_train_sample"]
+    stats = object_of(read_json(Path(sys.argv[1])), sys.argv[1])["kaggle_train_sample"]
     columns: dict[str, Any] = {}
     for name, column in stats["cat"].items():
         head, segments = fit(column, stats["rows"])

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
+from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import (
     Sample,
     draw_batches,
@@ -33,16 +34,25 @@ from sbpflow.planner.calibration.measure import Measured, measure_in_turns
 from sbpflow.planner.calibration.optimizers import step_factors
 from sbpflow.planner.calibration.picks import picks
 from sbpflow.planner.calibration.ranks import gather_texts
-from sbpflow.planner.calibration.records import AGAIN, PICKED, plan_of_tree, plan_tree, record_of
+from sbpflow.planner.calibration.records import (
+    AGAIN,
+    PICKED,
+    Record,
+    check_entry,
+    plan_of_tree,
+    plan_tree,
+    record_of,
+)
 from sbpflow.planner.calibration.time_dense import DenseTime, dense_time_of, time_dense
 from sbpflow.planner.calibration.time_kernels import measure_kernels
 from sbpflow.planner.calibration.time_transfers import time_transfers
 from sbpflow.planner.costs.cost import CostModel, TaskCost
 from sbpflow.planner.costs.profile import RANKS_HERE, KernelPrices, Profile
 from sbpflow.planner.costs.transfers import Transfer, transfer_of
-from sbpflow.planner.task import Plan
+from sbpflow.planner.task import Plan, Task
 from sbpflow.runtime.devices import device_name
 from sbpflow.runtime.environment import env_int
+from sbpflow.runtime.json_file import JsonError, list_of, object_of, parse_json, read_text
 from sbpflow.runtime.versions import summary as version_summary
 
 LOG = logging.getLogger(__name__)
@@ -101,19 +111,55 @@ class Journal:
         self.entries: dict[tuple[int, str], dict[str, Any]] = {}
         self.transfers: list[Transfer] | None = None
         self.dense: list[DenseTime] | None = None
-        for line in path.read_text(encoding="ascii").splitlines() if path.is_file() else []:
+        try:
+            text = read_text(path, keep_bad_bytes=True) if path.is_file() else ""
+        except JsonError as error:
+            raise ConfigError(f"planner: {error}; move the file away to measure again") from error
+        *lines, cut_off = text.split("\n")
+        damaged = 0
+        for line in lines:
             try:
-                entry = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
-            if entry.get("facts") != self._facts:
-                continue
-            if "transfers" in entry:
-                self.transfers = [transfer_of(one) for one in entry["transfers"]]
-            elif "dense" in entry:
-                self.dense = [dense_time_of(one) for one in entry["dense"]]
-            else:
-                self.entries[entry["sample"], entry["name"]] = entry
+                self._take(object_of(parse_json(line), "line"))
+            except (JsonError, ConfigError):
+                damaged += 1
+        if damaged or cut_off:
+            LOG.warning(
+                "%s: %d lines are damaged or cut off; what they had is measured again",
+                path,
+                damaged + bool(cut_off),
+            )
+        if (
+            cut_off
+        ):  # by the end of a run that was killed: what is added starts on a line of its own
+            with path.open("a", encoding="ascii") as file:
+                file.write("\n")
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if entry.get("facts") != self._facts:
+            return
+        if "transfers" in entry:
+            self.transfers = [transfer_of(one) for one in list_of(entry["transfers"], "transfers")]
+        elif "dense" in entry:
+            self.dense = [dense_time_of(one) for one in list_of(entry["dense"], "dense")]
+        else:
+            check_entry(entry)
+            self.entries[entry["sample"], entry["name"]] = entry
+
+    def records(self, task_of: Callable[[int], Task]) -> list[Record]:
+        """All plans that fit their samples' tasks, counted; a warning for each of the others."""
+        found: list[Record] = []
+        for (number, name), entry in sorted(self.entries.items()):
+            try:
+                found.append(record_of(entry, task_of(number)))
+            except (ValueError, LookupError, TypeError) as error:
+                LOG.warning(
+                    "%s: plan %r of sample %d does not fit its task and is left out (%s)",
+                    self.path,
+                    name,
+                    number,
+                    error,
+                )
+        return found
 
     def best_drawn(self, sample: int) -> tuple[str, dict[str, list[Any]]]:
         """Name and tree of the fastest plan of a sample that no model picked."""
@@ -309,10 +355,7 @@ class _Run:
     def _fitted(self, judged: bool = True) -> Profile | None:
         if self._journal is None:
             return None
-        records = [
-            record_of(entry, self.sample(number).task)
-            for (number, _), entry in sorted(self._journal.entries.items())
-        ]
+        records = self._journal.records(lambda number: self.sample(number).task)
         about = {
             **self._facts,
             "taken": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -4,21 +4,28 @@ Plans of a task that were measured together have one session. A machine drifts b
 more than plans differ, so a session's steps are scaled by a plan that was measured in both.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 
+from sbpflow.config.parse import brief
+from sbpflow.embedding.plan.tables import Exchange
+from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES
 from sbpflow.planner.costs.work import NUM_FEATURES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
+from sbpflow.runtime.json_file import is_count, is_number, object_of
 
 AGAIN = "again"  # a plan that was measured before, measured once more: "again SESSION NAME"
 PICKED = "pick"  # by a model that was fitted before: "pick SESSION.NUMBER"
+_SESSION = re.compile(r"(pick \d{1,9}\.\d{1,9}|again \d{1,9} .*)$", re.DOTALL)
+_MOST_MS = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +110,61 @@ def plan_tree(plan: Plan) -> dict[str, list[Any]]:
     }
 
 
-def plan_of_tree(tree: Mapping[str, Sequence[Any]]) -> Plan:
-    """The plan that ``plan_tree`` wrote."""
-    return {
-        name: Choice(Shape(sbp, exchange, (parts[0], parts[1])), tuple(ranks))
-        for name, (sbp, exchange, parts, ranks) in tree.items()
+def plan_of_tree(tree: object) -> Plan:
+    """The plan that ``plan_tree`` wrote; ConfigError for anything else."""
+    plan: Plan = {}
+    for name, given in object_of(tree, "plan").items():
+        entry = cast("list[Any]", given)
+        if not isinstance(given, list) or len(entry) != 4:
+            raise ConfigError(f"plan: {brief(name)} is not [sbp, exchange, parts, ranks]")
+        sbp, exchange, parts, ranks = entry
+        known = isinstance(sbp, str) and exchange in get_args(Exchange)
+        counts = [counted for counted in (parts, ranks) if _are_counts(counted)]
+        if not known or len(counts) != 2 or len(parts) != 2:
+            raise ConfigError(f"plan: {brief(name)} cannot be {brief(entry)}")
+        plan[name] = Choice(Shape(sbp, exchange, (parts[0], parts[1])), tuple(ranks))
+    return plan
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_count, cast("list[object]", value)))
+
+
+def check_entry(entry: Mapping[str, Any]) -> None:
+    """ConfigError unless a line of a journal has the figures of one plan."""
+    fits = {
+        "sample": is_count(entry.get("sample")),
+        "name": isinstance(entry.get("name"), str) and _has_session(entry["name"]),
+        "step_ms": _is_time(entry.get("step_ms")),
+        "rounds_ms": isinstance(entry.get("rounds_ms"), list)
+        and all(map(_is_time, entry["rounds_ms"])),
+        "peak_bytes": isinstance(entry.get("peak_bytes"), list)
+        and all(map(is_number, entry["peak_bytes"])),
+        "phases": _are_phases(entry.get("phases")),
     }
+    if wrong := [key for key, fit in fits.items() if not fit]:
+        raise ConfigError(f"{wrong[0]}: {brief(entry.get(wrong[0]))} is not what was measured")
+    plan_of_tree(entry.get("plan"))
+
+
+def _has_session(name: str) -> bool:
+    return not name.startswith((PICKED, AGAIN)) or _SESSION.match(name) is not None
+
+
+def _is_time(value: object) -> bool:
+    return is_number(value) and 0 < cast("float", value) < _MOST_MS
+
+
+def _are_phases(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(map(_are_of_a_rank, cast("list[object]", value)))
+    )
+
+
+def _are_of_a_rank(value: object) -> bool:
+    times = cast("list[object]", value) if isinstance(value, list) else []
+    return len(times) == NUM_PHASES and all(
+        is_number(ms) and 0 <= cast("float", ms) < _MOST_MS for ms in times
+    )

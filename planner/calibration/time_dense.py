@@ -8,13 +8,15 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.parse import build
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.sgd import Sgd
+from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Law, Sample, draw_batches
 from sbpflow.planner.calibration.measure import dense_work_of, make_trainer, phases_of, time_moves
 from sbpflow.planner.calibration.ranks import gather_texts
@@ -22,6 +24,7 @@ from sbpflow.planner.costs.features import Floats, zipf_mandelbrot
 from sbpflow.planner.costs.simulate import PHASE
 from sbpflow.planner.costs.work import NUM_FEATURES, base_work
 from sbpflow.planner.task import Choice, Shape, Task
+from sbpflow.runtime.ranges import Range
 
 DENSE_MOVES = ("forward", "backward", "send_dense", "receive_dense", "update_dense")
 # (width of the table, hidden widths), the least work first.
@@ -29,26 +32,25 @@ NETS = ((64, (64,)), (128, (32, 32, 32)), (256, (128, 64)), (416, (400, 400)), (
 SAMPLES = (128, 512, 2048)  # of a rank
 STEPS = 5
 _NUM_ROWS = 100
+Size = Annotated[int, Range(low=1, below=2**31)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseTime:
     """``ms`` of each of ``DENSE_MOVES`` on the slowest rank, for one net and ``samples`` a rank."""
 
-    width: int
-    hidden: tuple[int, ...]
-    samples: int
-    ms: Mapping[str, float]
+    width: Size
+    hidden: tuple[Size, ...]
+    samples: Size
+    ms: Mapping[str, Annotated[float, Range(low=0, below=1e12)]]
 
 
 def dense_time_of(tree: Mapping[str, Any]) -> DenseTime:
-    """From JSON; KeyError where a value is missing."""
-    return DenseTime(
-        width=tree["width"],
-        hidden=tuple(tree["hidden"]),
-        samples=tree["samples"],
-        ms={name: tree["ms"][name] for name in DENSE_MOVES},
-    )
+    """From JSON; ConfigError for anything else."""
+    found = build(DenseTime, tree)
+    if set(found.ms) != set(DENSE_MOVES):
+        raise ConfigError(f"dense: ms has not the moves {', '.join(DENSE_MOVES)}")
+    return found
 
 
 def time_dense(

@@ -11,21 +11,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from sbpflow.config.parse import brief, build
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
-from sbpflow.planner.costs.transfers import Transfer, transfer_of
+from sbpflow.planner.costs.transfers import Transfer, check_transfer
 from sbpflow.planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.devices import BACKENDS
+from sbpflow.runtime.json_file import JsonError, list_of, object_of, read_json
+from sbpflow.runtime.ranges import Range
 
 FORMAT = 2
-KernelPrices = Mapping[str, tuple[float, float, float]]
+MOST_BYTES = 2**26  # of a file
+Price = Annotated[float, Range(low=0, below=1e12)]  # of any count, in ms, or a factor
+Ranks = Annotated[int, Range(low=1, below=2**31)]
+KernelPrices = Mapping[str, tuple[Price, Price, Price]]
 """{kernel: ms of a batch, of an id and of an element of a storage's lookup and update}; the kernel
 that calibration ran is the first.
 """
@@ -41,11 +47,11 @@ class Fusion:
     what was measured, as factors of the sum without correction.
     """
 
-    mix: tuple[tuple[float, ...], ...]  # [K, F]
-    scale: tuple[float, ...]
-    power: tuple[float, ...]
-    low: float
-    high: float
+    mix: tuple[tuple[Price, ...], ...]  # [K, F]
+    scale: tuple[Price, ...]
+    power: tuple[Annotated[float, Range(low=0, high=2)], ...]
+    low: Price
+    high: Price
 
     def apply(self, totals: Floats, linear: Floats) -> Floats:
         """[..] ms from counts [.., F] and their plain sum [..]."""
@@ -61,11 +67,11 @@ class Link:
     Bandwidths are of one rank, in GB/s, latencies per call and partner in ms.
     """
 
-    ranks_per_node: int = 0  # 0: one node
-    within_gb_per_s: float = 0.0
-    between_gb_per_s: float = 0.0
-    within_call_ms: float = 0.0
-    between_call_ms: float = 0.0
+    ranks_per_node: Annotated[int, Range(low=0, below=2**31)] = 0  # 0: one node
+    within_gb_per_s: Price = 0.0
+    between_gb_per_s: Price = 0.0
+    within_call_ms: Price = 0.0
+    between_call_ms: Price = 0.0
 
     def per_byte_ms(self, world_size: int) -> float:
         """Of a byte that a rank sends evenly to all others; both kinds of links work at once."""
@@ -114,14 +120,16 @@ class Profile:
     measured or assumed, and ``about`` when, where and on what.
     """
 
-    weights: tuple[tuple[float, ...], ...]
-    world_size: int
+    weights: tuple[tuple[Price, ...], ...]
+    world_size: Ranks
     backend: str
     members: tuple[Mapping[str, Fusion], ...] = ()
-    hidden: Mapping[str, float] = field(default_factory=dict[str, float])
-    step_factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    hidden: Mapping[str, Annotated[float, Range(low=0, high=1)]] = field(
+        default_factory=dict[str, float]
+    )
+    step_factors: Mapping[str, Price] = field(default_factory=dict[str, float])
     kernels: Mapping[str, KernelPrices] = field(default_factory=dict[str, KernelPrices])
-    buffer_factor: float = 1.0
+    buffer_factor: Price = 1.0
     link: Link | None = None
     transfers: tuple[Transfer, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -300,58 +308,74 @@ def load(path: Path | None = None) -> Profile:
             "minutes), or use parallel.scheme: auto, which needs none"
         )
     try:
-        tree = json.loads(path.read_text(encoding="ascii"))
-        return _from_tree(tree)
-    except (ValueError, KeyError, TypeError) as error:
+        return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))
+    except (FileNotFoundError, JsonError, ConfigError) as error:
+        why = str(error).removeprefix(f"{path}: ")
         raise ConfigError(
-            f"planner: {path} is no profile of this version ({error}); run sbpflow calibrate again"
+            f"planner: {path} is no profile of this version ({why}); run sbpflow calibrate again"
         ) from error
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    if tree["format"] != FORMAT:
-        raise ValueError(f"format {tree['format']}, this version has {FORMAT}")
-    if tuple(tree["features"]) != FEATURES:
-        others = ", ".join(sorted(set(tree["features"]) ^ set(FEATURES))) or "their order"
-        raise ValueError(f"it prices other counts: {others}")
-    if tuple(tree["phases"]) != PHASES:
-        raise ValueError("its phases are others")
-    weights = tuple(tuple(float(x) for x in row) for row in tree["weights"])
-    if len(weights) != NUM_FEATURES or any(len(row) != NUM_PHASES for row in weights):
-        raise ValueError(f"weights are not [{NUM_FEATURES}, {NUM_PHASES}]")
-    members = tuple(
-        {
-            name: Fusion(
-                mix=tuple(tuple(row) for row in one["mix"]),
-                scale=tuple(one["scale"]),
-                power=tuple(one["power"]),
-                low=one["low"],
-                high=one["high"],
+    """ConfigError naming the key that is wrong."""
+    known = set(Profile.__dataclass_fields__) | {"format", "features", "phases"}
+    if tree.get("format") != FORMAT:
+        raise ConfigError(f"format is {brief(tree.get('format'))}, this version has {FORMAT}")
+    if missing := sorted(known - set(tree)):
+        raise ConfigError(f"it has no {', '.join(missing)}")
+    for key, mine in (("features", FEATURES), ("phases", PHASES)):
+        given: object = tree[key]
+        names = {str(name) for name in list_of(given, key)}
+        if given != list(mine):
+            others = ", ".join(sorted(names ^ set(mine))) or "their order"
+            what = {"features": "it prices other counts", "phases": "it has other phases"}[key]
+            raise ConfigError(f"{what}: {brief(others)[1:-1]}")
+    own = {key: value for key, value in tree.items() if key not in ("format", "features", "phases")}
+    found = build(Profile, own)
+    _check(found)
+    return found
+
+
+def _check(profile: Profile) -> None:
+    """What the keys must be to each other; ConfigError."""
+    if [len(row) for row in profile.weights] != [NUM_PHASES] * NUM_FEATURES:
+        raise ConfigError(f"weights: not [{NUM_FEATURES}, {NUM_PHASES}]")
+    if profile.backend not in BACKENDS.values():
+        raise ConfigError(
+            f"backend: {brief(profile.backend)}; use {' or '.join(BACKENDS.values())}"
+        )
+    for key, names, known in (
+        ("hidden", set(profile.hidden), set[str](TRANSFERS)),
+        *((f"members[{m}]", set(one), set(PHASES)) for m, one in enumerate(profile.members)),
+    ):
+        if unknown := sorted(names - known):
+            raise ConfigError(
+                f"{key}: {brief(unknown[0])} is not one of {', '.join(sorted(known))}"
             )
-            for name, one in member.items()
-        }
-        for member in tree["members"]
-    )
-    backend = str(tree["backend"])
-    if backend not in BACKENDS.values():
-        raise ValueError(f"backend is {backend!r}; use gloo or nccl")
-    link = Link(**tree["link"]) if tree["link"] else None
-    kernels: dict[str, KernelPrices] = {
-        optimizer: {name: (ms[0], ms[1], ms[2]) for name, ms in prices.items()}
-        for optimizer, prices in tree["kernels"].items()
-    }
-    known = ("hidden", "step_factors", "errors", "sources", "about")
-    return Profile(
-        weights=weights,
-        world_size=int(tree["world_size"]),
-        backend=backend,
-        members=members,
-        buffer_factor=float(tree["buffer_factor"]),
-        kernels=kernels,
-        link=link,
-        transfers=tuple(transfer_of(one) for one in tree["transfers"]),
-        **{name: dict(tree[name]) for name in known},
-    )
+    _check_members(profile)
+    if profile.link is not None:
+        needed = ["within", *(["between"] if profile.link.ranks_per_node else [])]
+        for key in (f"{where}_gb_per_s" for where in needed):
+            if not getattr(profile.link, key):
+                raise ConfigError(f"link.{key}: 0 is not a bandwidth; give GB/s, for example 12.5")
+    ranks_here = profile.about.get(RANKS_HERE, "1")
+    if not ranks_here.isdecimal() or len(ranks_here) > 9:
+        raise ConfigError(f"about.{RANKS_HERE}: {brief(ranks_here)} is not a number of ranks")
+    for n, one in enumerate(profile.transfers):
+        check_transfer(one, f"transfers[{n}]")
+
+
+def _check_members(profile: Profile) -> None:
+    for m, member in enumerate(profile.members):
+        if list(member) != list(profile.members[0]):
+            raise ConfigError(f"members[{m}]: has other phases than members[0]")
+        for name, one in member.items():
+            count = len(one.mix)
+            sizes = {len(one.scale), len(one.power), *(count for _ in one.mix)}
+            if sizes != {count} or any(len(row) != NUM_FEATURES for row in one.mix):
+                raise ConfigError(
+                    f"members[{m}].{name}: mix is not [K, {NUM_FEATURES}] with K scales and powers"
+                )
 
 
 def weights_from(terms: Mapping[str, Mapping[str, float]]) -> tuple[tuple[float, ...], ...]:

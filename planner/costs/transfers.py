@@ -8,12 +8,15 @@ Pure values; ``time_transfers`` measures them.
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from sbpflow.config.parse import brief, build
+from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.work import INDEX, NUM_FEATURES
+from sbpflow.runtime.ranges import Range
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     DENSE_GRADIENTS,
@@ -57,6 +60,7 @@ _BYTES: Mapping[str, tuple[str, ...]] = {
 # Rows leave their owners as vectors and come back as gradients: what one rank's rows skew.
 _NOT_IN = {VECTORS: ONE_RECEIVES, ROW_GRADIENTS: ONE_SENDS}
 _FLOAT = 4  # bytes
+Count = Annotated[int, Range(low=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +73,10 @@ class Transfer:
 
     name: str
     skew: str
-    ranks: tuple[int, ...]
-    sent_bytes: tuple[int, ...]
-    received_bytes: tuple[int, ...]
-    ms: float
+    ranks: tuple[Count, ...]
+    sent_bytes: tuple[Count, ...]
+    received_bytes: tuple[Count, ...]
+    ms: Annotated[float, Range(low=0, below=1e12)]
 
     @property
     def most_bytes(self) -> int:
@@ -80,16 +84,19 @@ class Transfer:
         return max(*self.sent_bytes, *self.received_bytes)
 
 
-def transfer_of(tree: Mapping[str, Any]) -> Transfer:
-    """From JSON; KeyError where a value is missing."""
-    return Transfer(
-        name=tree["name"],
-        skew=tree["skew"],
-        ranks=tuple(tree["ranks"]),
-        sent_bytes=tuple(tree["sent_bytes"]),
-        received_bytes=tuple(tree["received_bytes"]),
-        ms=tree["ms"],
-    )
+def transfer_of(tree: Mapping[str, Any], key: str = "transfer") -> Transfer:
+    """From JSON; ConfigError, which begins with ``key``, for anything else."""
+    found = build(Transfer, tree)
+    check_transfer(found, key)
+    return found
+
+
+def check_transfer(one: Transfer, key: str) -> None:
+    """ConfigError unless it is a transfer that the engine makes, of as many ranks throughout."""
+    if one.skew not in SKEWS.get(one.name, ()):
+        raise ConfigError(f"{key}: no transfer {brief(one.name)} with parts {brief(one.skew)}")
+    if {len(one.sent_bytes), len(one.received_bytes)} != {len(one.ranks)} or not one.ranks:
+        raise ConfigError(f"{key}: ranks, sent_bytes and received_bytes are not of one length")
 
 
 def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tuple[Floats, Floats]:

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.json_file import is_count, object_of, parse_json, why_not
 
 FORMAT = "sbpflow-checkpoint"
 VERSION = 1
@@ -149,10 +150,10 @@ def from_json(text: str, path: Path) -> Index:
     """The index of ``to_json``; CheckpointError, naming ``path``, for anything else."""
     try:
         return _parse(text)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: is not an index that this version reads ({why}); use another checkpoint"
+            f"{path}: is not an index that this version reads ({why_not(error)}); use another "
+            "checkpoint"
         ) from error
 
 
@@ -175,7 +176,8 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def _parse(text: str) -> Index:
-    tree = json.loads(text)
+    # A document may hold infinity, such as a loss that was watched; its reader checks that.
+    tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
         _wrong(f"its format is {tree['format']!r}, not {FORMAT}")
     if type(tree["version"]) is not int or tree["version"] != VERSION:
@@ -193,7 +195,7 @@ def _parse(text: str) -> Index:
     tensors = {
         name: _tensor_from_json(name, value, files) for name, value in content["tensors"].items()
     }
-    documents = dict(content["documents"])
+    documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
         _wrong(f"run {content['run']!r} is no name")
     return Index(
@@ -259,9 +261,9 @@ def _digest(content: object) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        _wrong(f"{value!r} is no count")
-    return value
+    if not is_count(value):
+        _wrong(f"{str(value)[:80]!r} is no count")
+    return cast("int", value)
 
 
 def _wrong(why: str) -> NoReturn:

@@ -23,6 +23,7 @@ from sbpflow.checkpoint.format import (
     from_json,
 )
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.json_file import JsonError, read_text
 
 
 def open_checkpoint(path: str | Path) -> "Checkpoint":
@@ -33,17 +34,15 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
     folder = Path(path)
     file = folder / INDEX_FILE
     try:
-        text = file.read_text(encoding="ascii")
+        text = read_text(file)
     except FileNotFoundError as error:
         what = "holds no" if folder.is_dir() else "is no folder with"
         raise CheckpointError(
             f"{folder}: {what} {INDEX_FILE}; give the folder of one checkpoint, "
             f"for example {folder / 'step-1000'}"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{file}: cannot be read ({_why(error)}); use another checkpoint"
-        ) from error
+    except JsonError as error:
+        raise CheckpointError(f"{error}; use another checkpoint") from error
     found = Checkpoint(folder, from_json(text, file))
     found.check_files()
     return found

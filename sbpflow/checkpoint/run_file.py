@@ -14,10 +14,12 @@ from typing import Any, Literal, cast, get_args
 from sbpflow.checkpoint.folder import sync_folder, write_synced
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.json_file import object_of, parse_json, read_text, why_not
 
 RUN_FILE = "run.json"
 FORMAT, VERSION = "sbpflow-run", 2
 Status = Literal["training", "finished"]
+MOST_BYTES = 2**24
 _RUN = re.compile(r"[0-9a-f]{12}")
 
 
@@ -45,11 +47,11 @@ def read_run(folder: Path) -> RunFacts | None:
     """What ``write_run`` wrote; None without a file, CheckpointError for a damaged one."""
     path = folder / RUN_FILE
     try:
-        return _from_text(path.read_text(encoding="ascii"))
+        return _from_text(read_text(path, max_bytes=MOST_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = why_not(error).removeprefix(f"{path}: ")
         raise CheckpointError(
             f"{path}: cannot be used ({why}); it says which run these checkpoints belong to. Put "
             "an undamaged copy back, or use checkpoint.resume=never to start anew (they are moved "
@@ -70,7 +72,7 @@ def _to_text(facts: RunFacts) -> str:
 
 def _from_text(text: str) -> RunFacts:
     """Files of version 1 are the bare content; both must be byte for byte what is written."""
-    tree = json.loads(text)
+    tree = object_of(parse_json(text), "the file")
     is_first = "format" not in tree and "status" in tree
     if not is_first and tree["format"] != FORMAT:
         raise ValueError(f"its format is {tree['format']!r}, not {FORMAT}")

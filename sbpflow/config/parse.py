@@ -6,6 +6,7 @@ exists; this file only reads them (annotations, defaults, ``Range`` and ``Exampl
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import types
@@ -27,7 +28,7 @@ Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1
-MAX_ENTRIES = 10_000  # of a list
+MAX_ENTRIES = 10_000  # of a list or a group
 _MOST_SHOWN = 200  # characters of a value in a message
 
 
@@ -104,7 +105,7 @@ class _UnknownKeyError(ConfigError):
 def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxyType({})) -> C:
     if not isinstance(tree, Mapping):
         _refuse(key, tree, "a group of keys", _first_key(cls))
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _hints(cls)
     fields = _fields(cls)
     values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -258,6 +259,11 @@ def _parse_tuple(value: object, kind: Any, key: str, example: object) -> tuple[A
 def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         _refuse(key, value, "a group of keys", example)
+    if len(value) > MAX_ENTRIES:
+        raise ConfigError(
+            f"{key}: a group of {len(value):,} keys; use at most {MAX_ENTRIES:,}, with patterns "
+            "that match several names"
+        )
     return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}
 
 
@@ -337,6 +343,13 @@ def _eg(key: str, example: object) -> str:
     return "" if example is None else f"; for example {key.rpartition('.')[2]}: {show(example)}"
 
 
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Annotations with their marks: resolving them takes far longer than reading a value."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
 def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
     return {field.name: field for field in dataclasses.fields(cls)}
 
@@ -349,7 +362,7 @@ def _all_keys(kind: Any, prefix: str) -> list[str]:
         keys = {key for each in tagged or [inside] for key in _all_keys(each, prefix)}
         return sorted(keys)
     if _is_group(kind):
-        hints = typing.get_type_hints(kind, include_extras=True)
+        hints = _hints(kind)
         return [key for n, hint in hints.items() for key in _all_keys(hint, _join(prefix, n))]
     groups = [arg for arg in typing.get_args(kind) if _is_group(arg)]
     return sorted({key for group in groups for key in _all_keys(group, prefix)}) or [prefix]
@@ -378,7 +391,7 @@ def _example_of(hint: Any) -> object:
 
 
 def _first_key(cls: type[Any]) -> object:
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _hints(cls)
     name, field = next(iter(_fields(cls).items()))
     return {name: _example(field, hints[name])}
 

@@ -5,7 +5,7 @@ raise what they like. Here every refusal is a ConfigError, before anything large
 """
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -22,7 +22,8 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{len(text):,} characters of YAML; at most {MAX_CHARACTERS:,} are read")
     try:
-        return yaml.load(text, _Loader)
+        # One object for each alias, so that an override of one does not change the others.
+        return unshared(yaml.load(text, _Loader))
     except ConfigError:
         raise
     except (
@@ -30,6 +31,15 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
         *(ArithmeticError, RecursionError),
     ) as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())[:400]}") from error
+
+
+def unshared(value: Any) -> Any:  # noqa: ANN401
+    """A copy in which no list or mapping stands in two places."""
+    if isinstance(value, dict):
+        return {name: unshared(item) for name, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [unshared(item) for item in cast("list[Any]", value)]
+    return value
 
 
 class _Loader(yaml.SafeLoader):

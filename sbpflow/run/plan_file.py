@@ -8,8 +8,11 @@ A dataclass is an object with its class name under "is", a dtype {"dtype": name}
 import dataclasses
 import hashlib
 import json
+import types
+import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from functools import cache
+from typing import Any, Literal, cast
 
 import torch
 
@@ -25,6 +28,7 @@ from sbpflow.embedding.rules.registry import known_rules, rule_class
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
+from sbpflow.runtime.json_file import object_of, parse_json, why_not
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -87,15 +91,15 @@ def _digest(content: object) -> str:
 def plan_from_json(text: str) -> RunPlan:
     """The plan of ``plan_to_json``; DataError for anything else. Nothing is imported or run."""
     try:
-        content = json.loads(text)
+        content = object_of(parse_json(text), "the file")
         found = content["format"]
         if _digest(content["plan"]) != content["sha256"]:
             raise ValueError("its checksum does not fit: it was changed")
         known = found is not True and found in (FORMAT, WITHOUT_LOOKAHEAD)
         plan = _decode(content["plan"]) if known else None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"plan: is not what a run wrote into {PLAN_FILE} ({type(error).__name__}: {error})"
+            f"plan: is not what a run wrote into {PLAN_FILE} ({why_not(error)})"
         ) from error
     if not isinstance(plan, RunPlan):
         raise DataError(f"plan: format {found!r}; this version reads {FORMAT}")
@@ -163,6 +167,39 @@ def _decode(value: object) -> object:
     if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
         return _decode_older_schedule(content)
     kind = _CLASSES[content["is"]]
-    fields = {_RENAMED.get(key, key): _decode(item) for key, item in content.items()}
-    del fields["is"]
-    return kind(**fields)
+    values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
+    for key, item in values.items():
+        if not _fits(item, _hints(kind)[key]):
+            raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")
+    return kind(**values)
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
+    """Whether a decoded value, whose own parts were checked before, may stand for ``hint``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple or origin is Sequence:
+        if not isinstance(value, tuple):
+            return False
+        items = cast("tuple[object, ...]", value)
+        if args[-1] is Ellipsis or origin is Sequence:
+            return all(_fits(item, args[0]) for item in items)
+        return len(items) == len(args) and all(map(_fits, items, args))
+    if origin is Mapping or origin is dict:
+        if not isinstance(value, dict):
+            return False
+        entries = cast("dict[object, object]", value).items()
+        return all(_fits(key, args[0]) and _fits(item, args[1]) for key, item in entries)
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (int, str, bool):
+        return type(value) is hint
+    return hint in (Any, object) or isinstance(value, origin or hint)

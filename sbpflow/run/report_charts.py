@@ -10,6 +10,7 @@ Point = tuple[float, float]
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
+_LEAST = 1e-100  # a range below it is a point
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ def _shade(place: int, count: int) -> str:
 
 def _range(values: Sequence[float], *, tight: bool = False) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if low == high:
-        spread = abs(low) / 10 or 1.0
+    if high - low <= max(_LEAST, 1e-9 * max(abs(low), abs(high))):  # too near to be told apart
+        spread = max(abs(low), abs(high)) / 10
+        spread = spread if spread > _LEAST else 1.0
         return low - spread, high + spread
     room = 0.0 if tight else 0.05 * (high - low)
     return low - room, high + room

@@ -1,21 +1,20 @@
 """What a report page shows of a run, read from the files that the run left in its folder."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from sbpflow.config.parse import brief
+from sbpflow.config.yaml_text import load_yaml
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.explain import describe
 from sbpflow.run.plan_file import plan_from_json
+from sbpflow.run.report_events import Event, check_event, time_of
+from sbpflow.runtime.json_file import JsonError, parse_json, read_text
 from sbpflow.training.report import METRICS_FILE, START_FILE
 from sbpflow.training.run_folder import PLAN_FILE
 
-Event = Mapping[str, Any]
 Point = tuple[float, float]
 
 
@@ -43,7 +42,7 @@ class Run:
 
     def minutes(self, event: Event) -> float:
         """Since the first event, which is when steps were first logged."""
-        return (_time(event) - _time(self.events[0])).total_seconds() / 60
+        return (time_of(event) - time_of(self.events[0])).total_seconds() / 60
 
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:
         """(step or minutes, value) of every step event, or of every evaluation of ``split``."""
@@ -88,30 +87,32 @@ def read_run(folder: Path, name: str) -> Run:
         )
     events, notes = _events(file)
     plan, why = _plan(folder / PLAN_FILE)
-    settings = _settings(folder / START_FILE)
-    notes += [why] if why else []
+    settings, what = _settings(folder / START_FILE)
+    notes += [note for note in (why, what) if note]
     return Run(name=name, events=events, plan=plan, settings=settings, notes=tuple(notes))
 
 
 def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
     """The lines; of a run that was killed the last one may be cut off."""
-    lines = file.read_text(encoding="ascii").splitlines()
+    try:
+        *lines, last = read_text(file).split("\n")
+    except JsonError as error:
+        raise DataError(f"{error}; restore the file, or report another run") from error
     events: list[Event] = []
     notes: list[str] = []
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
-            _time(event)
-            event["event"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise DataError(
-                    f"{file}: line {number} is no event of a run ({type(error).__name__}); it was "
-                    "changed, or another program wrote it"
-                ) from error
-            notes.append(f"line {number} of {METRICS_FILE}, the last, is cut off")
-            break
-        events.append(event)
+            events.append(check_event(parse_json(line)))
+        except JsonError as error:
+            raise DataError(
+                f"{file}: line {number} is no event of a run ({error}); it was changed, or another "
+                "program wrote it: restore the file, or report another run"
+            ) from error
+    if last:  # it does not end in a newline
+        try:
+            events.append(check_event(parse_json(last)))
+        except JsonError:
+            notes.append(f"line {len(lines) + 1} of {METRICS_FILE}, the last, is cut off")
     if not events:
         raise ConfigError(f"report: {file} has no events yet; wait for step 2 of the run")
     if events[-1]["event"] != "final":
@@ -120,19 +121,23 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
 
 
 def _plan(file: Path) -> tuple[dict[str, Any], str]:
-    if not file.is_file():
-        return {}, f"no {PLAN_FILE}: no layouts, no planned memory"
     try:
-        return describe(plan_from_json(file.read_text(encoding="ascii"))), ""
-    except DataError as error:
+        return describe(plan_from_json(read_text(file))), ""
+    except FileNotFoundError:
+        return {}, f"no {PLAN_FILE}: no layouts, no planned memory"
+    except (JsonError, DataError) as error:
         return {}, f"{PLAN_FILE} is not shown: {error}"
 
 
-def _settings(file: Path) -> dict[str, str]:
-    """{dotted key: value} of the configuration that the run started with."""
-    if not file.is_file():
-        return {}
-    lines = iter(file.read_text(encoding="utf-8").splitlines())
+def _settings(file: Path) -> tuple[dict[str, str], str]:
+    """{dotted key: value} of the configuration that the run started with, and what is missing."""
+    try:
+        text = read_text(file)
+    except FileNotFoundError:
+        return {}, ""
+    except JsonError as error:
+        return {}, f"{START_FILE} is not shown: {error}"
+    lines = iter(text.splitlines())
     block: list[str] = []
     for line in lines:
         if line == "config:":
@@ -141,7 +146,13 @@ def _settings(file: Path) -> dict[str, str]:
         if not line.startswith("  "):
             break
         block.append(line[2:])
-    return dict(_flat("", yaml.safe_load("\n".join(block)) or {}))
+    try:
+        tree = load_yaml("\n".join(block)) or {}
+    except ConfigError as error:
+        return {}, f"the configuration in {START_FILE} is not shown: {error}"
+    if not isinstance(tree, dict):
+        return {}, f"the configuration in {START_FILE} is not shown: it is {brief(tree)}"
+    return dict(_flat("", tree)), ""
 
 
 def _flat(key: str, value: object) -> list[tuple[str, str]]:
@@ -149,7 +160,3 @@ def _flat(key: str, value: object) -> list[tuple[str, str]]:
         items = value.items()
         return [pair for n, item in items for pair in _flat(f"{key}.{n}" if key else str(n), item)]
     return [(key, str(value))]
-
-
-def _time(event: Event) -> datetime:
-    return datetime.fromisoformat(event["time"])

@@ -28,6 +28,7 @@ from sbpflow.config.renamed import current_key
 from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.job import Job
+from sbpflow.run.saved_documents import check_loop, check_start, saved_set
 from sbpflow.training.health import gather_facts, on_all_or_none
 from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, set_aside
 
@@ -253,7 +254,7 @@ def _restored(path: Path, job: Job, data: DataFacts) -> str:
     """Why this rank could not restore the job from there; "" if it has."""
     try:
         checkpoint = open_checkpoint(path)
-        saved = checkpoint.documents["data"]
+        saved = saved_set(checkpoint)
         relation = data.relation(saved)
         if relation == "other":
             raise CheckpointError(
@@ -261,6 +262,7 @@ def _restored(path: Path, job: Job, data: DataFacts) -> str:
                 f"vocabulary than those of {data.path}; use that set, or one that was grown from "
                 "it (sbpflow prepare --like OLD --grow)"
             )
+        check_loop(checkpoint) if relation == "grown" else check_start(checkpoint)
         job.restore(checkpoint, grown=relation == "grown")
     except CheckpointError as error:
         return str(error)

@@ -71,19 +71,24 @@ def saved_layouts(
     and S(0) on another number: nothing is planned anew, and no file need be there. Rules of
     ``parallel.tables`` on ranks that are not there become S(0), too. What overrides name is left.
     """
-    tree: Any = with_current_keys(checkpoint.documents["config"])
     given: Any = plain(config.parallel)
-    saved = tree.get("parallel", {})
+    saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
+    saved_tables = _group(saved, "tables")
     tables = {
         pattern: TableRule(sbp="S(0)", comm_dtype=rule.comm_dtype)
-        if _outside(rule, world_size)
-        and given["tables"][pattern] == saved.get("tables", {}).get(pattern)
+        if _outside(rule, world_size) and given["tables"][pattern] == saved_tables.get(pattern)
         else rule
         for pattern, rule in config.parallel.tables.items()
     }
     config = replace(config, parallel=replace(config.parallel, tables=tables))
     same = config.parallel.plan == saved.get("plan")
     return config, _planned_rules(checkpoint, world_size) if given["plan"] and same else None
+
+
+def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The group of keys there; none where it is not given."""
+    found = tree.get(key)
+    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
 
 
 def _outside(rule: TableRule, world_size: int) -> bool:
@@ -116,6 +121,8 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) ->
     except DataError:
         return None
     if replace(kept, kernels=plan.kernels, priced=plan.priced) != plan:
+        return None
+    if kept.kernels.keys() != plan.kernels.keys():
         return None
     asked = {
         table.name

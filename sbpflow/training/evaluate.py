@@ -6,6 +6,7 @@ do not depend on the number of ranks. Of more rows, counts and sums are added up
 
 import difflib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -130,8 +131,8 @@ def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
                 f"train.slices: {name} is no field of one id per row; the data has "
                 f"{', '.join(first) or 'none'}{hint}"
             )
-        if names.count(name) > 1:
-            raise ConfigError(f"train.slices: {name} is there twice; remove one of them")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"train.slices: {twice[0]} is there twice; remove one of them")
     return {name: first[name] for name in names}
 
 

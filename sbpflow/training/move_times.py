@@ -5,6 +5,7 @@ the device's own events beside them.
 """
 
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Generator, Mapping
@@ -16,8 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from sbpflow.runtime.json_file import JsonError, object_of, read_json
 from sbpflow.runtime.world import World
 from sbpflow.training.run_folder import TRACE_FILE
+
+LOG = logging.getLogger(__name__)
 
 
 class MoveWatch(Protocol):
@@ -103,7 +107,11 @@ class StepProfiler:
         self._world.log.enabled = self._logged
         self.path.parent.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self.path))
-        trace = json.loads(self.path.read_text(encoding="utf-8"))
+        try:
+            trace = object_of(read_json(self.path), str(self.path))
+        except JsonError as error:  # of a size or form that torch never wrote before
+            LOG.warning("%s; the trace stays without what its moves sent", error)
+            return
         _add_sent(trace["traceEvents"], self._sent)
         trace["rank"], trace["world_size"] = self._world.rank, self._world.size
         self.path.write_text(json.dumps(trace), encoding="utf-8")

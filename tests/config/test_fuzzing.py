@@ -167,3 +167,87 @@ def test_files_are_read_like_overrides(value, tmp_path):
 
 def test_aliases_within_the_limits_work():
     assert load_yaml("{a: &x [1, 2], b: *x, c: [*x, *x]}")["c"] == [[1, 2], [1, 2]]
+
+
+def test_an_override_of_one_alias_leaves_the_others_as_they_are(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text("model: {tables: {'deep.C1': &x {dim: 4}, 'deep.C2': *x}}\n")
+    tables = load_config(file, ["model.tables.deep.C1.dim=8"], models=MODELS).model.tables
+    assert (tables["deep.C1"].dim, tables["deep.C2"].dim) == (8, 4)
+
+
+MANY = 10_000
+PAIRS = [f"[a{n}, b]" for n in range(MANY)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"model: {{wide: {{crosses: [{', '.join(PAIRS)}]}}}}",
+        f"model: {{wide: {{hash_size: 9, crosses: [{', '.join(PAIRS)}]}}}}",
+        f"model: {{wide: {{columns: [{', '.join(f'a{n}' for n in range(MANY))}]}}}}",
+        f"train: {{slices: [{', '.join(f'a{n}' for n in range(MANY))}]}}",
+        f"parallel: {{tables: {{{', '.join(f'a{n}: {{sbp: B}}' for n in range(MANY))}}}}}",
+        f"parallel: {{tables: {{{', '.join(f'a{n}: {{sbp: B}}' for n in range(20_000))}}}}}",
+        f"model: {{tables: {{{', '.join(f'a{n}: {{dim: 4}}' for n in range(MANY))}}}}}",
+        f"model: {{fields: {{{', '.join(f'a{n}: {{table: b}}' for n in range(MANY))}}}}}",
+        "model: {name: dcnv2, cross_layers: 256}",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_the_longest_lists_are_read_soon(text, tmp_path):
+    """In process time, which other programs on the machine do not change."""
+    file = tmp_path / "file.yaml"
+    file.write_text(text + "\n")
+    began, said = time.process_time(), ""
+    try:
+        config = load_config(file, ["parallel.scheme=1"], models=MODELS)
+        plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    except ConfigError as error:
+        said = str(error)
+    assert len(said) < MOST_SAID
+    assert bool(said) is ("cross_layers" not in text)
+    assert time.process_time() - began < MOST_S
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            '"a\\nb"=1',
+            "a\nb=1",
+            'model={"a\\nb": 1}',
+            'parallel.plan="a\\nb"',
+            'run.dir={"a\\nb": 1}',
+        ),
+        *('train.slices.0="a\\nb"', 'model.wide.columns=["a\\nb"]', 'model.fields.*.table="a\\nb"'),
+        *(f'{group}={{"a\\nb": {{}}}}' for group in ("parallel.tables", "parallel.dense")),
+        *(f'{group}={{"a\\u2028b": {{}}}}' for group in ("parallel.kernels", "optimizer.tables")),
+        *(f'{group}={{"a\\x1bb": {{}}}}' for group in ("model.tables", "model.fields")),
+        *("run.dir=!!binary AAAA", 'model.name="a\\nb"', "run.dir=\n- a", "run.seed=a\x1b[2J"),
+    ],
+)
+def test_a_message_is_one_line_whatever_it_quotes(word):
+    said = refusal_of(["parallel.scheme=null", word], plan=True)
+    assert said
+    assert said.isprintable()
+
+
+PATHS = sorted(name for name, key in KEYS.items() if key.kind == "path")
+
+
+@pytest.mark.parametrize("name", [*PATHS, "parallel.plan", "checkpoint.resume"])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("x" * 5000, "5,000 bytes"),
+        ("x" * 241, "has a name of 241 bytes, and names have at most 240"),
+        ("a/" * 2000, "has 4,000 bytes, and a path has at most 3,800"),
+        ('"\\ud800"', "half of a surrogate pair"),
+    ],
+)
+def test_a_path_that_no_file_system_takes_is_one_message(name, path, says):
+    said = refusal_of([*KEYS[name].needs, f"{name}={path}"])
+    assert said.startswith(f"{name}: ")
+    assert says in said
+    assert "use a local path such as out/criteo" in said

@@ -45,6 +45,15 @@ from sbpflow.planner.costs.work import INDEX, MEMORY
 from sbpflow.planner.task import Choice, Shape
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
+ENTRY = {
+    "sample": 1,
+    "name": "a",
+    "plan": {"t": ["S(0)", "unique", [2, 1], [0, 1]]},
+    "phases": [[0.5] * NUM_PHASES] * 2,
+    "step_ms": 3.5,
+    "rounds_ms": [3.0, 4.0],
+    "peak_bytes": [1000, 2000],
+}
 SETTINGS = replace(
     QUICK,
     seconds=0.0,
@@ -112,10 +121,18 @@ def test_a_calibration_is_kept_and_goes_on_where_it_stopped(ranks, tmp_path):
 
 def test_the_journal_of_another_machine_is_not_taken(tmp_path):
     path = tmp_path / "measured.jsonl"
-    entry = {"sample": 1, "name": "a", "facts": {"cpu": "one"}}
+    entry = {**ENTRY, "facts": {"cpu": "one"}}
     path.write_text(json.dumps(entry) + "\n" + '{"cut off')
     assert set(Journal(path, {"cpu": "one"}).entries) == {(1, "a")}
     assert not Journal(path, {"cpu": "other"}).entries
+
+
+def test_what_is_written_behind_a_line_that_was_cut_off_is_read(tmp_path, caplog):
+    path = tmp_path / "measured.jsonl"
+    path.write_text('{"cut off')
+    Journal(path, {"cpu": "one"}).add_transfers([])
+    assert "1 lines are damaged or cut off; what they had is measured again" in caplog.text
+    assert Journal(path, {"cpu": "one"}).transfers == []
 
 
 def test_samples_are_the_same_wherever_they_are_drawn():

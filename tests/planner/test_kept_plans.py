@@ -1,6 +1,7 @@
 """Plans that were chosen are kept: one search for all ranks of a machine."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from sbpflow.errors import PlanError
 from sbpflow.planner import kept_plans
+from sbpflow.planner.calibration.records import plan_tree
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.kept_plans import chosen_once
@@ -85,23 +87,24 @@ def test_half_a_file_is_chosen_anew_and_what_fails_is_not_kept():
     assert chosen_once(COST, 8, chooser) == PLAN
 
 
+def kept(tree) -> str:
+    """A file with a checksum that fits."""
+    digest = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "plan": tree})
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "[]",
-            "null",
-            "{}",
-            "[" * 100_000,
-            '{"a": 1}',
-            '{"other": ["B", "columns", [1, 1], [0]]}',
-        ),
-        json.dumps({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
-        json.dumps({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
+        *("", "[]", "null", "{}", "[" * 100_000, '{"a": 1}', "\0", "NaN"),
+        *(kept({}), kept([]), kept(None), kept({"other": ["B", "columns", [1, 1], [0]]})),
+        kept({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
+        kept({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
+        kept({name: ["B", "columns", 3, [0]] for name in PLAN}),
+        kept(plan_tree(PLAN)).replace("[0", "[1", 1),
     ],
 )
-def test_what_is_no_plan_of_the_task_is_chosen_anew(text):
+def test_what_is_no_plan_of_the_task_is_chosen_anew(text, caplog):
     chooser = Chooser()
     chosen_once(COST, 7, chooser)
     (file,) = (cache_dir() / "plans").iterdir()
@@ -109,6 +112,7 @@ def test_what_is_no_plan_of_the_task_is_chosen_anew(text):
     assert chosen_once(COST, 7, chooser) == PLAN
     assert chosen_once(COST, 7, chooser) == PLAN
     assert chooser.asked == 2
+    assert len(caplog.records) == bool(text), "one line, and none for a file that is new"
 
 
 def test_a_full_disk_costs_the_next_start_its_plan_and_not_this_run(monkeypatch, caplog):

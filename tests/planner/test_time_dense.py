@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import fit
 from sbpflow.planner.calibration.time_dense import (
@@ -119,5 +120,5 @@ def test_a_journal_keeps_dense_parts_of_the_same_machine(tmp_path):
     assert not Journal(path, {"cpu": "one"}).entries
     assert Journal(path, {"cpu": "other"}).dense is None
     tree = json.loads(path.read_text())["dense"][0]
-    with pytest.raises(KeyError, match="samples"):
+    with pytest.raises(ConfigError, match="samples: not given"):
         dense_time_of({key: value for key, value in tree.items() if key != "samples"})

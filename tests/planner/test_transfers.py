@@ -89,7 +89,7 @@ def test_a_journal_keeps_transfers_of_the_same_machine(tmp_path):
     (line,) = path.read_text().splitlines()
     tree = json.loads(line)["transfers"][0]
     assert transfer_of(tree) == made(ROWS, EVEN, 100)
-    with pytest.raises(KeyError, match="skew"):
+    with pytest.raises(ConfigError, match="skew: not given"):
         transfer_of({key: value for key, value in tree.items() if key != "skew"})
 
 

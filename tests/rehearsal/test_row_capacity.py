@@ -95,7 +95,7 @@ def test_any_share_trains_to_equal_bits(rehearsed_ranks, ranks, case):
 
 
 def test_half_rows_and_wires_too(rehearsed_ranks):
-    narrow = {"table_dtype": "bfloat16", "exchange_dtype": "bfloat16"}
+    narrow = {"table_dtype": "bfloat16", "comm_dtype": "bfloat16"}
     wanted = rehearsed_ranks(2, train_ahead, config_of("unique", None, **narrow))
     for share in (1.0, 0.3):
         assert_equal(rehearsed_ranks(2, train_ahead, config_of("unique", share, **narrow)), wanted)

@@ -93,6 +93,33 @@ def test_collectives_are_called_where_they_may_be():
     assert called <= {(file, one) for file, may in CALLERS.items() for one in may}
 
 
+# JSON that is no file: messages between ranks, and a value that was text a moment ago.
+MESSAGES = set(
+    "sbpflow/runtime/exit_messages.py sbpflow/runtime/startup.py sbpflow/training/health.py "
+    "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/checkpoints.py "
+    "planner/calibration/calibrate.py planner/calibration/measure.py "
+    "planner/calibration/time_dense.py planner/calibration/time_transfers.py".split()
+)
+
+
+def test_files_of_json_and_yaml_are_read_in_one_place_each():
+    """With limits and one form of message: ``runtime/json_file.py`` and ``config/yaml_text.py``."""
+    found = {"json": set[str](), "yaml": set[str]()}
+    for package in ("sbpflow", "models", "data", "planner"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and node.attr in ("load", "loads", "safe_load")
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id in found
+                ):
+                    found[node.value.id].add(str(path.relative_to(ROOT)))
+    assert found["json"] == {*MESSAGES, "sbpflow/runtime/json_file.py"}
+    # ``task.py`` reads back text that it has just made.
+    assert found["yaml"] == {"sbpflow/config/yaml_text.py", "planner/task.py"}
+
+
 def test_no_other_name_stands_for_torch_distributed():
     """So that the test above sees every call."""
     for path in FILES:

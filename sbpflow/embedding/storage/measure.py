@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -36,12 +36,15 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.cache_dir import cache_dir, make_private
+from sbpflow.runtime.json_file import JsonError, is_number, object_of, read_json
 
 LOG = logging.getLogger(__name__)
 
 BAND = 0.05  # what another kernel must be faster by than the one that is taken unmeasured
 MOST_ELEMENTS = 1 << 25  # of a table that is made to measure on
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
+MOST_BYTES = 2**24  # of the file of times
+MOST_MS = 1e9  # that a batch can take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +125,21 @@ class Profile:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
+        self._warned = False
 
     def find(self, shape: StackShape) -> dict[str, float] | None:
-        """Milliseconds by kernel, if they were measured."""
+        """Milliseconds by kernel, if they were measured; None, with a warning, for anything else.
+
+        An entry can name a kernel that this version does not have.
+        """
         entry = self._entries().get(shape.key())
-        times = entry.get("ms") if isinstance(entry, dict) else None
-        return dict(times) if isinstance(times, dict) and times else None
+        if entry is None:
+            return None
+        times: object = entry.get("ms") if isinstance(entry, dict) else None
+        if _are_times(times):
+            return times
+        self._warn("an entry does not have milliseconds by kernel")
+        return None
 
     def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
         """Add an entry; the file is replaced as a whole. A warning where it cannot be written."""
@@ -147,12 +159,26 @@ class Profile:
             )
 
     def _entries(self) -> dict[str, Any]:
-        """Empty where there is no file, or one that something else has written."""
+        """Empty where there is no file, or, with a warning, one that cannot be used."""
         try:
-            found = json.loads(self.path.read_text())
-        except (OSError, ValueError):
+            return object_of(read_json(self.path, max_bytes=MOST_BYTES), str(self.path))
+        except FileNotFoundError:
             return {}
-        return found if isinstance(found, dict) else {}
+        except JsonError as error:
+            self._warn(str(error).removeprefix(f"{self.path}: "))
+            return {}
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            LOG.warning("%s: %s; these kernels are measured again", self.path, why)
+        self._warned = True
+
+
+def _are_times(value: object) -> TypeGuard[dict[str, float]]:
+    if not isinstance(value, dict) or not value:
+        return False
+    times = cast("dict[str, Any]", value).values()
+    return all(is_number(ms) and 0 < ms < MOST_MS for ms in times)
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:

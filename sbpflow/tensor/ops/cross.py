@@ -160,9 +160,9 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Of rows; one block on CUDA, where every kernel uses the whole device."""
+    """Of rows; one block on CUDA, where every kernel uses the whole device, and on meta."""
     size = max(_LEAST_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
-    size = len(x) if x.is_cuda else size
+    size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
 
 

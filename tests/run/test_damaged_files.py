@@ -1,0 +1,273 @@
+"""Damaged files of runs, sets and checkpoints: one message of ours, or what was written."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbpflow.__main__ import checkpoint as checkpoint_command
+from sbpflow.__main__ import predict, report
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.run_file import RunFacts, read_run, write_run
+from sbpflow.data.__main__ import main as data_main
+from sbpflow.data.format.manifest import check_unchanged, load_manifest
+from sbpflow.data.prepare.workspace import read_record, write_record
+from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.embedding.storage.measure import Profile, choose_by_times
+from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.models.registry import MODELS
+from sbpflow.run.report_page import write_report
+from sbpflow.run.saved_documents import check_start, saved_set
+from sbpflow.run.saved_model import saved_config, saved_layouts
+from sbpflow.runtime.json_file import JsonError, parse_json, read_json
+from tests.damage import FILES, VALUES, damaged
+from tests.embedding.test_measure import shape_of
+
+OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
+OURS = (ConfigError, DataError, CheckpointError)
+MOST_SAID = 3000  # characters of a message
+
+
+def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
+    """What it gives and "", or None and the message of one of our errors; others are failures."""
+    try:
+        return read(), ""
+    except OURS as error:
+        said = str(error)
+    assert said.isprintable(), said
+    assert len(said) < MOST_SAID, said
+    return None, said
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The folder of a run, as far as a report reads it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "plan.json", "start.txt"):
+        shutil.copy(OLD / "run" / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("metrics.jsonl", 180), ("plan.json", 60), ("start.txt", 60)]
+)
+def test_a_report_of_damaged_files_is_a_page_or_one_message(run, name, count):
+    file, others = run / name, tuple(path.read_bytes() for path in run.iterdir())
+    refused = noted = 0
+    for copy in damaged(file.read_bytes(), count, others=others):
+        file.write_bytes(copy)
+        page, said = outcome(lambda: write_report([run], run / "page.html").read_text())
+        refused += bool(said)
+        assert not said or str(file) in said
+        if name == "plan.json":
+            noted += "plan.json is not shown" in page
+    assert name != "plan.json" or noted == count, "it has a checksum"
+    assert name != "metrics.jsonl" or refused > count / 2
+
+
+def test_report_ends_with_code_2_and_the_way_out(run, capsys):
+    file = run / "metrics.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"step": 2,', b'"step": NaN,', 1))
+    assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is no event")
+    assert "NaN is not a JSON number" in outcome(lambda: report([str(run)]))[1]
+
+
+def test_a_damaged_manifest_is_refused(tmp_path, capsys):
+    shutil.copy(OLD / "set" / "manifest.json", tmp_path)
+    whole, file = load_manifest(tmp_path), tmp_path / "manifest.json"
+    for copy in damaged(file.read_bytes(), 150):
+        file.write_bytes(copy)
+        found, said = outcome(lambda: load_manifest(tmp_path))
+        assert said.startswith(f"{file}: ") or found.content == whole.content
+        assert outcome(lambda: check_unchanged(whole))[1] or found is not None
+    file.write_bytes(b"[" * 100_000)
+    assert data_main(["stats", str(tmp_path)]) == 2
+    assert "manifest.json: more than 64 levels of nesting; restore it" in capsys.readouterr().err
+
+
+def test_a_damaged_record_of_a_piece_is_made_again(tmp_path):
+    file, content = tmp_path / "0.json", {"rows": 5, "files": {"a": [1, 2, {"crc32": 7}]}}
+    write_record(file, content)
+    for copy in damaged(file.read_bytes(), 200):
+        file.write_bytes(copy)
+        assert read_record(file, content) in (None, content)
+
+
+def test_a_damaged_run_file_is_refused(tmp_path):
+    facts = RunFacts(run="0123456789ab", facts={"run.seed": "7"}, status="training")
+    write_run(tmp_path, facts)
+    file = tmp_path / "run.json"
+    for copy in damaged(file.read_bytes(), 200):
+        file.write_bytes(copy)
+        assert outcome(lambda: read_run(tmp_path))[1].startswith(f"{file}: cannot be used (")
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+    folder = tmp_path / "step-5"
+    shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
+    whole, file = open_checkpoint(folder).index, folder / "index.json"
+    for copy in damaged(file.read_bytes(), 150):
+        file.write_bytes(copy)
+        found, said = outcome(lambda: open_checkpoint(folder))
+        assert said.startswith(str(file)) or found.index == whole
+
+
+def rewritten(raw: bytes, documents: Mapping[str, Any]) -> bytes:
+    """The index with other documents and a digest that fits."""
+    tree = json.loads(raw)
+    tree["content"]["documents"] = documents
+    tree["sha256"] = hashlib.sha256(json.dumps(tree["content"]).encode()).hexdigest()
+    return json.dumps(tree).encode()
+
+
+def test_documents_under_a_digest_that_fits_are_checked(tmp_path):
+    folder = tmp_path / "step-5"
+    shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
+    file = folder / "index.json"
+    raw = file.read_bytes()
+    documents = json.loads(raw)["content"]["documents"]
+
+    def use() -> None:
+        saved = open_checkpoint(folder)
+        saved_set(saved)
+        check_start(saved)
+        config = saved_config(saved, (), models=MODELS, own_model=None)
+        saved_layouts(saved, config, 2)
+
+    use()
+    refused = 0
+    for key in ("data", "cursor", "loop", "best", "steps_of_before", "metrics_bytes", "config"):
+        without = {name: value for name, value in documents.items() if name != key}
+        copies = [json.dumps(without).encode()]
+        part = json.dumps({key: documents[key]}).encode()
+        copies += damaged(part, 40, seed=len(copies))
+        for copy in copies:
+            try:
+                changed = {**without, **json.loads(copy)}
+                file.write_bytes(rewritten(raw, changed))
+            except (ValueError, TypeError, RecursionError):
+                continue  # no JSON object: the digest does not get that far
+            refused += bool(outcome(use)[1])
+    assert refused > 60
+
+
+@pytest.mark.parametrize("key", ["data", "cursor", "loop", "steps_of_before", "metrics_bytes"])
+def test_a_document_that_is_not_there_is_named(tmp_path, key):
+    folder = tmp_path / "step-5"
+    shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
+    file = folder / "index.json"
+    documents = json.loads(file.read_bytes())["content"]["documents"]
+    del documents[key]
+    file.write_bytes(rewritten(file.read_bytes(), documents))
+    saved = open_checkpoint(folder)
+    check = saved_set if key == "data" else check_start
+    with pytest.raises(CheckpointError, match=rf"step-5: its {key} is not there and must be"):
+        check(saved)
+
+
+def test_a_loss_that_was_infinite_when_it_was_watched_is_read(tmp_path):
+    folder = tmp_path / "step-5"
+    shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
+    file = folder / "index.json"
+    documents = json.loads(file.read_bytes())["content"]["documents"]
+    for value, fits in ((float("inf"), True), (0.5, True), (None, True), (float("nan"), False)):
+        documents["loop"] = {"stop": {"value": value, "step": 3, "waited": 1}}
+        file.write_bytes(rewritten(file.read_bytes(), documents))
+        said = outcome(lambda: check_start(open_checkpoint(folder)))[1]
+        assert fits is not bool(said), said
+    assert "its loop.stop.value is nan" in said
+
+
+def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(OLD / "run", run)
+    file = run / "checkpoints" / "step-10" / "index.json"
+    for copy in (b"[" * 10_000, b"{}", file.read_bytes()[:-9], b"9" * 5000):
+        file.write_bytes(copy)
+        assert checkpoint_command(["verify", str(run)]) == 1
+        words = ["--checkpoint", str(run), "--input", str(OLD / "set"), "--output"]
+        said = outcome(lambda: predict([*words, str(tmp_path / "scores.parquet")]))[1]  # noqa: B023
+        assert "every checkpoint there is damaged" in said
+    assert not (tmp_path / "scores.parquet").exists()
+
+
+def test_a_damaged_file_of_kernel_times_is_measured_again(tmp_path, caplog):
+    path, shape = tmp_path / "kernels.json", shape_of()
+    Profile(path).keep(shape, {"torch": 1.5, "numba": 1.0})
+    unmeasured = KernelChoice("torch", "unmeasured")
+    warned = 0
+    for copy in damaged(path.read_bytes(), 300):
+        path.write_bytes(copy)
+        caplog.clear()
+        profile = Profile(path)
+        times = profile.find(shape)
+        assert profile.find(shape) == times
+        assert len(caplog.records) <= 1, "one line"
+        warned += bool(caplog.records)
+        if times is not None and set(times) <= {"torch", "numba"}:
+            choose_by_times(unmeasured, times)
+    assert warned > 150
+    assert "measured again" in caplog.text or not caplog.text
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_at_the_limits_are_read_or_refused(value):
+    found, said = None, ""
+    try:
+        found = parse_json(f'{{"key": {value}}}', "f.json")
+    except JsonError as error:
+        said = str(error)
+    assert said.startswith("f.json: ") or found
+    assert len(said) < 200
+    json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("NaN", "NaN is not a JSON number"),
+        ("-Infinity", "-Infinity is not a JSON number"),
+        ("1e999", "the number 1e999 is beyond 64 bits"),
+        ("9" * 5000, "a whole number of 5,000 digits"),
+        (str(2**64), "a whole number of 20 digits; numbers have at most 64 bits"),
+        ('"\\ud800"', "half of a surrogate pair"),
+        ('{"\\udc00": 1}', "half of a surrogate pair"),
+        ("[" * 66 + "]" * 66, "more than 64 levels of nesting"),
+        ("[" * 10**6, "more than 64 levels of nesting"),
+        ('{"a": 1', "not JSON (Expecting ',' delimiter at line 1, column 8)"),
+    ],
+)
+def test_what_json_cannot_be_is_named(text, says):
+    with pytest.raises(JsonError) as caught:
+        parse_json(text, "f.json")
+    assert says in str(caught.value)
+
+
+def test_the_size_of_a_file_is_limited(tmp_path):
+    file = tmp_path / "f.json"
+    file.write_text("[1, 2, 3]")
+    assert read_json(file) == [1, 2, 3]
+    with pytest.raises(JsonError, match=r"f\.json: has 9 bytes; at most 8 are read"):
+        read_json(file, max_bytes=8)
+    with pytest.raises(JsonError, match="cannot be read"):
+        read_json(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "absent.json")
+
+
+def test_infinity_is_read_only_where_it_is_asked_for():
+    assert parse_json("[Infinity]", finite=False) == [float("inf")]
+    assert parse_json(r'"\ud83d\ude00"') == "\U0001f600"
+
+
+def test_each_kind_of_damage_is_made():
+    raw = b'{"a": [1, {"b": 2}], "c": "x"}'
+    copies = list(damaged(raw, 400))
+    assert raw not in copies
+    assert len(set(copies)) > 200
+    assert set(FILES) & set(copies)
