@@ -1,0 +1,72 @@
+"""What each key is for: which keys must be equal for a run to resume, written out."""
+
+import pytest
+
+from models.registry import MODELS
+from sbpflow.config.load import config_facts, load_config
+from sbpflow.run.resume import DataFacts, relevant_facts
+from tests.config.test_config import CONFIGS
+
+SCHEME1 = CONFIGS[0].parent / "scheme1.yaml"
+SET = DataFacts(path="set", fingerprint="a", content_id="b")
+
+# Free to change when a run resumes.
+EXECUTION = """
+run.dir data.path data.loader
+train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
+parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
+parallel.tables.deep.C1.sbp parallel.tables.deep.C1.ranks parallel.tables.deep.C1.sizes
+parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*
+parallel.kernel parallel.kernels.deep.C1
+parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_capacity parallel.timeout_s
+parallel.checked
+checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.background
+checkpoint.resume checkpoint.on_signal
+""".split()
+EXECUTION += ["parallel.tables (order)", "parallel.kernels (order)", "parallel.dense (order)"]
+# Free as well, unless train.stop or train.plateau acts on scores.
+SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
+# Fixed, as every key that is in neither list; with "parallel." in front of each.
+RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "exchange_dtype", "tables.deep.C1.exchange_dtype"]
+
+EVERYTHING = (
+    *("data.path=out/set", "train.max_steps=10", "train.profile=[1, 2]", "train.slices=[C1]"),
+    *("train.eval_rows=1000", "checkpoint.dir=out/saved", "data.out_of_range=hash"),
+    "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [60, 40], exchange: unique}",
+    "parallel.tables.deep.C1.exchange_dtype=bfloat16",
+    *("parallel.dense.mlp.0.*=S(0)", "parallel.kernels.deep.C1=torch", "parallel.scheme=2"),
+    *("parallel.table_dtype=bfloat16", "parallel.exchange_dtype=float16"),
+    *("parallel.link_gb_per_s=0.125", "parallel.row_capacity=0.5", "train.loss.focal_gamma=1.0"),
+    *("optimizer.clip.norm=5.0", "optimizer.dense_schedule.warmup_steps=3"),
+    *("optimizer.tables.wide.*={name: lazy_adam, betas: [0.9, 0.99]}", "optimizer.tables.*.lr=1.0"),
+    *("optimizer.sparse_schedule.warmup_steps=3", "model.wide.hash_size=100"),
+    *("model.fields.*_shop.table=shop", "model.tables.deep.C1={dim: 8, pooling: mean}"),
+)
+STOP, PLATEAU = "train.stop.metric=auc", "train.plateau.metric=auc"
+CASES = [
+    *[(path, ()) for path in CONFIGS],
+    *[(SCHEME1, (f"model={{name: {name}, autocast: bf16}}",)) for name in MODELS],
+    *[(SCHEME1, (*EVERYTHING, *more)) for more in ((), (STOP,), (PLATEAU,), (STOP, PLATEAU))],
+    *[(SCHEME1, (f"optimizer.sparse.name={name}",)) for name in ("sgd", "adagrad", "lazy_adam")],
+    *[(SCHEME1, (f"optimizer.dense.name={name}",)) for name in ("sgd", "adagrad", "rmsprop")],
+    (SCHEME1, ("parallel.plan=auto",)),
+    (SCHEME1, ("optimizer.sparse.name=ftrl", "optimizer.dense.name=adamw")),
+]
+
+
+@pytest.mark.parametrize(("path", "overrides"), CASES)
+def test_the_keys_that_a_resumed_run_must_have_equal(path, overrides):
+    config = load_config(path, overrides, models=MODELS)
+    free = set(EXECUTION)
+    if not {STOP, PLATEAU} & set(overrides):
+        free |= set(SCORES)
+    kept = relevant_facts(config, SET)
+    assert kept.pop("the set in data.path") == "b"
+    assert kept == {key: text for key, text in config_facts(config).items() if key not in free}
+
+
+def test_every_key_that_may_change_is_tried():
+    tried: set[str] = set()
+    for path, overrides in CASES:
+        tried |= config_facts(load_config(path, overrides, models=MODELS)).keys()
+    assert {*EXECUTION, *SCORES, *(f"parallel.{key}" for key in RESULTS_OF_PARALLEL)} <= tried
