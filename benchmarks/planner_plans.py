@@ -24,7 +24,8 @@ from planner.search.problem import Assignment, price_of
 from planner.shapes import assignment_of, plan_of, problem_of, table_wise
 from planner.task import Plan, Task, choice_of, embedding_plan
 from planner.workloads import Drawn, make_task, split_pool
-from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
+from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
 from sbpflow.run.build_plan import LOOPBACK_GB_PER_S

@@ -16,14 +16,9 @@ import torch
 import yaml
 
 from planner.costs.features import IdStats
+from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
-from sbpflow.config.table_rules import (
-    DTYPES,
-    ParallelConfig,
-    TableRule,
-    WireDtype,
-    resolve_table_layouts,
-)
+from sbpflow.config.table_rules import DTYPES, ParallelConfig, TableRule, WireDtype
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.tables import (

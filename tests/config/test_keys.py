@@ -1,12 +1,22 @@
 """What each key is for: which keys must be equal for a run to resume, written out."""
 
+import re
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, get_args
+
 import pytest
 
 from models.registry import MODELS
 from sbpflow.config.load import config_facts, load_config
+from sbpflow.config.schema import Config
 from sbpflow.run.resume import DataFacts, relevant_facts
+from sbpflow.runtime.keys import Affects, Key
+from sbpflow.runtime.ranges import Range
 from tests.config.test_config import CONFIGS
 
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "configuration.py"))
 SCHEME1 = CONFIGS[0].parent / "scheme1.yaml"
 SET = DataFacts(path="set", fingerprint="a", content_id="b")
 
@@ -70,3 +80,33 @@ def test_every_key_that_may_change_is_tried():
     for path, overrides in CASES:
         tried |= config_facts(load_config(path, overrides, models=MODELS)).keys()
     assert {*EXECUTION, *SCORES, *(f"parallel.{key}" for key in RESULTS_OF_PARALLEL)} <= tried
+
+
+def test_keys_of_a_class_of_ones_own_affect_results_unless_marked():
+    @dataclass(frozen=True, kw_only=True)
+    class Own:
+        name: str = "own"
+        dim: int = 8
+        threads: Annotated[int, Key("execution", "Threads that read.")] = 2
+
+    facts = config_facts(Config(model=Own()), ("results",))
+    assert (facts["model.name"], facts["model.dim"]) == ("own", "8")
+    assert "model.threads" not in facts
+
+
+def test_every_key_has_a_line_and_says_what_it_affects():
+    rows = [row for section in SCRIPT["sections"]() for row in section.rows]
+    assert len({row.line for row in rows}) > 90
+    for row in rows:
+        assert row.affects in get_args(Affects), row
+        assert re.fullmatch(r"[^\n|]{10,240}\.", row.line), row
+
+
+def test_a_key_without_a_mark_is_named():
+    @dataclass(frozen=True, kw_only=True)
+    class Group:
+        size: Annotated[int, Key("results", "Size of the group.")] = 1
+        depth: Annotated[int, Range(low=0)] | None = None
+
+    with pytest.raises(LookupError, match=r"Group.depth: mark it with Key\(affects, line\)"):
+        SCRIPT["rows_of"](Group)
