@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from models.layered import Count, EmbeddingDim, Hidden, LayeredSpec, ModelOptions, Widths
+from models.layered import Bottom, Count, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
@@ -43,10 +43,7 @@ class DcnV2Config(ModelOptions):
             "results", "Dense fields enter as a vector each, through the bottom MLP, or as values."
         ),
     ] = "vectors"
-    bottom: Annotated[
-        Widths,
-        Key("results", "MLP of the dense fields; a layer of embedding_dim follows."),
-    ] = ()
+    bottom: Bottom = ()
 
     def __post_init__(self) -> None:
         self.check_options()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from models.layered import EmbeddingDim, LayeredSpec, ModelOptions, Widths
+from models.layered import Bottom, EmbeddingDim, LayeredSpec, ModelOptions, Widths
 from models.layers import Layers, MlpShape, T
 from sbpflow.errors import ConfigError
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
@@ -24,9 +24,7 @@ class DlrmConfig(ModelOptions):
 
     name: Literal["dlrm"] = "dlrm"
     embedding_dim: EmbeddingDim = 16
-    bottom: Annotated[
-        Widths, Key("results", "MLP of the dense fields; a layer of embedding_dim follows.")
-    ] = (512, 256)
+    bottom: Bottom = (512, 256)
     top: Annotated[Widths, Key("results", "Hidden layers of the MLP that gives the logit.")] = (
         512,
         256,

@@ -42,6 +42,9 @@ Dropout = Annotated[
     float, Range(low=0, below=1), Key("results", "Dropout after the ReLU of hidden layers.")
 ]
 EmbeddingDim = Annotated[Count, Key("results", "Columns of the embedding tables.")]
+Bottom = Annotated[
+    Widths, Key("results", "MLP of the dense fields; a layer of embedding_dim follows.")
+]
 Hidden = Annotated[Widths, Key("results", "Widths of the hidden layers of the MLP.")]
 HALF = {"bf16": torch.bfloat16}
 
