@@ -25,7 +25,8 @@ from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from benchmarks.stages import Shape, make_shape
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
+from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S

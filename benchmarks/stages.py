@@ -29,7 +29,8 @@ from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
+from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.all_to_all import Exchange
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings

@@ -13,28 +13,37 @@ from typing import Annotated, Literal
 
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
-from sbpflow.models.layered import Count, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layered import Bottom, Count, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+from sbpflow.runtime.keys import Key
 from sbpflow.runtime.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcnV2Config(ModelOptions):
-    """Shape of the model; ``cross_rank`` makes W a product of two of that rank.
-
-    ``numeric`` says how dense fields enter: each as a vector of its own times its value, through an
-    MLP of ``bottom`` and one more layer of ``embedding_dim`` as one vector, or as their values.
-    """
+    """DCN-V2."""
 
     name: Literal["dcnv2"] = "dcnv2"
-    embedding_dim: Count = 16
-    cross_layers: Annotated[int, Range(low=1, high=256)] = 3
-    cross_rank: Annotated[Count | None, Example(512)] = None
-    structure: Literal["parallel", "stacked"] = "parallel"
-    hidden: Widths = (500, 500, 500)
-    numeric: Literal["vectors", "bottom", "values"] = "vectors"
-    bottom: Widths = ()
+    embedding_dim: EmbeddingDim = 16
+    cross_layers: Annotated[int, Range(low=1, high=256), Key("results", "Cross layers.")] = 3
+    cross_rank: Annotated[
+        Count | None,
+        Example(512),
+        Key("results", "W of a cross layer is a product of this rank; full if not given."),
+    ] = None
+    structure: Annotated[
+        Literal["parallel", "stacked"],
+        Key("results", "The MLP next to the cross layers, or behind them."),
+    ] = "parallel"
+    hidden: Hidden = (500, 500, 500)
+    numeric: Annotated[
+        Literal["vectors", "bottom", "values"],
+        Key(
+            "results", "Dense fields enter as a vector each, through the bottom MLP, or as values."
+        ),
+    ] = "vectors"
+    bottom: Bottom = ()
 
     def __post_init__(self) -> None:
         self.check_options()

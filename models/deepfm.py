@@ -12,18 +12,18 @@ from functools import cached_property
 from typing import Literal
 
 from sbpflow.errors import ConfigError
-from sbpflow.models.layered import Count, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layered import EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepFmConfig(ModelOptions):
-    """Shape of the model; ``hidden: []`` is a factorization machine without the MLP."""
+    """DeepFM; ``hidden: []`` is a factorization machine without the MLP."""
 
     name: Literal["deepfm"] = "deepfm"
-    embedding_dim: Count = 16
-    hidden: Widths = (400, 400, 400)
+    embedding_dim: EmbeddingDim = 16
+    hidden: Hidden = (400, 400, 400)
 
     def __post_init__(self) -> None:
         self.check_options()

@@ -9,25 +9,26 @@ triangle, a ReLU on the last layer of the bottom, too, and none on that of the t
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from sbpflow.errors import ConfigError
-from sbpflow.models.layered import Count, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layered import Bottom, EmbeddingDim, LayeredSpec, ModelOptions, Widths
 from sbpflow.models.layers import Layers, MlpShape, T
 from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+from sbpflow.runtime.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DlrmConfig(ModelOptions):
-    """Shape of the model; the layers of ``bottom`` lead to one more of ``embedding_dim``.
-
-    ``norm`` is of the hidden layers of both, ``dropout`` of those of ``top``.
-    """
+    """DLRM; ``norm`` is of the hidden layers of both MLPs, ``dropout`` of those of ``top``."""
 
     name: Literal["dlrm"] = "dlrm"
-    embedding_dim: Count = 16
-    bottom: Widths = (512, 256)
-    top: Widths = (512, 256)
+    embedding_dim: EmbeddingDim = 16
+    bottom: Bottom = (512, 256)
+    top: Annotated[Widths, Key("results", "Hidden layers of the MLP that gives the logit.")] = (
+        512,
+        256,
+    )
 
     def __post_init__(self) -> None:
         self.check_options()

@@ -29,6 +29,7 @@ from sbpflow.run.model import (
 )
 from sbpflow.run.torch_model import ShapesOnly, TorchPart, bce_rows
 from sbpflow.runtime.compiler import compiler_problem, half_time, keep_compiled_privately
+from sbpflow.runtime.keys import Key
 from sbpflow.runtime.ranges import Range
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
@@ -37,7 +38,14 @@ from sbpflow.training.dense_part import DensePart
 
 Count = Annotated[int, Range(low=1, below=2**24)]
 Widths = Annotated[tuple[Count, ...], MaxEntries(256), Example((400, 400))]
-Fraction = Annotated[float, Range(low=0, below=1)]
+Dropout = Annotated[
+    float, Range(low=0, below=1), Key("results", "Dropout after the ReLU of hidden layers.")
+]
+EmbeddingDim = Annotated[Count, Key("results", "Columns of the embedding tables.")]
+Bottom = Annotated[
+    Widths, Key("results", "MLP of the dense fields; a layer of embedding_dim follows.")
+]
+Hidden = Annotated[Widths, Key("results", "Widths of the hidden layers of the MLP.")]
 HALF = {"bf16": torch.bfloat16}
 
 logger = logging.getLogger(__name__)
@@ -45,25 +53,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Of every model: ``dropout`` and ``norm`` of hidden layers, arithmetic, compilation, tables.
+    """Options of every model here."""
 
-    ``autocast: bf16`` computes linears and dot products in bfloat16, of weights that stay as they
-    are; the last linear, norms, the FM term, sums of parts of the logit and the loss do not take
-    part. ``compile: true`` runs the dense part through torch.compile, whole on every rank.
-    ``fields`` and ``tables`` say by pattern which fields share a table, and what a table's columns,
-    pooling and initial values are (``config.model_tables``).
-    """
-
-    dropout: Fraction = 0.0
-    norm: Norm = "none"
-    autocast: Annotated[Literal["bf16"] | None, Example("bf16")] = None
-    compile: bool = False
-    fields: Annotated[Mapping[str, FieldRule], Example({"*_shop": FieldRule(table="shop")})] = (
-        field(default_factory=dict[str, FieldRule])
-    )
-    tables: Annotated[Mapping[str, TableShape], Example({"deep.C1": TableShape(dim=8)})] = field(
-        default_factory=dict[str, TableShape]
-    )
+    dropout: Dropout = 0.0
+    norm: Annotated[
+        Norm, Key("results", "Normalization in hidden layers, between linear and ReLU.")
+    ] = "none"
+    autocast: Annotated[
+        Literal["bf16"] | None,
+        Example("bf16"),
+        Key(
+            "results",
+            "Linears and dot products in bfloat16, of weights that stay float32; not the last "
+            "linear, norms, the FM term, sums of logits, and the loss.",
+        ),
+    ] = None
+    compile: Annotated[
+        bool,
+        Key(
+            "results",
+            "Run the dense part through torch.compile, whole on every rank; not with norm: batch "
+            "or parallel.dense.",
+        ),
+    ] = False
+    fields: Annotated[
+        Mapping[str, FieldRule],
+        Example({"*_shop": FieldRule(table="shop")}),
+        Key("results", "Which fields share a table, by pattern of field names."),
+    ] = field(default_factory=dict[str, FieldRule])
+    tables: Annotated[
+        Mapping[str, TableShape],
+        Example({"deep.C1": TableShape(dim=8)}),
+        Key("results", "Shapes of tables by pattern of their names; the last match wins per key."),
+    ] = field(default_factory=dict[str, TableShape])
 
     def check_options(self) -> None:
         """Raise ConfigError for options that exclude each other; for ``__post_init__``."""

@@ -16,28 +16,36 @@ from typing import Annotated, Literal
 from sbpflow.config.parse import Example
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
-from sbpflow.models.layered import Count, Fraction, LayeredSpec, ModelOptions, Widths
+from sbpflow.models.layered import Dropout, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
+from sbpflow.runtime.keys import Key
 from sbpflow.runtime.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideConfig:
-    """The wide part: one weight per value of each column and each cross of columns; with
-    ``numeric``, one for each dense field, too.
+    """The wide part of wdl: a sum of weights."""
 
-    ``columns`` are columns of the set as they are. ``crosses`` are pairs that the set was prepared
-    with; with ``hash_size``, pairs or triples that the loader hashes into that many rows.
-    """
-
-    columns: Annotated[tuple[str, ...], Example(("C1",))] = ()
-    numeric: bool = False
-    crosses: Annotated[tuple[tuple[str, ...], ...], Example((("C1", "C2"),))] = (
-        ("C1", "C2"),
-        ("C3", "C4"),
-    )
-    hash_size: Annotated[int, Range(low=3, below=2**31)] | None = None
+    columns: Annotated[
+        tuple[str, ...], Example(("C1",)), Key("results", "Columns with one weight per value.")
+    ] = ()
+    numeric: Annotated[bool, Key("results", "Also one weight per dense field.")] = False
+    crosses: Annotated[
+        tuple[tuple[str, ...], ...],
+        Example((("C1", "C2"),)),
+        Key(
+            "results",
+            "Crosses of columns with one weight per value: pairs that the set was prepared with; "
+            "with hash_size, any pairs or triples.",
+        ),
+    ] = (("C1", "C2"), ("C3", "C4"))
+    hash_size: Annotated[
+        Annotated[int, Range(low=3, below=2**31)] | None,
+        Key(
+            "results", "Rows that the loader hashes each cross into; crosses of the set by default."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         sizes = (2,) if self.hash_size is None else (2, 3)
@@ -64,18 +72,19 @@ class WideConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WdlConfig(ModelOptions):
-    """Shape of the model; ``deep: false`` trains the wide part alone.
-
-    ``numeric`` says how dense fields enter the deep part: as their values, or each as a vector of
-    its own times its value.
-    """
+    """Wide & Deep."""
 
     name: Literal["wdl"] = "wdl"
-    deep: bool = True
-    embedding_dim: Count = 16
-    hidden: Widths = (1024, 1024)
-    dropout: Fraction = 0.5
-    numeric: Literal["values", "vectors"] = "values"
+    deep: Annotated[bool, Key("results", "false trains the wide part alone.")] = True
+    embedding_dim: EmbeddingDim = 16
+    hidden: Hidden = (1024, 1024)
+    dropout: Dropout = 0.5
+    numeric: Annotated[
+        Literal["values", "vectors"],
+        Key(
+            "results", "Dense fields enter the MLP as values, or as a vector each times the value."
+        ),
+    ] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
 
     def __post_init__(self) -> None:

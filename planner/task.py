@@ -15,14 +15,9 @@ from typing import Any
 import torch
 import yaml
 
+from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
-from sbpflow.config.table_rules import (
-    DTYPES,
-    CommDtype,
-    ParallelConfig,
-    TableRule,
-    resolve_table_layouts,
-)
+from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, TableRule
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.tables import (

@@ -6,12 +6,8 @@ from pathlib import Path
 
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.config.schema import Config
-from sbpflow.config.table_rules import (
-    Schemes,
-    Shape,
-    TableRule,
-    resolve_table_layouts,
-)
+from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.table_rules import Schemes, Shape, TableRule
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError
 

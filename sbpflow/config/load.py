@@ -9,7 +9,7 @@ import difflib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import yaml
 
@@ -23,6 +23,7 @@ from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
 from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.environment import env_int
+from sbpflow.runtime.keys import Affects, key_of
 from sbpflow.runtime.local_path import PathError, local_path
 from sbpflow.runtime.own_class import import_own_class
 
@@ -142,30 +143,47 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
-def config_facts(config: Config) -> dict[str, str]:
+def config_facts(
+    config: Config, affecting: Collection[Affects] = get_args(Affects)
+) -> dict[str, str]:
     """Dotted keys and their values as YAML on one line; what the ranks compare.
+
+    Only keys that affect one of ``affecting``: all of them by default.
 
     An entry of a group of patterns (``parallel.tables``, ``model.tables``, ...) is a key, and so is
     their order, which decides where two patterns match.
     """
-    facts = dict(_flat("", plain(config)))
-    for key, patterns in (
-        ("parallel.tables", config.parallel.tables),
-        ("parallel.kernels", config.parallel.kernels),
-        ("parallel.dense", config.parallel.dense),
-        ("optimizer.tables", config.optimizer.tables),
-        *((f"model.{name}", getattr(config.model, name, {})) for name in ("fields", "tables")),
+    facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
+    for group, name in (
+        *(("parallel", name) for name in ("tables", "kernels", "dense")),
+        *(("optimizer", "tables"), ("model", "fields"), ("model", "tables")),
     ):
-        facts[f"{key} (order)"] = show(list(patterns))
+        owner = getattr(config, group)
+        if _affects(owner, name) in affecting:
+            facts[f"{group}.{name} (order)"] = show(list(getattr(owner, name, {})))
     return facts
 
 
-def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, item in cast("dict[str, object]", value).items():
-            yield from _flat(f"{key}.{name}" if key else name, item)
+def _affects(owner: object, name: str, by_default: Affects = "results") -> Affects:
+    mark = key_of(type(owner), name)
+    return by_default if mark is None else mark.affects
+
+
+def _flat(
+    key: str, value: object, affects: Affects = "results"
+) -> Iterator[tuple[str, str, Affects]]:
+    """Every leaf below ``value``: its dotted key, its value, and what it affects."""
+    items: Mapping[str, object] | None = None
+    if dataclasses.is_dataclass(value):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, Mapping):
+        items = cast("Mapping[str, object]", value)
+    if items is not None:
+        for name, item in items.items():
+            below = _affects(value, name, affects)
+            yield from _flat(f"{key}.{name}" if key else name, item, below)
     elif value is not None:  # which is as good as not given
-        yield key, show(value)
+        yield key, show(value), affects
 
 
 def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:

@@ -12,7 +12,14 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.keys import Key
+from sbpflow.runtime.ranges import NonNegative, Range
+
+InitialRange = Annotated[
+    NonNegative | None,
+    Example(0.01),
+    Key("results", "Initial values are uniform in [-initial_range, initial_range]."),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,16 +29,24 @@ class FieldRule:
     They must share a vocabulary, or an id would be another value in each of them.
     """
 
-    table: Annotated[str, Example("shop")]
+    table: Annotated[str, Example("shop"), Key("results", "Name of the table they share.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableShape:
-    """Columns, pooling and U(-initial_range, initial_range) of the tables a pattern matches."""
+    """Shape, pooling, and initial values of the tables that a pattern matches."""
 
-    dim: Annotated[Annotated[int, Range(low=1, below=2**24)] | None, Example(8)] = None
-    pooling: Annotated[Literal["sum", "mean"] | None, Example("mean")] = None
-    initial_range: Annotated[Annotated[float, Range(low=0)] | None, Example(0.01)] = None
+    dim: Annotated[
+        Annotated[int, Range(low=1, below=2**24)] | None,
+        Example(8),
+        Key("results", "Columns; those of the model if not given."),
+    ] = None
+    pooling: Annotated[
+        Literal["sum", "mean"] | None,
+        Example("mean"),
+        Key("results", "How the rows of one sample are combined; sum if not given."),
+    ] = None
+    initial_range: InitialRange = None
 
 
 @runtime_checkable

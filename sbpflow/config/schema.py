@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 from sbpflow.config.checkpoint_options import CheckpointConfig
+from sbpflow.config.model_tables import InitialRange
 from sbpflow.config.parse import Example, Tagged, Untagged
-from sbpflow.config.table_rules import (
-    ParallelConfig,
-)
+from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.config.train_options import (
     ClipConfig,
     DenseScheduleConfig,
@@ -28,34 +27,72 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.registry import known_rules
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.ranges import Beta, NonNegative, Range, Rate
-
-Count = Annotated[int, Range(low=1)]
+from sbpflow.runtime.keys import Key
+from sbpflow.runtime.ranges import (
+    Accumulator,
+    Beta,
+    Betas,
+    Count,
+    Epsilon,
+    LearningRate,
+    NonNegative,
+    Range,
+    Rate,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Where a run writes, and the seed everything random derives from."""
 
-    dir: Path = Path("runs/train")
-    seed: Annotated[int, Range(low=0, below=2**63)] = 7
+    dir: Annotated[Path, Key("execution", "Folder of the run: metrics, report, checkpoints.")] = (
+        Path("runs/train")
+    )
+    seed: Annotated[
+        int,
+        Range(low=0, below=2**63),
+        Key("results", "Seed of initial values, row order, dropout, and rounding."),
+    ] = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """A prepared set and how it is read; ``batch_size`` is over all ranks.
+    """A prepared set and how it is read."""
 
-    ``out_of_range`` says what becomes of an id its table has no row for: clamp takes the nearest
-    row, hash one that depends on the id alone; the end of a run counts them. ``loader`` auto is
-    DALI where it is installed, else memmap: their batches are equal bit by bit.
-    """
-
-    path: Annotated[Path | None, Example("out/criteo")] = None
-    loader: Literal["auto", "dali", "memmap"] = "auto"
-    batch_size: Annotated[int, Range(low=1, below=2**31)] = 16384
-    shuffle: Literal["runs", "blocks", "rows", "none"] = "runs"
-    tail: Literal["keep", "drop"] = "keep"
-    out_of_range: Literal["error", "clamp", "hash"] = "error"
+    path: Annotated[
+        Path | None,
+        Example("out/criteo"),
+        Key("execution", "Folder of the prepared set. It may move; its rows must stay the same."),
+    ] = None
+    loader: Annotated[
+        Literal["auto", "dali", "memmap"],
+        Key(
+            "execution",
+            "What reads the set. auto is DALI where it is installed, else memmap; both give the "
+            "same bits.",
+        ),
+    ] = "auto"
+    batch_size: Annotated[
+        int, Range(low=1, below=2**31), Key("results", "Rows per batch, over all ranks.")
+    ] = 16384
+    shuffle: Annotated[
+        Literal["runs", "blocks", "rows", "none"],
+        Key(
+            "results",
+            "What an epoch shuffles: runs of 16 rows, blocks of 4,096, single rows, or nothing.",
+        ),
+    ] = "runs"
+    tail: Annotated[
+        Literal["keep", "drop"], Key("results", "Whether a short last batch is trained on.")
+    ] = "keep"
+    out_of_range: Annotated[
+        Literal["error", "clamp", "hash"],
+        Key(
+            "results",
+            "How an id without a row is handled: fail, take the nearest row, or take a row chosen "
+            "by a hash of the id. Replaced ids are counted.",
+        ),
+    ] = "error"
 
 
 class ModelGroup(Protocol):
@@ -72,26 +109,29 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """What tables have otherwise than the patterns before it, or ``optimizer.sparse``, say.
-
-    They start with values of U(-initial_range, initial_range).
-    """
+    """An entry without ``name``: changes to what earlier patterns or ``optimizer.sparse`` give."""
 
     name: Literal["same"] = "same"
-    lr: Annotated[Rate | None, Example(0.01)] = None
-    weight_decay: Annotated[NonNegative | None, Example(0.0)] = None
-    initial_range: Annotated[NonNegative | None, Example(0.05)] = None
+    lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
+    weight_decay: Annotated[
+        NonNegative | None, Example(0.0), Key("results", "Weight decay, as in the optimizer.")
+    ] = None
+    initial_range: InitialRange = None
+
+
+L2 = Annotated[NonNegative, Key("results", "L2 penalty: weight_decay * weight joins the gradient.")]
+Momentum = Annotated[Beta, Key("results", "Share of the previous step that the next one keeps.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseSgd:
-    """``momentum`` as torch.optim.SGD has it; ``nesterov`` looks ahead along it."""
+    """As torch.optim.SGD."""
 
     name: Literal["sgd"] = "sgd"
-    lr: Rate = 0.1
-    momentum: Beta = 0.0
-    nesterov: bool = False
-    weight_decay: NonNegative = 0.0
+    lr: LearningRate = 0.1
+    momentum: Momentum = 0.0
+    nesterov: Annotated[bool, Key("results", "Nesterov momentum; needs momentum.")] = False
+    weight_decay: L2 = 0.0
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
@@ -103,41 +143,49 @@ class DenseSgd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseAdagrad:
+    """As torch.optim.Adagrad."""
+
     name: Literal["adagrad"] = "adagrad"
-    lr: Rate = 0.01
-    eps: Rate = 1e-10
-    initial_accumulator: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
+    lr: LearningRate = 0.01
+    eps: Epsilon = 1e-10
+    initial_accumulator: Accumulator = 0.0
+    weight_decay: L2 = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RmsProp:
-    """Root mean square of gradients, with ``momentum`` of its steps."""
+    """As torch.optim.RMSprop."""
 
     name: Literal["rmsprop"] = "rmsprop"
-    lr: Rate = 1e-3
-    alpha: Beta = 0.99
-    eps: Rate = 1e-8
-    momentum: Beta = 0.0
-    weight_decay: NonNegative = 0.0
+    lr: LearningRate = 1e-3
+    alpha: Annotated[Beta, Key("results", "Decay rate of the average of squared gradients.")] = 0.99
+    eps: Epsilon = 1e-8
+    momentum: Momentum = 0.0
+    weight_decay: L2 = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
+    """As torch.optim.Adam."""
+
     name: Literal["adam"] = "adam"
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    weight_decay: NonNegative = 0.0
+    lr: LearningRate = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: Epsilon = 1e-8
+    weight_decay: L2 = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
+    """As torch.optim.AdamW."""
+
     name: Literal["adamw"] = "adamw"
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    weight_decay: NonNegative = 0.01
+    lr: LearningRate = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: Epsilon = 1e-8
+    weight_decay: Annotated[
+        NonNegative, Key("results", "Weights shrink by lr * weight_decay before each step.")
+    ] = 0.01
 
 
 TableOptimizer = TableChanges | SparseOptimizer
@@ -151,21 +199,29 @@ def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """``sparse`` updates the tables' touched rows, ``dense`` everything else.
+    """Optimizers of the tables and of the dense part, their schedules, and clipping."""
 
-    ``tables`` maps patterns of table names to optimizers in place of ``sparse``; the last pattern
-    that matches a table wins. An entry without ``name`` changes what it gives and nothing else.
-    ``dense_schedule`` and ``sparse_schedule`` replace ``schedule`` for their part. ``clip`` scales
-    gradients by their global norm.
-    """
-
-    sparse: Annotated[SparseOptimizer, Tagged(known_rules)] = field(default_factory=RowwiseAdagrad)
+    sparse: Annotated[
+        SparseOptimizer,
+        Tagged(known_rules),
+        Key(
+            "results",
+            "Updates the rows that a batch touches: one of these, or package.module:Class.",
+        ),
+    ] = field(default_factory=RowwiseAdagrad)
     tables: Annotated[
         Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers)]],
         Example({"*.C1": Ftrl()}),
         Untagged("same"),
+        Key(
+            "results",
+            "Optimizers by pattern of table names, in place of optimizer.sparse; the last match "
+            "wins.",
+        ),
     ] = field(default_factory=dict[str, TableOptimizer])
-    dense: DenseOptimizer = field(default_factory=Adam)
+    dense: Annotated[
+        DenseOptimizer, Key("results", "Updates the parameters of the dense part.")
+    ] = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     dense_schedule: Annotated[DenseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
     sparse_schedule: Annotated[SparseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
@@ -198,31 +254,52 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of a run and what it reports; ``eval_every: 0`` evaluates at the end only.
+    """Length of a run, its evaluations, and what it logs."""
 
-    A step is one update from ``accumulate`` batches: that many times the rows, as one batch.
-    ``eval_rows`` are scored of val on the way, the first ones; the end scores all. Up to
-    ``exact_auc_rows`` rows the AUC is exact, of more it comes from a histogram with its bound of
-    error. ``slices`` names columns of ids by whose values AUC is shown as well. ``profile`` are the
-    first and the last step of a Chrome trace. ``lookahead`` is how many batches ahead of the one
-    being trained their ids are exchanged; it changes no result, and ``auto`` is 1 as long as all
-    rows are in the device's memory.
-    """
-
-    epochs: Count = 1
-    accumulate: Count = 1
-    lookahead: Annotated[int, Range(low=0, high=1024)] | Literal["auto"] = 1
-    max_steps: Annotated[Count | None, Example(100)] = None
-    eval_every: Annotated[int, Range(low=0)] = 1000
-    eval_rows: Annotated[Count | None, Example(1_000_000)] = None
-    exact_auc_rows: Annotated[int, Range(low=0)] = 20_000_000
-    slices: Annotated[tuple[str, ...], Example(("C1",))] = ()
+    epochs: Annotated[Count, Key("execution", "Passes over the training rows.")] = 1
+    accumulate: Annotated[
+        Count,
+        Key("results", "Batches per step; gradients are those of one batch of all their rows."),
+    ] = 1
+    lookahead: Annotated[
+        Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
+        Key(
+            "execution", "Batches whose ids are exchanged ahead of the one in training; auto is 1."
+        ),
+    ] = 1
+    max_steps: Annotated[
+        Count | None, Example(100), Key("execution", "Steps after which the run ends.")
+    ] = None
+    eval_every: Annotated[
+        int, Range(low=0), Key("scores", "Steps between evaluations of val; 0: at the end only.")
+    ] = 1000
+    eval_rows: Annotated[
+        Count | None,
+        Example(1_000_000),
+        Key("scores", "First rows of val that are scored during training; the end scores all."),
+    ] = None
+    exact_auc_rows: Annotated[
+        int,
+        Range(low=0),
+        Key(
+            "scores", "Up to this many rows the AUC is exact; above, from a histogram with a bound."
+        ),
+    ] = 20_000_000
+    slices: Annotated[
+        tuple[str, ...],
+        Example(("C1",)),
+        Key("scores", "Columns of ids whose values get an AUC of their own."),
+    ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None
     loss: LossConfig = field(default_factory=LossConfig)
-    profile: Annotated[tuple[Count, Count] | None, Example((10, 15))] = None
-    log_every: Count = 100
-    progress: bool = True
+    profile: Annotated[
+        tuple[Count, Count] | None,
+        Example((10, 15)),
+        Key("execution", "First and last step that a Chrome trace records."),
+    ] = None
+    log_every: Annotated[Count, Key("execution", "Steps between lines of the log.")] = 100
+    progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True
 
     @property
     def num_ahead(self) -> int:
@@ -249,7 +326,9 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelGroup
+    model: Annotated[
+        ModelGroup, Key("results", "The model: one of these, or package.module:Class.")
+    ]
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,35 +1,24 @@
 """The ``parallel`` group: which layout each embedding table gets.
 
 A scheme is a list of patterns that the model gives; ``parallel.tables`` adds patterns after them,
-and the last one that matches a table's name decides. The result, one ``TableLayout`` per table, is
-all that the rest of sbpflow sees: nothing downstream knows schemes.
+and the last one that matches a table's name decides. ``table_layouts`` makes one ``TableLayout``
+per table of it, which is all that the rest of sbpflow sees: nothing downstream knows schemes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import torch
 
-from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import Example, PathOr, brief
-from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
+from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.runtime.keys import Key
 from sbpflow.runtime.ranges import Range
-from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import (
-    Broadcast,
-    NdSbp,
-    Partial,
-    Sbp,
-    Split,
-    balanced_sizes,
-    format_nd_sbp,
-    parse_nd_sbp,
-)
+from sbpflow.sbp.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
 
 Scheme = Literal["dp", "1", "2", "3", "auto"]
 Dtype = Literal["float32", "float64"]
@@ -41,17 +30,30 @@ Size = Annotated[int, Range(low=0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRule:
-    """Layout of the tables that a pattern matches.
+    """Layout of the tables that a pattern matches."""
 
-    ``ranks`` defaults to all ranks, ``sizes`` to balanced parts, ``exchange`` to the first legal.
-    With ``sizes`` a rank may hold nothing.
-    """
-
-    sbp: Annotated[str, Example("S(0)")]
-    ranks: Annotated[tuple[int | tuple[int, ...], ...] | None, Example((0, 1))] = None
-    sizes: Annotated[tuple[Size | tuple[Size, ...], ...] | None, Example((60, 40))] = None
-    exchange: Exchange | None = None
-    comm_dtype: Annotated[CommDtype | None, Example("bfloat16")] = None
+    sbp: Annotated[
+        str, Example("S(0)"), Key("execution", "B, S(0), S(1), or (S(0), S(1)) on a grid of ranks.")
+    ]
+    ranks: Annotated[
+        tuple[int | tuple[int, ...], ...] | None,
+        Example((0, 1)),
+        Key("execution", "Ranks that hold the table, nested for a grid; all if not given."),
+    ] = None
+    sizes: Annotated[
+        tuple[Size | tuple[Size, ...], ...] | None,
+        Example((60, 40)),
+        Key("execution", "Rows or columns per rank, 0 for none; balanced if not given."),
+    ] = None
+    exchange: Annotated[
+        Exchange | None,
+        Key("execution", "How ids and vectors travel; the first that fits the layout by default."),
+    ] = None
+    comm_dtype: Annotated[
+        CommDtype | None,
+        Example("bfloat16"),
+        Key("results", "Number format of its vectors in transfers."),
+    ] = None
 
     def check(self, key: str) -> None:
         """What needs neither a table nor the world size."""
@@ -123,52 +125,102 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Where tables live: a scheme for all, then patterns; the last that matches a table wins.
+    """Where tables and dense parameters live, number formats, and how steps execute.
 
-    ``kernels`` asks for kernels by table pattern, in place of ``kernel``.
-    ``dense`` does the same for the parameters of the dense part, over all ranks; B by default. A
-    weight is [outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.
-    Arithmetic is in ``dtype``, on CUDA with ``tf32: true`` in products whose factors keep 10 bits
-    behind the point; rows are stored as ``table_dtype`` and vectors travel as
-    ``comm_dtype``, both ``dtype`` by default. ``overlap: false`` waits for every transfer
-    where it starts, and sends no ids ahead. ``cuda_graph: true`` replays a step as one graph, on
-    CUDA, in place of launching it op by op; on several ranks its dense part. With
-    ``row_capacity``, on CUDA, rows of the exchanges unique and local travel in buffers of a fixed
-    size, this share of the most rows that one rank can name to another, so that the host need not
-    know how many there are; a batch that names more is sent again, to the same numbers.
-    ``checked: true`` compares, before each transfer, what every rank is about to do: for finding
-    ranks that take different steps, at the cost of a round trip each.
-
-    ``plan``, in place of a scheme, is a file of rules that a planner or a person wrote, or
-    ``auto``: a planner chooses when the run starts, by what was measured on its machine.
-    ``scheme: auto`` takes the cheapest of several complete plans; ``link_gb_per_s`` is what a rank
-    can send in a second, for it alone, and by default what ranks of one machine can (1 Gbit/s is
-    0.125).
+    A scheme or a plan says where all tables live; ``tables`` changes that by pattern.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    scheme: Annotated[Scheme | None, Example("1")] = None
-    plan: Annotated[str | None, PathOr(("auto",)), Example("auto")] = None
-    link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
-    tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
-        default_factory=dict[str, TableRule]
-    )
-    dense: Annotated[Mapping[str, str], Example({"*.weight": "S(0)"})] = field(
-        default_factory=dict[str, str]
-    )
-    kernel: KernelRequest = "auto"
-    kernels: Annotated[Mapping[str, KernelRequest], Example({"*.C1": "torch"})] = field(
-        default_factory=dict[str, KernelRequest]
-    )
-    dtype: Dtype = "float32"
-    tf32: bool = False
-    table_dtype: Annotated[RowDtype | None, Example("bfloat16")] = None
-    comm_dtype: Annotated[CommDtype | None, Example("bfloat16")] = None
-    overlap: bool = True
-    cuda_graph: bool = False
-    row_capacity: Annotated[float | None, Range(above=0, high=1), Example(0.25)] = None
-    timeout_s: Annotated[float, Range(above=0)] = 300.0
-    checked: bool = False
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Key("execution", "auto is cuda with NCCL where there is a GPU, else cpu with gloo."),
+    ] = "auto"
+    scheme: Annotated[
+        Scheme | None,
+        Example("1"),
+        Key("execution", "Layout of all tables; auto takes the cheapest of several plans."),
+    ] = None
+    plan: Annotated[
+        str | None,
+        PathOr(("auto",)),
+        Example("auto"),
+        Key(
+            "execution",
+            "In place of a scheme: a file of table rules, or auto to run the planner at the start.",
+        ),
+    ] = None
+    link_gb_per_s: Annotated[
+        float | None,
+        Range(above=0),
+        Example(0.125),
+        Key(
+            "execution",
+            "What a rank can send in GB/s, for scheme: auto; that of one machine if not given. 1 "
+            "Gbit/s is 0.125.",
+        ),
+    ] = None
+    tables: Annotated[
+        Mapping[str, TableRule],
+        Example({"*.C1": {"sbp": "S(0)"}}),
+        Key("execution", "Layouts by pattern of table names; the last match wins."),
+    ] = field(default_factory=dict[str, TableRule])
+    dense: Annotated[
+        Mapping[str, str],
+        Example({"*.weight": "S(0)"}),
+        Key(
+            "execution",
+            "Layouts over all ranks by pattern of parameter names; B if none matches. A weight is "
+            "[outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.",
+        ),
+    ] = field(default_factory=dict[str, str])
+    kernel: Annotated[
+        KernelRequest,
+        Key("execution", "What looks up and updates rows; auto measures and takes the fastest."),
+    ] = "auto"
+    kernels: Annotated[
+        Mapping[str, KernelRequest],
+        Example({"*.C1": "torch"}),
+        Key("execution", "Kernels by pattern of table names, in place of parallel.kernel."),
+    ] = field(default_factory=dict[str, KernelRequest])
+    dtype: Annotated[Dtype, Key("results", "Number format of the arithmetic.")] = "float32"
+    tf32: Annotated[
+        bool, Key("execution", "Products of float32 in TF32, whose factors have 10 bits; on CUDA.")
+    ] = False
+    table_dtype: Annotated[
+        RowDtype | None,
+        Example("bfloat16"),
+        Key("results", "Number format of stored rows; that of dtype if not given."),
+    ] = None
+    comm_dtype: Annotated[
+        CommDtype | None,
+        Example("bfloat16"),
+        Key("results", "Number format of vectors in transfers; that of dtype if not given."),
+    ] = None
+    overlap: Annotated[
+        bool,
+        Key("execution", "Compute during transfers; false waits for each and sends no ids ahead."),
+    ] = True
+    cuda_graph: Annotated[
+        bool,
+        Key("execution", "Replay a step as one CUDA graph; on several ranks, its dense part."),
+    ] = False
+    row_capacity: Annotated[
+        float | None,
+        Range(above=0, high=1),
+        Example(0.25),
+        Key(
+            "execution",
+            "On CUDA, rows of the exchanges unique and local travel in buffers of this share of "
+            "the most rows there can be; the host then needs no counts. A batch with more rows is "
+            "sent again.",
+        ),
+    ] = None
+    timeout_s: Annotated[
+        float, Range(above=0), Key("execution", "Seconds after which a rank that waits gives up.")
+    ] = 300.0
+    checked: Annotated[
+        bool,
+        Key("execution", "Before each transfer, compare what all ranks are about to do; slow."),
+    ] = False
 
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():
@@ -218,178 +270,3 @@ def rule_of(given: TableLayout) -> TableRule:
         exchange=given.exchange,
         comm_dtype=None if given.comm_dtype is None else dtypes[given.comm_dtype],
     )
-
-
-def resolve_dense_layouts(
-    parallel: ParallelConfig,
-    parameters: Mapping[str, tuple[int, ...]],
-    device_type: str,
-    world_size: int,
-) -> dict[str, Layout]:
-    """The layout of every dense parameter (name -> shape), over all ranks.
-
-    ConfigError where a pattern matches nothing, is no layout, or splits what is too short.
-    """
-    check_matches("parallel.dense", parallel.dense, parameters, "parameter")
-    world = Placement.line(device_type, world_size)
-    layouts = {name: Layout(world, (Broadcast(),)) for name in parameters}
-    for pattern, text in parallel.dense.items():
-        key = f"parallel.dense.{pattern}"
-        for name, shape in parameters.items():
-            if fnmatchcase(name, pattern):
-                layouts[name] = _dense_layout(key, text, name, shape, world)
-    return layouts
-
-
-def _dense_layout(
-    key: str, text: str, name: str, shape: tuple[int, ...], world: Placement
-) -> Layout:
-    legal = " or ".join(["B", *(f"S({dim})" for dim in range(len(shape)))])
-    try:
-        layout = Layout(world, parse_nd_sbp(text))
-        layout.check_user(shape)
-    except SbpError as error:
-        raise ConfigError(
-            f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
-        ) from error
-    if isinstance(layout.nd_sbp[0], Partial):
-        raise ConfigError(f"{key}: {text} is no layout of a parameter; {name} takes {legal}")
-    return layout
-
-
-def resolve_table_layouts(
-    parallel: ParallelConfig,
-    tables: Mapping[str, Shape],
-    schemes: Schemes,
-    world_size: int,
-    device_type: str = "cpu",
-    planned: Mapping[str, TableRule] | None = None,
-) -> dict[str, TableLayout]:
-    """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
-
-    ``planned`` are the rules of ``parallel.plan``, which stand where a scheme's would.
-    ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
-    table is matched by nothing.
-    """
-    check_matches("parallel.tables", parallel.tables, tables, "table")
-    check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
-    return {
-        name: _fit(
-            *_rule_of(parallel, schemes, planned, name),
-            name,
-            shape,
-            device_type,
-            world_size,
-            parallel.comm_dtype or parallel.dtype,
-        )
-        for name, shape in tables.items()
-    }
-
-
-def _rule_of(
-    parallel: ParallelConfig,
-    schemes: Schemes,
-    planned: Mapping[str, TableRule] | None,
-    name: str,
-) -> tuple[str, TableRule]:
-    """The key and the rule that decide: the last match, those of plan or scheme coming first."""
-    found: tuple[str, TableRule] | None = None
-    for pattern, rule in (planned or {}).items():
-        if fnmatchcase(name, pattern):
-            found = (f"parallel.plan {parallel.plan}", rule)
-    if parallel.scheme is not None:
-        for pattern, rule in schemes[parallel.scheme].items():
-            if fnmatchcase(name, pattern):
-                found = (f"parallel.scheme {parallel.scheme}", rule)
-    for pattern, rule in parallel.tables.items():
-        if fnmatchcase(name, pattern):
-            found = (f"parallel.tables.{pattern}", rule)
-    if found is None and parallel.plan is not None:
-        raise ConfigError(
-            f"parallel.plan {parallel.plan}: no pattern of its tables matches {name}; add "
-            f"one there, or parallel.tables: {{{name}: {{sbp: S(0)}}}}"
-        )
-    if found is None:
-        raise ConfigError(
-            f"parallel.scheme: {parallel.scheme or 'not given'}, and no pattern of parallel.tables "
-            f"matches {name}; set parallel.scheme to dp, 1, 2 or 3, or add "
-            f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
-        )
-    return found
-
-
-def _fit(
-    key: str,
-    rule: TableRule,
-    name: str,
-    shape: Shape,
-    device_type: str,
-    world_size: int,
-    comm_dtype: CommDtype,
-) -> TableLayout:
-    """One rule on one table in one world, every part of the combination checked."""
-    placement = rule.placement(key, device_type, world_size)
-    if outside := [rank for rank in placement.ranks if rank >= world_size]:
-        of = f" ({name})" if key.startswith("parallel.plan") else ""
-        raise ConfigError(
-            f"{key}.ranks{of}: {outside} not in a world of {world_size}; use ranks "
-            f"0..{world_size - 1}, or leave ranks and sizes out for all that there are"
-            + ("; a plan is of the ranks that it was made for" if of else "")
-        )
-    sbps = [
-        _fit_axis(key, rule, axis, sbp, name, shape, placement)
-        for axis, sbp in enumerate(rule.parsed(key))
-    ]
-    if isinstance(sbps[0], Broadcast) and placement.size not in (1, world_size):
-        ranks = list(placement.ranks)
-        raise ConfigError(
-            f"{key} ({name}): B on ranks {ranks} of {world_size}; a copied table is on all ranks, "
-            f"a whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
-        )
-    layout = Layout(placement, tuple(sbps))
-    legal = legal_exchanges(layout, world_size)
-    if rule.exchange is not None and rule.exchange not in legal:
-        raise ConfigError(
-            f"{key}.exchange: {rule.exchange} does not go with {rule.sbp} of {name} on "
-            f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
-        )
-    return TableLayout(
-        layout=layout,
-        exchange=rule.exchange or legal[0],
-        comm_dtype=DTYPES[rule.comm_dtype or comm_dtype],
-        key=key,
-    )
-
-
-def _fit_axis(
-    key: str,
-    rule: TableRule,
-    axis: int,
-    sbp: Sbp,
-    name: str,
-    shape: Shape,
-    placement: Placement,
-) -> Sbp:
-    """The sbp along one axis of the placement, with its explicit sizes if there are any."""
-    if not isinstance(sbp, Split):
-        return sbp
-    num_ranks, what, length = placement.shape[axis], ("rows", "columns")[sbp.dim], shape[sbp.dim]
-    sizes = rule.axis_sizes(axis)
-    if sbp.dim == 1 and sizes is None and length < num_ranks:
-        raise ConfigError(
-            f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, {name} has "
-            f"{length}; use S(0), or {length} rank{'s' * (length > 1)}, or explicit sizes, or a "
-            f"table of {num_ranks} columns or more"
-        )
-    fit = f"for example {list(balanced_sizes(length, num_ranks))}"
-    if sizes is None:
-        return sbp
-    if len(sizes) != num_ranks:
-        raise ConfigError(
-            f"{key}.sizes: {len(sizes)} sizes {list(sizes)} for {num_ranks} ranks; {fit}"
-        )
-    if sum(sizes) != length:
-        raise ConfigError(
-            f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
-        )
-    return Split(sbp.dim, sizes)

@@ -1,4 +1,4 @@
-"""What training may be told beside its length: when to stop, the loss, clipping, the rates' fall.
+"""Training options: early stopping, plateaus, the loss, clipping, and schedules of the rates.
 
 Values with their own checks; ``schema`` has the groups that they belong to.
 """
@@ -8,13 +8,14 @@ from typing import Annotated, ClassVar, Literal
 
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError, unknown_value
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.keys import Key
+from sbpflow.runtime.ranges import Count, NonNegative, Range, Rate
 
 Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
 DecayShape = Literal["polynomial", "cosine"]
-Count = Annotated[int, Range(low=1)]
-Rate = Annotated[float, Range(above=0)]
-NonNegative = Annotated[float, Range(low=0)]
+Watched = Annotated[Metric, Key("results", "Metric of val that is watched.")]
+Patience = Annotated[Count, Key("results", "Evaluations without a better value before it acts.")]
+MinDelta = Annotated[NonNegative, Key("results", "How much better a value must be to count.")]
 
 
 def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bool:
@@ -28,39 +29,45 @@ def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConfig:
-    """Stop after ``patience`` evaluations of val in a row that are not better by ``min_delta``."""
+    """Early stopping."""
 
-    metric: Metric = "auc"
-    patience: Count = 2
-    min_delta: NonNegative = 0.0
+    metric: Watched = "auc"
+    patience: Patience = 2
+    min_delta: MinDelta = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlateauConfig:
-    """Learning rates times ``factor`` after ``patience`` evaluations of val without a better one.
+    """Lower learning rates, on top of the schedule, when val stops getting better."""
 
-    It multiplies what the schedule says; never below ``min_factor`` of that.
-    """
-
-    metric: Metric = "auc"
-    patience: Count = 1
-    min_delta: NonNegative = 0.0
-    factor: Annotated[float, Range(above=0, below=1)] = 0.1
-    min_factor: Annotated[float, Range(above=0, high=1)] = 0.001
+    metric: Watched = "auc"
+    patience: Patience = 1
+    min_delta: MinDelta = 0.0
+    factor: Annotated[
+        float, Range(above=0, below=1), Key("results", "What learning rates are multiplied by.")
+    ] = 0.1
+    min_factor: Annotated[
+        float, Range(above=0, high=1), Key("results", "Rates never fall below this share.")
+    ] = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """What the mean of the rows' losses is made of; evaluations show the plain logloss.
+    """Changes to the loss of each row; evaluations show the plain logloss.
 
-    Rows of label 1 count ``positive_weight`` times. ``label_smoothing`` s trains on s / 2 and
-    1 - s / 2 in place of 0 and 1. ``focal_gamma`` g multiplies a row's loss by (1 - p) ** g, with p
-    the chance given to its label (T.-Y. Lin et al., Focal loss for dense object detection, 2017).
+    The focal loss is that of T.-Y. Lin et al., Focal loss for dense object detection, 2017.
     """
 
-    positive_weight: Rate = 1.0
-    label_smoothing: Annotated[float, Range(low=0, below=1)] = 0.0
-    focal_gamma: NonNegative = 0.0
+    positive_weight: Annotated[Rate, Key("results", "Weight of rows of label 1.")] = 1.0
+    label_smoothing: Annotated[
+        float,
+        Range(low=0, below=1),
+        Key("results", "s trains on labels s / 2 and 1 - s / 2 in place of 0 and 1."),
+    ] = 0.0
+    focal_gamma: Annotated[
+        NonNegative,
+        Key("results", "g multiplies a row's loss by (1 - p) ** g; p: probability of its label."),
+    ] = 0.0
 
     def __post_init__(self) -> None:
         if self.focal_gamma and self.label_smoothing:
@@ -84,27 +91,38 @@ class ClipConfig:
     each with its summed gradient. What is left out of the norm is not scaled.
     """
 
-    norm: Rate = 10.0
-    rows: bool = False
+    norm: Annotated[Rate, Key("results", "Largest norm that gradients keep.")] = 10.0
+    rows: Annotated[
+        bool, Key("results", "Include the embedding rows of the batch, not only dense gradients.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Learning rates over a run, as a factor of ``lr``; steps are the optimizer's.
+    """A factor of every ``lr`` by the step of the optimizer: a linear rise, then a fall.
 
-    Linear rise over ``warmup_steps``; from ``decay_start`` to ``decay_start + decay_steps`` a fall
-    to ``end_factor``, as (1 - progress) ** ``power`` or, of shape cosine, as half a cosine wave.
     Without ``decay_steps`` there is no fall.
     """
 
     key: ClassVar[str] = "optimizer.schedule"
 
-    warmup_steps: Annotated[int, Range(low=0)] = 0
-    decay_start: Annotated[int, Range(low=0)] = 0
-    decay_steps: Annotated[Count | None, Example(10000)] = None
-    shape: DecayShape = "polynomial"
-    power: Rate = 1.0
-    end_factor: Annotated[float, Range(low=0, high=1)] = 0.0
+    warmup_steps: Annotated[int, Range(low=0), Key("results", "Steps of the linear rise.")] = 0
+    decay_start: Annotated[
+        int,
+        Range(low=0),
+        Key("results", "Step at which the fall starts; not before the rise ends."),
+    ] = 0
+    decay_steps: Annotated[
+        Count | None, Example(10000), Key("results", "Steps that the fall takes.")
+    ] = None
+    shape: Annotated[
+        DecayShape,
+        Key("results", "The fall as (1 - progress) ** power, or as half a cosine wave."),
+    ] = "polynomial"
+    power: Annotated[Rate, Key("results", "Exponent of the shape polynomial.")] = 1.0
+    end_factor: Annotated[
+        float, Range(low=0, high=1), Key("results", "Factor at the end of the fall.")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.end_factor <= 1.0:

@@ -12,8 +12,9 @@ from typing import cast
 from sbpflow.config.checks import check
 from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainConfig
+from sbpflow.config.table_layouts import resolve_dense_layouts
 from sbpflow.config.table_plan import read_table_plan
-from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
+from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S

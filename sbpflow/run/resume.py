@@ -5,7 +5,6 @@ else is there makes room. Reads checkpoints, changes no tensor.
 """
 
 import logging
-import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,15 +33,6 @@ from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, set_aside
 
 logger = logging.getLogger(__name__)
 
-# Keys that change how a run is made, or how long it is, but no loss of any step beyond the rounding
-# of sums in another order. All others must be equal for a run to go on by itself.
-_FREE = re.compile(
-    r"run\.dir|data\.(path|loader)|checkpoint\..*|train\.(epochs|max_steps|lookahead|log_every|progress"
-    r"|profile.*)|parallel\.(?!dtype|table_dtype|comm_dtype|tables\..*\.comm_dtype).*"
-)
-# These are free unless something is decided from the scores.
-_EVALUATION = re.compile(r"train\.(eval_every|eval_rows|exact_auc_rows|slices.*)")
-_DECIDED_BY_SCORES = ("train.stop", "train.plateau")
 _SET = "the set in data.path"
 
 
@@ -116,14 +106,9 @@ def checkpoint_dir(config: Config) -> Path:
 
 def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
     """The keys that results depend on, and the set."""
-    facts = config_facts(config)
-    free_scores = not any(key.startswith(_DECIDED_BY_SCORES) for key in facts)
-    kept = {
-        key: value
-        for key, value in facts.items()
-        if not _FREE.fullmatch(key) and not (free_scores and _EVALUATION.fullmatch(key))
-    }
-    return {**kept, _SET: data.content_id[:16]}
+    scores_decide = config.train.stop is not None or config.train.plateau is not None
+    facts = config_facts(config, ("results", "scores") if scores_decide else ("results",))
+    return {**facts, _SET: data.content_id[:16]}
 
 
 def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from sbpflow.runtime.keys import Key
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -31,6 +33,17 @@ class Range:
 Rate = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(low=0)]
 Beta = Annotated[float, Range(low=0, below=1)]
+Count = Annotated[int, Range(low=1)]
+LearningRate = Annotated[Rate, Key("results", "Learning rate.")]
+Epsilon = Annotated[
+    Rate, Key("results", "Added to the denominator of a step, to avoid dividing by 0.")
+]
+Betas = Annotated[
+    tuple[Beta, Beta], Key("results", "Decay rates of the averages of gradients and their squares.")
+]
+Accumulator = Annotated[
+    NonNegative, Key("results", "Value that the sums of squared gradients start from.")
+]
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
@@ -41,6 +54,8 @@ def broken_rule(value: Any, kind: Any) -> str | None:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         bounds = [mark for mark in args[1:] if isinstance(mark, Range)]
+        if not bounds:
+            return broken_rule(value, args[0])
         passes = math.isfinite(value) and all(bound.holds(value) for bound in bounds)
         return None if passes else " ".join(["a finite number", *map(str, bounds)])
     if origin is tuple:

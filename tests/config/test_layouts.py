@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from sbpflow.config.load import load_config
-from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts, rule_of
+from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.table_rules import ParallelConfig, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS

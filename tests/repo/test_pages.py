@@ -16,6 +16,12 @@ def test_the_page_of_modules_is_up_to_date():
     assert (ROOT / "docs" / "modules.md").read_text() == page, "run python .ci/modules.py"
 
 
+def test_the_page_of_keys_is_up_to_date():
+    page = runpy.run_path(str(ROOT / ".ci" / "configuration.py"))["page"]()
+    committed = (ROOT / "docs" / "configuration.md").read_text()
+    assert committed == page, "run PYTHONPATH=. python .ci/configuration.py"
+
+
 def test_the_table_of_decisions_is_read():
     assert len(ROWS) >= 15
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
-from sbpflow.runtime.ranges import NonNegative, Rate
+from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
+from sbpflow.runtime.ranges import Accumulator, Epsilon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,9 +12,9 @@ class Adagrad(SparseOptimizer):
     """``sum`` holds the squares of all gradients so far, from ``initial_accumulator``."""
 
     name: Literal["adagrad"] = "adagrad"
-    eps: Rate = 1e-8
-    initial_accumulator: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
+    eps: Epsilon = 1e-8
+    initial_accumulator: Accumulator = 0.0
+    weight_decay: RowDecay = 0.0
 
     state: ClassVar = {"sum": "element"}
     kernels: ClassVar = {

@@ -8,16 +8,21 @@ logical row, whatever part of its columns a rank stores.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.ranges import Rate, broken_rule
+from sbpflow.runtime.keys import Key
+from sbpflow.runtime.ranges import LearningRate, NonNegative, broken_rule
 
 StateSize = Literal["row", "element"]
 CompiledKernel = Literal["numba", "fbgemm", "triton"]
 SumOverColumns = Callable[[Tensor], Tensor]
+RowDecay = Annotated[
+    NonNegative,
+    Key("results", "Each touched row shrinks by lr * weight_decay before its step."),
+]
 
 
 class StepNumbers(NamedTuple):
@@ -88,7 +93,7 @@ class SparseOptimizer(ABC):
     """
 
     name: str
-    lr: Rate = 0.05
+    lr: LearningRate = 0.05
 
     # What is kept: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}

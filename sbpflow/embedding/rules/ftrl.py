@@ -1,26 +1,27 @@
 """FTRL-Proximal per coordinate: McMahan et al., KDD 2013, algorithm 1."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
 from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
-from sbpflow.runtime.ranges import NonNegative
+from sbpflow.runtime.keys import Key
+from sbpflow.runtime.ranges import Accumulator, NonNegative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ftrl(SparseOptimizer):
-    """FTRL-Proximal, for sparse weights: ``l1`` sets small ones to 0, ``l2`` shrinks all.
+    """FTRL-Proximal, for sparse weights.
 
     A row keeps its starting values until it is touched, as in TensorFlow's Ftrl.
     """
 
     name: Literal["ftrl"] = "ftrl"
-    beta: NonNegative = 1.0
-    l1: NonNegative = 0.0
-    l2: NonNegative = 0.0
-    initial_accumulator: NonNegative = 0.0
+    beta: Annotated[NonNegative, Key("results", "Added to the root of the sum of squares.")] = 1.0
+    l1: Annotated[NonNegative, Key("results", "Sets small weights to 0.")] = 0.0
+    l2: Annotated[NonNegative, Key("results", "Shrinks all weights.")] = 0.0
+    initial_accumulator: Accumulator = 0.0
 
     state: ClassVar = {"sum": "element", "linear": "element"}
     kernels: ClassVar = {

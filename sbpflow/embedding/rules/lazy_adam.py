@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer, StepNumbers
-from sbpflow.runtime.ranges import Beta, NonNegative, Rate
+from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer, StepNumbers
+from sbpflow.runtime.ranges import Betas, Epsilon, LearningRate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,10 +13,10 @@ class LazyAdam(SparseOptimizer):
     """Adam over the rows of a batch only; the others keep value and state."""
 
     name: Literal["lazy_adam"] = "lazy_adam"
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    weight_decay: NonNegative = 0.0
+    lr: LearningRate = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: Epsilon = 1e-8
+    weight_decay: RowDecay = 0.0
 
     state: ClassVar = {"exp_avg": "element", "exp_avg_sq": "element"}
     kernels: ClassVar = {

@@ -1,24 +1,30 @@
 """Adagrad with one number per row, the mean of squares over the table's full width."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
-from sbpflow.runtime.ranges import NonNegative, Rate
+from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
+from sbpflow.runtime.keys import Key
+from sbpflow.runtime.ranges import Accumulator, Epsilon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowwiseAdagrad(SparseOptimizer):
-    """One state number per row; ``row_state: per_shard`` keeps one per row and column shard.
+    """Adagrad with one number of state per row.
 
-    That is what TorchRec does: nothing is added up over ranks, and results depend on the layout.
+    ``row_state: per_shard`` adds nothing up over ranks, so results depend on the layout.
     """
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
-    eps: Rate = 1e-8
-    initial_accumulator: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-    row_state: Literal["logical", "per_shard"] = "logical"
+    eps: Epsilon = 1e-8
+    initial_accumulator: Accumulator = 0.0
+    weight_decay: RowDecay = 0.0
+    row_state: Annotated[
+        Literal["logical", "per_shard"],
+        Key(
+            "results", "Keep one number of state per row, or per row and column shard as TorchRec."
+        ),
+    ] = "logical"
 
     state: ClassVar = {"sum": "row"}
     kernels: ClassVar = {

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
-from sbpflow.runtime.ranges import NonNegative
+from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sgd(SparseOptimizer):
-    """``weight_decay``, here and elsewhere, shrinks touched rows by lr * weight_decay a step."""
+    """A row moves by lr times its gradient."""
 
     name: Literal["sgd"] = "sgd"
-    weight_decay: NonNegative = 0.0
+    weight_decay: RowDecay = 0.0
 
     kernels: ClassVar = {
         "numba": "sbpflow.embedding.storage.numba_rules:sgd",

@@ -1,0 +1,215 @@
+"""Write docs/configuration.md: every key of the configuration, from the marks of its fields.
+
+PYTHONPATH=. python .ci/configuration.py
+"""
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, Literal
+
+from sbpflow.config.parse import MaxEntries, PathOr, Tagged, show
+from sbpflow.config.schema import Config
+from sbpflow.models.registry import MODELS
+from sbpflow.runtime.keys import key_of
+from sbpflow.runtime.ranges import Range
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+HEAD = """# Configuration: every key
+
+Set a key in the YAML file, or after the command as in `train.stop.patience=3`. PATTERN stands for a
+pattern of names, such as `"*.C1"`; where several match a name, the last one wins.
+
+The last column says what a key affects, and so whether an unfinished run may resume with another
+value (`checkpoint.resume: auto`):
+* **results**: the loss of some step. The value must stay the same.
+* **scores**: evaluations only. The value may change, unless `train.stop` or `train.plateau` is set.
+* **execution**: where, how, or how long a run executes; no loss changes beyond the rounding of sums
+  in another order. The value may change.
+
+The fields of a model or a sparse optimizer of your own are its keys, and affect results
+([embeddings.md](embeddings.md)).
+
+`PYTHONPATH=. python .ci/configuration.py` rewrites this page.
+"""
+TABLE = "\n| key | value | default | what it is | affects |\n|---|---|---|---|---|\n"
+SCALARS = {Path: "path", str: "text", int: "whole number", float: "number", bool: "true, false"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One key of a group, each column as text."""
+
+    name: str
+    value: str
+    default: str
+    line: str
+    affects: str
+
+
+@dataclasses.dataclass
+class Section:
+    """One table: the groups that have these keys, and what their class says of itself."""
+
+    paths: list[str]
+    condition: str
+    text: str
+    rows: list[Row]
+
+
+def page() -> str:
+    """The page as it should be."""
+    parts = [HEAD]
+    for section in merged(sections()):
+        title = ", ".join(f"`{path}`" for path in section.paths) + section.condition
+        parts += [f"\n## {title}\n{section.text}\n", TABLE]
+        group = f"{section.paths[0]}." if len(section.paths) == 1 else ""
+        parts += [
+            f"| `{group}{row.name}` | {row.value} | {row.default} | {row.line} | {row.affects} |\n"
+            for row in section.rows
+        ]
+    return "".join(parts)
+
+
+def merged(found: Iterator[Section]) -> list[Section]:
+    """Sections of equal rows as one."""
+    by_rows: dict[tuple[Row, ...], Section] = {}
+    for section in found:
+        first = by_rows.setdefault(tuple(section.rows), section)
+        first.paths += [path for path in section.paths if path not in first.paths]
+    return [section for rows, section in by_rows.items() if rows]
+
+
+def sections() -> Iterator[Section]:
+    """One for every group, in the order of the classes."""
+    hints = typing.get_type_hints(Config, include_extras=True)
+    for field in dataclasses.fields(Config):
+        if field.name != "model":
+            yield from sections_of(groups(hints[field.name])[""], field.name)
+            continue
+        tag = row_of(Config, field, hints["model"], MODELS)
+        first, *others = [rows_of(kind) for kind in MODELS.values()]
+        shared = [row for row in first if all(row in other for other in others)]
+        text = "Keys of every model here."
+        yield Section(["model"], "", text, [dataclasses.replace(tag, name="name"), *shared])
+        for name, kind in MODELS.items():
+            yield from sections_of(kind, "model", f" with `name: {name}`", but=shared)
+
+
+def sections_of(
+    kind: type[Any], path: str, condition: str = "", but: Sequence[Row] = ()
+) -> Iterator[Section]:
+    """The group at ``path`` without the rows ``but``, then the groups in it."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
+    yield Section([path], condition, text, [row for row in rows_of(kind) if row not in but])
+    for field in dataclasses.fields(kind):
+        hint, below = hints[field.name], f"{path}.{field.name}"
+        for name, group in groups(hint).items():
+            condition = f" with `name: {name}`" if name else ""
+            if name == "same":
+                condition = " without `name`"
+            elif field.default is None:
+                condition = " (not given by default)"
+            at = f"{below}.PATTERN" if is_mapping(hint) else below
+            yield from sections_of(group, at, condition)
+
+
+def rows_of(kind: type[Any]) -> list[Row]:
+    """A group's own keys; LookupError for one that does not say what it is."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [
+        row_of(kind, field, hints[field.name], groups(hints[field.name]))
+        for field in dataclasses.fields(kind)
+        if field.name != "name"
+        if is_mapping(hints[field.name]) or "" not in groups(hints[field.name])
+    ]
+
+
+def row_of(
+    kind: type[Any], field: "dataclasses.Field[Any]", hint: object, kinds: Mapping[str, type[Any]]
+) -> Row:
+    """The row of a field, or of the ``name`` of what it may be."""
+    mark = key_of(kind, field.name)
+    if mark is None:
+        raise LookupError(f"{kind.__name__}.{field.name}: mark it with Key(affects, line)")
+    name, value, default = field.name, value_of(hint), default_of(field)
+    if kinds and not is_mapping(hint):
+        chosen = getattr(default_value(field), "name", next(iter(kinds)))
+        name, default = f"{name}.name", f"`{chosen}`"
+        value = ", ".join(f"`{kind}`" for kind in kinds)
+    return Row(name, value, default, mark.line, mark.affects)
+
+
+def groups(hint: object) -> dict[str, type[Any]]:
+    """The groups that a field may be, by name; "" for a group that has none."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        tagged = [mark.kinds(None) for mark in args[1:] if isinstance(mark, Tagged)]
+        return dict(tagged[0]) if tagged else groups(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return {name: kind for arg in args for name, kind in groups(arg).items()}
+    if origin is Mapping:
+        return groups(args[1])
+    if not dataclasses.is_dataclass(hint):
+        return {}
+    tags = [field.default for field in dataclasses.fields(hint) if field.name == "name"]
+    return {tags[0] if tags else "": typing.cast("type[Any]", hint)}
+
+
+def is_mapping(hint: object) -> bool:
+    """Whether a field maps patterns to values."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return is_mapping(typing.get_args(hint)[0])
+    return typing.get_origin(hint) is Mapping
+
+
+def value_of(hint: object) -> str:
+    """What a value may be, in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _marked(value_of(args[0]), args[1:])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(value_of(arg) for arg in args if arg is not types.NoneType)
+    if origin is Literal:
+        return ", ".join(f"`{arg}`" for arg in args)
+    if origin is tuple:
+        count = "" if args[-1] is Ellipsis else f"of {len(args)} "
+        return f"list {count}({value_of(args[0])})"
+    if origin is Mapping:
+        return "groups by pattern" if groups(args[1]) else f"by pattern: {value_of(args[1])}"
+    return SCALARS.get(hint, "group")
+
+
+def _marked(text: str, marks: tuple[Any, ...]) -> str:
+    for mark in marks:
+        if isinstance(mark, Range):
+            text += f" {mark}"
+        if isinstance(mark, MaxEntries):
+            text += f", at most {mark.count}"
+        if isinstance(mark, PathOr):
+            text = f"{', '.join(f'`{word}`' for word in mark.words)}, or a path"
+    return text
+
+
+def default_value(field: "dataclasses.Field[Any]") -> object:
+    """The default of a field; None if it has none."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def default_of(field: "dataclasses.Field[Any]") -> str:
+    """The default as a user would type it."""
+    if field.default is MISSING and field.default_factory is MISSING:
+        return "required"
+    default = default_value(field)
+    return "not given" if default is None else f"`{show(default)}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

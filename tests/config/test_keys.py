@@ -1,0 +1,112 @@
+"""What each key is for: which keys must be equal for a run to resume, written out."""
+
+import re
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, get_args
+
+import pytest
+
+from sbpflow.config.load import config_facts, load_config
+from sbpflow.config.schema import Config
+from sbpflow.models.registry import MODELS
+from sbpflow.run.resume import DataFacts, relevant_facts
+from sbpflow.runtime.keys import Affects, Key
+from sbpflow.runtime.ranges import Range
+from tests.config.test_config import CONFIGS
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "configuration.py"))
+SCHEME1 = CONFIGS[0].parent / "scheme1.yaml"
+SET = DataFacts(path="set", fingerprint="a", content_id="b")
+
+# Free to change when a run resumes.
+EXECUTION = """
+run.dir data.path data.loader
+train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
+parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
+parallel.tables.deep.C1.sbp parallel.tables.deep.C1.ranks parallel.tables.deep.C1.sizes
+parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*
+parallel.kernel parallel.kernels.deep.C1
+parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_capacity parallel.timeout_s
+parallel.checked
+checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.background
+checkpoint.resume checkpoint.on_signal
+""".split()
+EXECUTION += ["parallel.tables (order)", "parallel.kernels (order)", "parallel.dense (order)"]
+# Free as well, unless train.stop or train.plateau acts on scores.
+SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
+# Fixed, as every key that is in neither list; with "parallel." in front of each.
+RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "exchange_dtype", "tables.deep.C1.comm_dtype"]
+
+EVERYTHING = (
+    *("data.path=out/set", "train.max_steps=10", "train.profile=[1, 2]", "train.slices=[C1]"),
+    *("train.eval_rows=1000", "checkpoint.dir=out/saved", "data.out_of_range=hash"),
+    "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [60, 40], exchange: unique}",
+    "parallel.tables.deep.C1.comm_dtype=bfloat16",
+    *("parallel.dense.mlp.0.*=S(0)", "parallel.kernels.deep.C1=torch", "parallel.scheme=2"),
+    *("parallel.table_dtype=bfloat16", "parallel.comm_dtype=float16"),
+    *("parallel.link_gb_per_s=0.125", "parallel.row_capacity=0.5", "train.loss.focal_gamma=1.0"),
+    *("optimizer.clip.norm=5.0", "optimizer.dense_schedule.warmup_steps=3"),
+    *("optimizer.tables.wide.*={name: lazy_adam, betas: [0.9, 0.99]}", "optimizer.tables.*.lr=1.0"),
+    *("optimizer.sparse_schedule.warmup_steps=3", "model.wide.hash_size=100"),
+    *("model.fields.*_shop.table=shop", "model.tables.deep.C1={dim: 8, pooling: mean}"),
+)
+STOP, PLATEAU = "train.stop.metric=auc", "train.plateau.metric=auc"
+CASES = [
+    *[(path, ()) for path in CONFIGS],
+    *[(SCHEME1, (f"model={{name: {name}, autocast: bf16}}",)) for name in MODELS],
+    *[(SCHEME1, (*EVERYTHING, *more)) for more in ((), (STOP,), (PLATEAU,), (STOP, PLATEAU))],
+    *[(SCHEME1, (f"optimizer.sparse.name={name}",)) for name in ("sgd", "adagrad", "lazy_adam")],
+    *[(SCHEME1, (f"optimizer.dense.name={name}",)) for name in ("sgd", "adagrad", "rmsprop")],
+    (SCHEME1, ("parallel.plan=auto",)),
+    (SCHEME1, ("optimizer.sparse.name=ftrl", "optimizer.dense.name=adamw")),
+]
+
+
+@pytest.mark.parametrize(("path", "overrides"), CASES)
+def test_the_keys_that_a_resumed_run_must_have_equal(path, overrides):
+    config = load_config(path, overrides, models=MODELS)
+    free = set(EXECUTION)
+    if not {STOP, PLATEAU} & set(overrides):
+        free |= set(SCORES)
+    kept = relevant_facts(config, SET)
+    assert kept.pop("the set in data.path") == "b"
+    assert kept == {key: text for key, text in config_facts(config).items() if key not in free}
+
+
+def test_every_key_that_may_change_is_tried():
+    tried: set[str] = set()
+    for path, overrides in CASES:
+        tried |= config_facts(load_config(path, overrides, models=MODELS)).keys()
+    assert {*EXECUTION, *SCORES, *(f"parallel.{key}" for key in RESULTS_OF_PARALLEL)} <= tried
+
+
+def test_keys_of_a_class_of_ones_own_affect_results_unless_marked():
+    @dataclass(frozen=True, kw_only=True)
+    class Own:
+        name: str = "own"
+        dim: int = 8
+        threads: Annotated[int, Key("execution", "Threads that read.")] = 2
+
+    facts = config_facts(Config(model=Own()), ("results",))
+    assert (facts["model.name"], facts["model.dim"]) == ("own", "8")
+    assert "model.threads" not in facts
+
+
+def test_every_key_has_a_line_and_says_what_it_affects():
+    rows = [row for section in SCRIPT["sections"]() for row in section.rows]
+    assert len({row.line for row in rows}) > 90
+    for row in rows:
+        assert row.affects in get_args(Affects), row
+        assert re.fullmatch(r"[^\n|]{10,240}\.", row.line), row
+
+
+def test_a_key_without_a_mark_is_named():
+    @dataclass(frozen=True, kw_only=True)
+    class Group:
+        size: Annotated[int, Key("results", "Size of the group.")] = 1
+        depth: Annotated[int, Range(low=0)] | None = None
+
+    with pytest.raises(LookupError, match=r"Group.depth: mark it with Key\(affects, line\)"):
+        SCRIPT["rows_of"](Group)
