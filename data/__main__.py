@@ -76,7 +76,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOptions":
     from sbpflow.data.prepare.content import options_like
 
-    return options if args.like is None else options_like(load_manifest(args.like), options)
+    return options if args.like is None else options_like(load_manifest(args.like, "--like"), options)
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
@@ -123,7 +123,7 @@ def _stats(args: argparse.Namespace) -> None:
     from sbpflow.data.plots import write_png
     from sbpflow.data.stats import compute_stats, load_stats, stats_json, stats_table
 
-    manifest = load_manifest(args.path)
+    manifest = load_manifest(args.path, "DIR")
     stats = compute_stats(manifest) if args.recount else load_stats(manifest)
     if args.png:
         write_png(stats, args.png)
@@ -131,7 +131,7 @@ def _stats(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> Manifest:
-    manifest = load_manifest(args.path)
+    manifest = load_manifest(args.path, "DIR")
     verify_set(manifest, os.cpu_count() or 1)
     return manifest
 

@@ -291,16 +291,18 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     partial.replace(folder / MANIFEST)
 
 
-def load_manifest(path: str | Path) -> Manifest:
-    """Read and check the manifest of the set in folder ``path``; DataError says what is wrong."""
+def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
+    """Read and check the manifest of the set in folder ``path``, which the option or configuration
+    key ``key`` gave; DataError says what is wrong.
+    """
     try:
         folder = local_path(path)
     except PathError as error:
-        raise DataError(f"data.path: {error}") from error
-    if problem := data_folder_problem(folder):
+        raise DataError(f"{key}: {error}") from error
+    if problem := data_folder_problem(folder, key):
         raise DataError(problem)
     if not (folder / MANIFEST).is_file():
-        raise DataError(f"data.path: {folder} has no {MANIFEST}; {HOW_TO_MAKE_DATA}")
+        raise DataError(f"{key}: {folder} has no {MANIFEST}; {HOW_TO_MAKE_DATA}")
     try:
         raw = read_json(folder / MANIFEST)
     except (FileNotFoundError, JsonError) as error:

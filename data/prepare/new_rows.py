@@ -43,4 +43,4 @@ def encode(
         part=part or Part(),
         is_encode=True,
     )
-    return prepare(options_like(load_manifest(like), options))
+    return prepare(options_like(load_manifest(like, "--like"), options))

@@ -57,7 +57,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     share is done.
     """
     options.check()
-    like = None if options.like is None else load_manifest(options.like)
+    like = None if options.like is None else load_manifest(options.like, "--like")
     inputs = find_inputs(options.inputs)
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])

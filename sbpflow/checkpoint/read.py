@@ -36,10 +36,11 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
     try:
         text = read_text(file)
     except FileNotFoundError as error:
-        what = "holds no" if folder.is_dir() else "is no folder with"
+        there = folder.is_dir()
+        what = f"holds no {INDEX_FILE}" if there else "does not exist"
+        example = folder / "step-1000" if there else "runs/train/checkpoints/step-1000"
         raise CheckpointError(
-            f"{folder}: {what} {INDEX_FILE}; give the folder of one checkpoint, "
-            f"for example {folder / 'step-1000'}"
+            f"{folder}: {what}; give the folder of one checkpoint, for example {example}"
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error

@@ -8,9 +8,11 @@ HOW_TO_MAKE_DATA = (
 )
 
 
-def data_folder_problem(folder: Path) -> str | None:
-    """Why a prepared set cannot be read from ``folder``, and what to do; None if it is a folder."""
+def data_folder_problem(folder: Path, key: str = "data.path") -> str | None:
+    """Why a prepared set cannot be read from ``folder``, which ``key`` names, and what to do; None
+    if it is a folder.
+    """
     if folder.is_dir():
         return None
     what = "is not a folder" if folder.exists() else "does not exist"
-    return f"data.path: {folder} {what}; {HOW_TO_MAKE_DATA}"
+    return f"{key}: {folder} {what}; {HOW_TO_MAKE_DATA}"

@@ -40,7 +40,7 @@ def test_a_checkpoint_that_cannot_be_read_back_is_broken(tmp_path, monkeypatch):
     with World.start("cpu") as world:
         found = machine_checks.checkpoint(tmp_path, Boxing(world))
     assert found.state == "broken"
-    assert "is no folder with index.json" in found.text
+    assert "does not exist; give the folder of one checkpoint" in found.text
 
 
 def test_a_disk_has_its_free_space_told(tmp_path):

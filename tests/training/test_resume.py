@@ -260,7 +260,7 @@ def test_a_path_goes_on_whatever_its_run_was(synth_set, whole, tmp_path, monkeyp
         run(synth_set, tmp_path / "c", resume, "model.embedding_dim=8")
     with pytest.raises(ConfigError, match=r"lacks tables/deep.C1/sum,.* it has tables/deep.C1/exp"):
         run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")
-    with pytest.raises(ConfigError, match="is no folder with"):
+    with pytest.raises(ConfigError, match="does not exist; give the folder of one checkpoint"):
         run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
 
 
