@@ -27,7 +27,7 @@ from planner.workloads import Drawn, make_task, split_pool
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
 from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
-from sbpflow.run.build_plan import LOOPBACK_GB_PER_S
+from sbpflow.runtime.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
@@ -111,7 +111,7 @@ def scheme_auto(task: Task) -> Plan:
         candidates(task.tables, task.features, task.world_size, task.batch_size, known),
         lambda rules: embedding_plan(task, plan(rules)),
         num_rows=task.batch_size,
-        link_gb_per_s=LOOPBACK_GB_PER_S,
+        topology=Topology.one_host(task.world_size),
         frequencies=known,
     )
     return plan(ranked[0].rules)

@@ -42,7 +42,6 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.runtime.devices import device_name
-from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.versions import summary as version_summary
 
 LOG = logging.getLogger(__name__)
@@ -176,7 +175,7 @@ class _Run:
         world = boxing.world
         self._facts = {
             "world": f"{world.size} {world.backend}",
-            RANKS_HERE: str(env_int("LOCAL_WORLD_SIZE", world.size)),
+            RANKS_HERE: str(world.topology.most_ranks_per_host),
             "device": device_name(world.device).partition(" on ")[0],
             "cpu": cpu_name(),
             "software": ", ".join(f"{key} {value}" for key, value in version_summary().items()),

@@ -19,7 +19,6 @@ from planner.costs.transfers import as_lines
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import import_rule, rule_class
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.world import World
 
 LOG = logging.getLogger(__name__)
@@ -34,17 +33,17 @@ def run_calibration(args: Namespace) -> str:
     with World.start(args.device) as world:
         boxing = Boxing(world)
         profile = run(boxing, settings, path.with_suffix(".measured.jsonl"))
-        keep(boxing, profile, path, first_here=env_int("LOCAL_RANK", world.rank) == 0)
+        keep(boxing, profile, path)
     return "" if profile is None else f"{describe(profile)}\nprofile: {path}"
 
 
-def keep(boxing: Boxing, profile: Profile | None, path: Path, *, first_here: bool) -> None:
-    """Rank 0's profile into ``path`` of every machine, by its first rank.
+def keep(boxing: Boxing, profile: Profile | None, path: Path) -> None:
+    """Rank 0's profile into ``path`` of every host, by its first rank.
 
     A run plans on each of its machines by what is kept there, and must find the same plan on all.
     """
     text = gather_texts(boxing, "" if profile is None else profile.as_json())[0]
-    if first_here:
+    if boxing.world.topology.first_on_host(boxing.world.rank):
         write_profile(path, text)
 
 
@@ -79,7 +78,6 @@ def start_ranks(words: list[str], ranks: int) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     processes = [

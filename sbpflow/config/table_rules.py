@@ -8,6 +8,7 @@ all that the rest of sbpflow sees: nothing downstream knows schemes.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -143,13 +144,15 @@ class ParallelConfig:
     ``auto``: a planner chooses when the run starts, by what was measured on its machine.
     ``scheme: auto`` takes the cheapest of several complete plans; ``link_gb_per_s`` is what a rank
     can send in a second, for it alone, and by default what ranks of one machine can (1 Gbit/s is
-    0.125).
+    0.125). ``topology`` is a file that describes hosts and links, in place of what ranks find when
+    they start; ``link_gb_per_s`` replaces its link between hosts.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     scheme: Annotated[Scheme | None, Example("1")] = None
     plan: Annotated[str | None, PathOr(("auto",)), Example("auto")] = None
     link_gb_per_s: Annotated[float | None, Range(above=0), Example(0.125)] = None
+    topology: Annotated[Path | None, Example("hosts.yaml")] = None
     tables: Annotated[Mapping[str, TableRule], Example({"*.C1": {"sbp": "S(0)"}})] = field(
         default_factory=dict[str, TableRule]
     )

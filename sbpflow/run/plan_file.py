@@ -25,6 +25,7 @@ from sbpflow.embedding.rules.registry import known_rules, rule_class
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
+from sbpflow.runtime.topology import Link, Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -57,6 +58,7 @@ _CLASSES: dict[str, type[Any]] = {
         IdColumns,
         KernelChoice,
         Layout,
+        Link,
         Move,
         OutputConfig,
         Partial,
@@ -68,6 +70,7 @@ _CLASSES: dict[str, type[Any]] = {
         StepSchedule,
         TableConfig,
         TableLayout,
+        Topology,
         Use,
     )
 }
@@ -161,5 +164,8 @@ def _decode(value: object) -> object:
         return _decode_rule(content)
     if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
         return _decode_older_schedule(content)
+    if content["is"] == "RunPlan" and "topology" not in content:  # of an older version
+        ranks = content["embeddings"]["world"]["ranks"]
+        content["topology"] = _encode(Topology.one_host(len(ranks)))
     kind = _CLASSES[content["is"]]
     return kind(**{key: _decode(item) for key, item in content.items() if key != "is"})
