@@ -176,7 +176,7 @@ def _topology_lines(topology: Mapping[str, Any]) -> list[str]:
     """Hosts, links, memory and speeds, each with where it is from."""
     hosts = topology["hosts"]
     counts = _by_rank([len(host) for host in hosts])
-    plural = "s" * (len(hosts) > 1)
+    many = f"{len(hosts)} host{'s' * (len(hosts) > 1)} of {counts} rank{'s' * (counts != '1')}"
     listed = " ".join(str(list(host)) for host in hosts[:MANY]) + " .." * (len(hosts) > MANY)
     links = [("on a host", topology["host_link"]), ("between hosts", topology["network_link"])]
     priced = [
@@ -188,8 +188,7 @@ def _topology_lines(topology: Mapping[str, Any]) -> list[str]:
     held = "unknown" if memory is None else f"{_by_rank([m / 1e9 for m in memory])} GB ({source})"
     relative = "1 (assumed)" if speeds is None else f"{_by_rank(speeds)} (given)"
     return [
-        f"{len(hosts)} host{plural} of {counts} ranks ({topology['hosts_source']}): "
-        + short_lists(listed),
+        f"{many} ({topology['hosts_source']}): {short_lists(listed)}",
         f"links: {'; '.join(priced)}",
         f"a rank's memory: {held}; its relative speed: {relative}",
     ]
