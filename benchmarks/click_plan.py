@@ -3,7 +3,7 @@
 The ids are drawn by a law, so their statistics are told by the law in place of a prepared set.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.click_model import Shape
@@ -44,7 +44,7 @@ def planned_rules(
         for name, hotness in zip(shape.names, shape.hotness, strict=True)
     ]
     cost = CostModel(load(Path(profile) if profile else None)).of(
-        task_of(draft, stats, BIN_SAMPLES, None)
+        replace(task_of(draft, stats, BIN_SAMPLES), device_bytes=None)
     )
     plan = choose(cost)
     return rules(plan), cost.predict(plan).step_ms

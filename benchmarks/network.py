@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-HOSTS = ("sbpflow0", "sbpflow1")
+HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # of this process
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "wire"
 
@@ -20,15 +20,14 @@ INTERFACE = "wire"
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
     """Command prefixes that run inside each host; ``rate`` as tc writes it, such as "1gbit"."""
-    _take_down()
     try:
         for host in HOSTS:
             _run("ip", "netns", "add", host)
-        _run("ip", "link", "add", "wire0", "type", "veth", "peer", "name", "wire1")
-        for index, (host, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
-            _run("ip", "link", "set", f"wire{index}", "netns", host)
+        _run("ip", "link", "add", HOSTS[0], "type", "veth", "peer", "name", HOSTS[1])
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            _run("ip", "link", "set", host, "netns", host)
             inside = ("ip", "netns", "exec", host)
-            _run(*inside, "ip", "link", "set", f"wire{index}", "name", INTERFACE)
+            _run(*inside, "ip", "link", "set", host, "name", INTERFACE)
             _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
             _run(*inside, "ip", "link", "set", INTERFACE, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")

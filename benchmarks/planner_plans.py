@@ -28,7 +28,7 @@ from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wis
 from sbpflow.planner.task import Plan, Task, choice_of, embedding_plan
 from sbpflow.planner.workloads import Drawn, make_task, split_pool
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
-from sbpflow.run.build_plan import LOOPBACK_GB_PER_S
+from sbpflow.runtime.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
@@ -112,7 +112,7 @@ def scheme_auto(task: Task) -> Plan:
         candidates(task.tables, task.features, task.world_size, task.batch_size, known),
         lambda rules: embedding_plan(task, plan(rules)),
         batch_size=task.batch_size,
-        link_gb_per_s=LOOPBACK_GB_PER_S,
+        topology=Topology.one_host(task.world_size),
         frequencies=known,
     )
     return plan(ranked[0].rules)

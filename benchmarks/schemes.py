@@ -29,16 +29,16 @@ from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.run.auto_scheme import Candidate, Rules, candidates, rank_candidates
+from sbpflow.runtime.topology import Link, Topology
 from sbpflow.runtime.world import World
 from sbpflow.sbp.placement import Placement
 
 BATCH = 4096
 TASKS = ("even", "dcnv2", "t180", "t510", *(f"random{n}" for n in range(10)))
-GB_PER_S = {None: LOOPBACK_GB_PER_S, "1gbit": 0.12}
+GB_PER_S = {None: Link().gb_per_s, "1gbit": 0.12}
 
 
 def task(name: str) -> Shape:
@@ -80,7 +80,8 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
         )
 
     rules = candidates(tables, features, world.size, BATCH)
-    return rank_candidates(rules, plan, batch_size=BATCH, link_gb_per_s=gb_per_s)
+    topology = Topology.one_host(world.size).with_link(gb_per_s)
+    return rank_candidates(rules, plan, batch_size=BATCH, topology=topology)
 
 
 def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:

@@ -36,7 +36,6 @@ from sbpflow.embedding.exchange.all_to_all import Exchange
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.embedding.plan.group_plan import ExchangeStep
-from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.models.layered import LayeredPart
@@ -44,6 +43,7 @@ from sbpflow.models.layers import MlpShape
 from sbpflow.models.wdl import WdlConfig, WdlSpec
 from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
 from sbpflow.run.model import make_parameters
+from sbpflow.runtime.topology import Topology
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -136,12 +136,11 @@ def planned_layouts(
 
     if name == PLANNED[0]:
         return layouts(found["all whole"])
-    link = gb_per_s or LOOPBACK_GB_PER_S
-    return layouts(
-        rank_candidates(found, plan, batch_size=BATCH, link_gb_per_s=link, frequencies=known)[
-            0
-        ].rules
-    )
+    topology = Topology.one_host(size)
+    if gb_per_s is not None:
+        topology = topology.with_link(gb_per_s)
+    ranked = rank_candidates(found, plan, batch_size=BATCH, topology=topology, frequencies=known)
+    return layouts(ranked[0].rules)
 
 
 def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:

@@ -76,7 +76,9 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOptions":
     from sbpflow.data.prepare.content import options_like
 
-    return options if args.like is None else options_like(load_manifest(args.like, "--like"), options)
+    if args.like is None:
+        return options
+    return options_like(load_manifest(args.like, "--like"), options)
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:

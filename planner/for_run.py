@@ -7,13 +7,10 @@ are deterministic, and the ranks compare what they will run before they start.
 
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-import torch
 
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
@@ -38,7 +35,7 @@ from sbpflow.planner.task import (
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.model import Fields
 from sbpflow.run.plan import RunPlan
-from sbpflow.runtime.environment import env_int
+from sbpflow.runtime.topology import Topology
 
 LOG = logging.getLogger(__name__)
 
@@ -112,20 +109,24 @@ def plan_tables(
     world_size: int,
     device_type: str,
     profile: Profile | None = None,
+    topology: Topology | None = None,
 ) -> PlannedRun:
     """Choose for a run; ``num_rows`` are the rows of the part that ``stats`` are of.
 
     ConfigError without a calibration of this machine, PlanError where nothing fits its memory.
     """
     start = time.perf_counter()
-    ranks_here = min(world_size, env_int("LOCAL_WORLD_SIZE", world_size))
-    profile = crowded(profile or load(), ranks_here)
-    whole = {"*": TableRule(sbp="S(0)")}
+    profile = profile or load()
     _, draft = plan_run(
-        config, fields, world_size=world_size, device_type=device_type, planned=whole
+        config,
+        fields,
+        world_size=world_size,
+        device_type=device_type,
+        planned={"*": TableRule(sbp="S(0)")},
+        topology=topology,
     )
-    task = task_of(draft, stats, num_rows, device_bytes(device_type))
-    task = replace(task, kernel=config.parallel.kernel)
+    profile = crowded(profile, draft.topology.most_ranks_per_host)
+    task = replace(task_of(draft, stats, num_rows), kernel=config.parallel.kernel)
     cost = CostModel(profile).of(task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):
@@ -138,9 +139,9 @@ def plan_tables(
     )
 
 
-def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: int | None) -> Task:
+def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
     """The task of a run, from any plan of it; what ``parallel.tables`` decides is pinned."""
-    tables = plan.embeddings
+    tables, memory = plan.embeddings, plan.topology.memory_bytes
     known = {one.name: one for one in stats}
     features = {feature.name: feature for feature in tables.features}
     per_sample = {
@@ -170,7 +171,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int, limit: in
         row_dtype=tables.row_dtype,
         comm_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
         device_type=tables.world.device_type,
-        device_bytes=limit,
+        device_bytes=None if memory is None else int(USABLE * min(memory)),
         dense=_dense_work(plan),
         overlap=not plan.schedule.wait_at_once,
         accumulate=plan.accumulate,
@@ -216,17 +217,3 @@ def _stats_of(
         bin_lookups=largest.bins_lookups,
         top_mass=[largest.top_mass[key] for key in sorted(largest.top_mass, key=int)],
     )
-
-
-def device_bytes(device_type: str) -> int | None:
-    """What one rank may fill: of its GPU, or its share of this machine; ``None`` if unknown."""
-    if device_type == "cuda":
-        if not torch.cuda.is_available():
-            return None
-        _, total = torch.cuda.mem_get_info()
-        return int(USABLE * total)
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-    return int(USABLE * total / max(1, env_int("LOCAL_WORLD_SIZE", 1)))

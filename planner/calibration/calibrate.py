@@ -51,7 +51,6 @@ from sbpflow.planner.costs.profile import RANKS_HERE, KernelPrices, Profile
 from sbpflow.planner.costs.transfers import Transfer, transfer_of
 from sbpflow.planner.task import Plan, Task
 from sbpflow.runtime.devices import device_name
-from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.json_file import JsonError, list_of, object_of, parse_json, read_text
 from sbpflow.runtime.versions import summary as version_summary
 
@@ -222,7 +221,7 @@ class _Run:
         world = boxing.world
         self._facts = {
             "world": f"{world.size} {world.backend}",
-            RANKS_HERE: str(env_int("LOCAL_WORLD_SIZE", world.size)),
+            RANKS_HERE: str(world.topology.most_ranks_per_host),
             "device": device_name(world.device).partition(" on ")[0],
             "cpu": cpu_name(),
             "software": ", ".join(f"{key} {value}" for key, value in version_summary().items()),

@@ -16,7 +16,6 @@ from sbpflow.planner.calibration.calibrate import calibrate as run
 from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
 from sbpflow.planner.costs.transfers import as_lines
-from sbpflow.runtime.environment import env_int
 from sbpflow.runtime.world import World
 
 LOG = logging.getLogger(__name__)
@@ -31,17 +30,17 @@ def run_calibration(args: Namespace) -> str:
     with World.start(args.device) as world:
         boxing = Boxing(world)
         profile = run(boxing, settings, path.with_suffix(".measured.jsonl"))
-        keep(boxing, profile, path, first_here=env_int("LOCAL_RANK", world.rank) == 0)
+        keep(boxing, profile, path)
     return "" if profile is None else f"{describe(profile)}\nprofile: {path}"
 
 
-def keep(boxing: Boxing, profile: Profile | None, path: Path, *, first_here: bool) -> None:
-    """Rank 0's profile into ``path`` of every machine, by its first rank.
+def keep(boxing: Boxing, profile: Profile | None, path: Path) -> None:
+    """Rank 0's profile into ``path`` of every host, by its first rank.
 
     A run plans on each of its machines by what is kept there, and must find the same plan on all.
     """
     text = gather_texts(boxing, "" if profile is None else profile.as_json())[0]
-    if first_here:
+    if boxing.world.topology.first_on_host(boxing.world.rank):
         write_profile(path, text)
 
 

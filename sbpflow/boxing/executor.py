@@ -174,7 +174,7 @@ class Boxing:
             group = self.world.group(ranks, channel, step.id)
             mine = group if self.world.rank in ranks else mine
         world = self.world
-        in_pairs = world.several_hosts and world.backend_of(step.dst) == "gloo"
+        in_pairs = len(world.topology.hosts) > 1 and world.backend_of(step.dst) == "gloo"
         program = compile_step(step, world.rank, in_pairs=in_pairs)
         ready = self._ready[id(step), channel] = (program, mine)
         return ready

@@ -35,7 +35,7 @@ def predict(argv: Sequence[str]) -> int:
         saved_layouts,
         saved_plan,
     )
-    from sbpflow.run.start import start_world
+    from sbpflow.run.start import start_topology, start_world
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
     from sbpflow.training.health import on_all_or_none
     from sbpflow.training.report import setup_logging
@@ -45,12 +45,14 @@ def predict(argv: Sequence[str]) -> int:
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     world_size = world_size_of_environment()
     config, planned = saved_layouts(checkpoint, config, world_size)
+    device_type = device_type_of(config.parallel.device)
     spec, plan = plan_run(
         config,
         fields_of(like),
         world_size=world_size,
-        device_type=device_type_of(config.parallel.device),
+        device_type=device_type,
         planned=planned,
+        topology=start_topology(config, device_type),
     )
     world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
     setup_logging(world.rank)

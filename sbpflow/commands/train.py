@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sbpflow.planner.for_run import PlannedRun
     from sbpflow.run.job import Job
     from sbpflow.run.resume import Resumed
+    from sbpflow.runtime.topology import Topology
     from sbpflow.training.loop import Reporter
 
 
@@ -66,9 +67,9 @@ def run_rank(
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
     from sbpflow.run.saved_model import saved_plan
-    from sbpflow.run.start import start_world
+    from sbpflow.run.start import start_topology, start_world
     from sbpflow.runtime.malloc import keep_freed_memory
-    from sbpflow.runtime.world import device_type_of, world_size_of_environment
+    from sbpflow.runtime.world import device_type_of
     from sbpflow.training import health
     from sbpflow.training.report import setup_logging
     from sbpflow.training.run_folder import RunLock
@@ -76,15 +77,16 @@ def run_rank(
     keep_freed_memory()
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
-    world_size = world_size_of_environment()
     device_type = device_type_of(config.parallel.device)
-    planned = _plan_tables(config, manifest, world_size, device_type)
+    topology = start_topology(config, device_type)
+    planned = _plan_tables(config, manifest, topology, device_type)
     spec, plan = plan_run(
         config,
         fields_of(manifest),
-        world_size=world_size,
+        world_size=topology.size,
         device_type=device_type,
         planned=planned.rules if planned else None,
+        topology=topology,
     )
     world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
@@ -123,7 +125,7 @@ def run_rank(
 
 
 def _plan_tables(
-    config: "Config", manifest: "Manifest", world_size: int, device_type: str
+    config: "Config", manifest: "Manifest", topology: "Topology", device_type: str
 ) -> "PlannedRun | None":
     """What the planner chooses for ``parallel.plan: auto``."""
     from sbpflow.data import fields_of
@@ -137,8 +139,9 @@ def _plan_tables(
         fields_of(manifest),
         load_stats(manifest),
         manifest.splits["train"],
-        world_size=world_size,
+        world_size=topology.size,
         device_type=device_type,
+        topology=topology,
     )
 
 

@@ -7,6 +7,7 @@ per table of it, which is all that the rest of sbpflow sees: nothing downstream 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -156,6 +157,15 @@ class ParallelConfig:
             "execution",
             "What a rank can send in GB/s, for scheme: auto; that of one machine if not given. 1 "
             "Gbit/s is 0.125.",
+        ),
+    ] = None
+    topology: Annotated[
+        Path | None,
+        Example("hosts.yaml"),
+        Key(
+            "execution",
+            "File that describes hosts and links, in place of what ranks find when they start; "
+            "link_gb_per_s replaces its link between hosts.",
         ),
     ] = None
     tables: Annotated[

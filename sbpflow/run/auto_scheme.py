@@ -4,7 +4,6 @@ A candidate says where every table lives; what it costs is a property of the who
 that travel together share their calls. ``embedding/plan/price.py`` prices them.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
@@ -15,6 +14,7 @@ from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.price import Price, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
+from sbpflow.runtime.topology import Topology
 
 Rules = dict[str, TableRule]
 
@@ -109,11 +109,11 @@ def rank_candidates(
     plan: Callable[[Rules], EmbeddingPlan],
     *,
     batch_size: int,
-    link_gb_per_s: float,
+    topology: Topology,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
     """All that fit in memory, the cheapest first; PlanError if none does."""
-    limit = _memory_bytes()
+    limit = None if topology.memory_bytes is None else sum(topology.memory_bytes)
     found: list[Candidate] = []
     least = None
     equal: dict[tuple[tuple[str, TableRule], ...], list[str]] = {}  # planned and priced once
@@ -124,12 +124,12 @@ def rank_candidates(
         held = table_bytes(planned)
         least = held if least is None else min(least, held)
         if limit is None or held <= limit:
-            price = price_plan(planned, batch_size, link_gb_per_s, frequencies)
+            price = price_plan(planned, batch_size, topology, frequencies)
             found += [Candidate(name, rules[name], price, planned) for name in names]
     if not found:
         raise PlanError(
             f"parallel.scheme: auto: the tables take {(least or 0) / 1e9:.1f} GB with their state, "
-            f"this machine has {(limit or 0) / 1e9:.1f} GB; use fewer rows, a smaller "
+            f"the ranks have {(limit or 0) / 1e9:.1f} GB; use fewer rows, a smaller "
             "model.embedding_dim, parallel.table_dtype: bfloat16, or name a scheme and run it "
             "on more machines"
         )
@@ -149,11 +149,3 @@ def table_bytes(plan: EmbeddingPlan) -> int:
                 shards = stack.shards(rank)
                 total += sum(s.num_rows * (per_row + per_element * s.width) for s in shards)
     return total
-
-
-def _memory_bytes() -> int | None:
-    """Of this machine, for all of its ranks; ``None`` where the system does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None

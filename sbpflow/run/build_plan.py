@@ -15,9 +15,9 @@ from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainCon
 from sbpflow.config.table_layouts import resolve_dense_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
+from sbpflow.config.topology_file import read_topology
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of
-from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import (
     KernelRequest,
     OutputConfig,
@@ -33,6 +33,8 @@ from sbpflow.run.dense_steps import dense_steps
 from sbpflow.run.model import Fields, ModelConfig, ModelSpec
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.devices import backend_of_device
+from sbpflow.runtime.hosts import assumed_topology
+from sbpflow.runtime.topology import Topology
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.clipping import clip_steps
@@ -99,11 +101,13 @@ def plan_run(
     world_size: int,
     device_type: str,
     planned: Mapping[str, TableRule] | None = None,
+    topology: Topology | None = None,
 ) -> tuple[ModelSpec, RunPlan]:
     """The model's shapes and the plan of the run; ConfigError for what does not fit together.
 
     ``planned`` are the rules that stand for ``parallel.plan``: a planner's for ``auto``, or those
-    that a saved run had. Without them a file is read.
+    that a saved run had. Without them a file is read. Without the ``topology`` that ranks found it
+    is that of ``parallel.topology``, or one host like this machine.
     """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
@@ -122,7 +126,11 @@ def plan_run(
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
     planned = _planned_rules(config, planned, world_size)
-    layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned)
+    topology = topology or given_topology(config, world_size)
+    topology = topology or assumed_topology(world_size, device_type)
+    if config.parallel.link_gb_per_s is not None:
+        topology = topology.with_link(config.parallel.link_gb_per_s)
+    layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned, topology)
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = dense_steps(
         spec,
@@ -149,12 +157,19 @@ def plan_run(
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
         clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world, backend),
         schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),
+        topology=topology,
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
         lookahead=config.train.num_ahead,
         priced=priced,
         skew=_skew(embeddings, fields, config.data.batch_size),
     )
+
+
+def given_topology(config: Config, world_size: int) -> Topology | None:
+    """What ``parallel.topology`` describes, if it is given."""
+    path = config.parallel.topology
+    return None if path is None else read_topology(path, world_size=world_size)
 
 
 def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
@@ -198,6 +213,7 @@ def _plan_tables(
     fields: Fields,
     world: Placement,
     planned: Mapping[str, TableRule] | None,
+    topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
     """The tables' layouts and their plan; with ``scheme: auto`` the cheapest, and the others."""
     tables = [table for output in spec.outputs for table in output.tables]
@@ -236,7 +252,7 @@ def _plan_tables(
         candidates(tables, features, world.size, config.data.batch_size, frequencies),
         lambda rules: plan(resolve({"auto": rules})),
         batch_size=config.data.batch_size,
-        link_gb_per_s=parallel.link_gb_per_s or LOOPBACK_GB_PER_S,
+        topology=topology,
         frequencies=frequencies,
     )
     priced = tuple(PricedPlan(name=one.name, ms=one.price.ms) for one in ranked)

@@ -7,6 +7,7 @@ the same facts as a dictionary for programs.
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +32,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
     return {
         "world_size": plan.world_size,
         "backend": plan.embeddings.backend,
+        "topology": asdict(plan.topology),
         "batch_size": plan.batch_size,
         "accumulate": plan.accumulate,
         "compared": [{"plan": one.name, "priced_ms": one.ms} for one in plan.priced],
@@ -153,6 +155,7 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
     facts = describe(plan)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
+        *_topology_lines(facts["topology"]),
         *_compared_lines(facts["compared"]),
         "",
         *_table_lines(facts["tables"], shards=shards),
@@ -167,6 +170,36 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         f"{plan.lookahead}); dense values, activations and exchange buffers come on top",
     ]
     return "\n".join(lines)
+
+
+def _topology_lines(topology: Mapping[str, Any]) -> list[str]:
+    """Hosts, links, memory and speeds, each with where it is from."""
+    hosts = topology["hosts"]
+    counts = _by_rank([len(host) for host in hosts])
+    many = f"{len(hosts)} host{'s' * (len(hosts) > 1)} of {counts} rank{'s' * (counts != '1')}"
+    listed = " ".join(str(list(host)) for host in hosts[:MANY]) + " .." * (len(hosts) > MANY)
+    links = [("on a host", topology["host_link"]), ("between hosts", topology["network_link"])]
+    priced = [
+        f"{where} {link['gb_per_s']:g} GB/s, {link['latency_ms']:g} ms a call ({link['source']})"
+        for where, link in (links if len(hosts) > 1 else links[:1])
+    ]
+    memory, source = topology["memory_bytes"], topology["memory_source"]
+    speeds = topology["speeds"]
+    held = "unknown" if memory is None else f"{_by_rank([m / 1e9 for m in memory])} GB ({source})"
+    relative = "1 (assumed)" if speeds is None else f"{_by_rank(speeds)} (given)"
+    return [
+        f"{many} ({topology['hosts_source']}): {short_lists(listed)}",
+        f"links: {'; '.join(priced)}",
+        f"a rank's memory: {held}; its relative speed: {relative}",
+    ]
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    """One number where all are equal."""
+    shown = [f"{value:.3g}" for value in values]
+    if len(set(shown)) == 1:
+        return shown[0]
+    return ", ".join(shown[:MANY]) + ", .." * (len(shown) > MANY)
 
 
 def _compared_lines(compared: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -156,6 +156,12 @@ def _check_captured(plan: RunPlan) -> None:
 def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
     """Plan a run over these columns and build it: for programs that bring their own batches."""
     world = boxing.world
-    spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
+    spec, plan = plan_run(
+        config,
+        fields,
+        world_size=world.size,
+        device_type=world.device.type,
+        topology=world.topology,
+    )
     plan = with_measured_kernels(plan, config.parallel.kernel, boxing)
     return build_job(config, spec, plan, boxing)

@@ -12,6 +12,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.runtime.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.tensor.gradient_sync import GradientPlan
@@ -69,6 +70,7 @@ class RunPlan:
     dense_gradients: GradientPlan
     clip: tuple[BoxingStep, ...]
     schedule: StepSchedule
+    topology: Topology
     batch_size: int
     accumulate: int
     lookahead: int = 1  # batches whose ids are exchanged ahead of the one being trained

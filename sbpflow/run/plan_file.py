@@ -29,6 +29,7 @@ from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
 from sbpflow.run.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.runtime.json_file import object_of, parse_json, why_not
+from sbpflow.runtime.topology import Link, Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -62,6 +63,7 @@ _CLASSES: dict[str, type[Any]] = {
         IdColumns,
         KernelChoice,
         Layout,
+        Link,
         Move,
         OutputConfig,
         Partial,
@@ -73,6 +75,7 @@ _CLASSES: dict[str, type[Any]] = {
         StepSchedule,
         TableConfig,
         TableLayout,
+        Topology,
         Use,
     )
 }
@@ -166,6 +169,9 @@ def _decode(value: object) -> object:
         return _decode_rule(content)
     if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
         return _decode_older_schedule(content)
+    if content["is"] == "RunPlan" and "topology" not in content:  # of an older version
+        ranks = content["embeddings"]["world"]["ranks"]
+        content["topology"] = _encode(Topology.one_host(len(ranks)))
     kind = _CLASSES[content["is"]]
     values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
     for key, item in values.items():

@@ -69,7 +69,8 @@ def saved_layouts(
 
     In place of the plan that the run was made with are the layouts that it had, on as many ranks,
     and S(0) on another number: nothing is planned anew, and no file need be there. Rules of
-    ``parallel.tables`` on ranks that are not there become S(0), too. What overrides name is left.
+    ``parallel.tables`` on ranks that are not there become S(0), too. The hosts that the run had are
+    not described any more (``parallel.topology``). What overrides name is left.
     """
     given: Any = plain(config.parallel)
     saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
@@ -80,7 +81,8 @@ def saved_layouts(
         else rule
         for pattern, rule in config.parallel.tables.items()
     }
-    config = replace(config, parallel=replace(config.parallel, tables=tables))
+    topology = None if given["topology"] == saved.get("topology") else config.parallel.topology
+    config = replace(config, parallel=replace(config.parallel, tables=tables, topology=topology))
     same = config.parallel.plan == saved.get("plan")
     return config, _planned_rules(checkpoint, world_size) if given["plan"] and same else None
 
@@ -120,6 +122,7 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) ->
         kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))
     except DataError:
         return None
+    kept = replace(kept, topology=plan.topology)
     if replace(kept, kernels=plan.kernels, priced=plan.priced) != plan:
         return None
     if kept.kernels.keys() != plan.kernels.keys():

@@ -1,5 +1,6 @@
 """Which device a rank gets, and why it is not a GPU where one might be expected."""
 
+import os
 import platform
 import warnings
 from pathlib import Path
@@ -61,6 +62,18 @@ def why_no_cuda() -> str:
         there = "" if driver else "; no NVIDIA driver is loaded"
         return f"torch {torch.__version__} cannot use CUDA: {reason}{there}"
     return f"torch {torch.__version__} sees no CUDA device; see CUDA_VISIBLE_DEVICES"
+
+
+def memory_bytes(device_type: str) -> int | None:
+    """Of this rank's GPU, or of this machine for all of its ranks; ``None`` if unknown."""
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def device_name(device: torch.device) -> str:

@@ -17,7 +17,7 @@ from sbpflow.runtime.differences import differences
 from sbpflow.runtime.exit_messages import Meeting, name_ranks
 from sbpflow.runtime.store import TimedStore
 
-_POLL_S = 0.05
+_POLL_S = 0.005
 _LONGEST_POLL_S = 0.5  # a round trip to the store per rank
 
 
@@ -37,20 +37,31 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
     _claim_rank(store, meeting.rank)
     mine = json.dumps(dict(facts or {}), sort_keys=True)
     store.set(f"facts/{meeting.rank}", mine)
-    keys = [f"here/{rank}" for rank in range(size)]
-    store.set(keys[meeting.rank], hashlib.sha256(mine.encode()).hexdigest())
+    digest = hashlib.sha256(mine.encode()).hexdigest()
+    _compare(store, gather(store, "here", meeting.rank, size, digest, timeout_s))
+    return meeting
+
+
+def gather(
+    store: TimedStore, name: str, rank: int, size: int, text: str, timeout_s: float
+) -> list[str]:
+    """The ``text`` of each of ``size`` ranks, by rank; ``name`` keeps it apart from others.
+
+    AbsentError on every rank, with those that are missing, at the end of the first rank's time.
+    """
+    keys, given_up = [f"{name}/{one}" for one in range(size)], f"{name}/missing"
+    store.set(keys[rank], text)
     end, pause = time.monotonic() + timeout_s, _POLL_S
     while True:
-        if store.check(["roll/missing"]):  # first, so that nobody goes on where another gave up
-            missing, waited_s = json.loads(store.get("roll/missing"))
+        if store.check([given_up]):  # first, so that nobody goes on where another gave up
+            missing, waited_s = json.loads(store.get(given_up))
             raise AbsentError(_message(missing, waited_s, size))
         if store.check(keys):
-            _compare(store, store.get_all(keys))
-            return meeting
+            return store.get_all(keys)
         if time.monotonic() >= end:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [one for one, key in enumerate(keys) if not store.check([key])]
             if missing:
-                store.set("roll/missing", json.dumps([missing, timeout_s]))
+                store.set(given_up, json.dumps([missing, timeout_s]))
             continue
         time.sleep(pause)
         pause = min(1.2 * pause, _LONGEST_POLL_S)

@@ -25,9 +25,11 @@ from sbpflow.runtime.devices import backend_of_device, choose_device, why_no_cud
 from sbpflow.runtime.draws import Draws
 from sbpflow.runtime.environment import env_int, rank_and_world_size
 from sbpflow.runtime.exit_messages import Meeting
+from sbpflow.runtime.hosts import find_topology
 from sbpflow.runtime.shutdown import close_process_groups
 from sbpflow.runtime.startup import await_ranks
-from sbpflow.runtime.store import TimedStore, all_ranks_here, within
+from sbpflow.runtime.store import TimedStore, loopback_name, within
+from sbpflow.runtime.topology import Topology
 from sbpflow.runtime.versions import build_facts
 from sbpflow.sbp.layout import Layout
 
@@ -54,15 +56,13 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 class Rendezvous:
     """How the ranks find each other, as torch's ``init_process_group`` takes it.
 
-    ``init_method=None`` is a world of one that needs no meeting point. ``several_hosts`` is the
-    same on all ranks.
+    ``init_method=None`` is a world of one that needs no meeting point.
     """
 
     init_method: str | None
     rank: int
     size: int
     local_rank: int = 0
-    several_hosts: bool = False
 
 
 class World:
@@ -80,14 +80,14 @@ class World:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,
         owns_default_group: bool = True,
-        several_hosts: bool = False,
+        topology: Topology | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.backend = backend_of_device(device.type)
         self.checked = checked
-        self.several_hosts = several_hosts
+        self.topology = topology or Topology.one_host(size)
         self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
         self.log = CommLog()
         self.draws = Draws()  # where ops take random numbers from
@@ -107,16 +107,18 @@ class World:
         checked: bool = False,
         rendezvous: Rendezvous | None = None,
         facts: Mapping[str, str] | None = None,
+        topology: Topology | None = None,
     ) -> "World":
         """Join the other ranks; without a launcher, be a world of one.
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
-        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT that torchrun sets.
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets.
         A process group that already exists is used as it is and left alone by ``close``. ``facts``,
         key to value, are what all ranks must agree on, such as their configuration; with device,
-        backend and versions they are compared before torch connects the ranks. Raises ConfigError
-        where they differ, when the device is not there or the environment is incomplete,
-        AbsentError when not all ranks of the environment are there in time.
+        backend and versions they are compared before torch connects the ranks. Without a
+        ``topology`` the ranks find out which of them share a host. Raises ConfigError where facts
+        differ, when the device is not there or the environment is incomplete, AbsentError when not
+        all ranks of the environment are there in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
@@ -125,10 +127,6 @@ class World:
                 logger.warning("device auto: this run is on the CPU, for %s", reason)
         owns, served = not dist.is_initialized(), None
         if owns:
-            if meeting.init_method == "env://" and all_ranks_here():
-                # gloo authenticates nobody, and these ranks need no other interface. The loopback
-                # one is the first of every machine.
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             if chosen.type == "cuda":
                 # Transfers of several groups run in the order in which a rank asks for them, which
                 # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
@@ -136,8 +134,14 @@ class World:
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
-            agreed["LOCAL_WORLD_SIZE"] = "below" * meeting.several_hosts or "WORLD_SIZE or unset"
             met = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
+            if met is not None:
+                ranks = (meeting.rank, meeting.size, chosen.type)
+                topology = topology or find_topology(met.store, *ranks, timeout_s)
+                if len(topology.hosts) == 1 or loopback_name(os.environ["MASTER_ADDR"]):
+                    # gloo authenticates nobody, and these ranks need no other interface. The
+                    # loopback one is the first of every machine.
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
                 dist.init_process_group,
@@ -157,9 +161,13 @@ class World:
             timeout_s=timeout_s,
             checked=checked,
             owns_default_group=owns,
-            several_hosts=meeting.several_hosts,
+            topology=topology,
         )
         world._served = served
+        if topology is None:
+            common = world.store("hosts") if world.size > 1 else None
+            ranks = (world.rank, world.size, chosen.type)
+            world.topology = find_topology(common, *ranks, timeout_s)
         return world
 
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
@@ -359,13 +367,7 @@ def _meeting_from_environment() -> Rendezvous:
             f"RANK is set but {', '.join(missing)} is not; start ranks with "
             "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE for one process"
         )
-    return Rendezvous(
-        init_method="env://",
-        rank=rank,
-        size=size,
-        local_rank=_local_rank(),
-        several_hosts=0 < env_int("LOCAL_WORLD_SIZE", 0) < size,
-    )
+    return Rendezvous(init_method="env://", rank=rank, size=size, local_rank=_local_rank())
 
 
 def _local_rank() -> int:

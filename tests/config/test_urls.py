@@ -134,7 +134,8 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
         said = str(caught.value)
         assert said.startswith(f"{name}: {url!r} is a URL"), said
         refused.add(name)
-    paths = {"run.dir", "data.path", "checkpoint.dir", "checkpoint.resume", "parallel.plan"}
+    paths = {"run.dir", "data.path", "checkpoint.dir", "checkpoint.resume"}
+    paths |= {"parallel.plan", "parallel.topology"}
     assert refused == paths
     assert NAMES < set(KEYS)
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from sbpflow.errors import PlanError
 from sbpflow.run.auto_scheme import candidates, rank_candidates, table_bytes
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe, format_plan
+from sbpflow.runtime.topology import Link, Topology
 from tests.embedding.cases import Spec
 from tests.embedding.test_plan import make_case
 from tests.training.wdl_case import FIELDS, make_config, train
@@ -82,11 +82,28 @@ def test_a_price_follows_bytes_link_and_balance():
         for even in (True, False)
     )  # fmt: skip
     assert price_plan(one, 4096).work_ms < price_plan(other, 4096).work_ms
-    fast, slow = (price_plan(one, 4096, link) for link in (2.0, 0.1))
+    hosts = Topology.one_host(2)
+    fast, slow = (price_plan(one, 4096, hosts.with_link(speed)) for speed in (2.0, 0.1))
     assert fast.sent_bytes == slow.sent_bytes > 0
     assert slow.transfer_ms - fast.transfer_ms == pytest.approx(fast.sent_bytes * 9.5e-6)
     alone = make_case(**{name: Spec("B", "local") for name in "abcd"}).plan(1)
     assert price_plan(alone, 4096).sent_bytes == 0
+
+
+@pytest.mark.parametrize("exchange", ["columns", "unique", "reduce"])
+def test_ranks_of_several_hosts_send_over_the_slower_link(exchange):
+    rule = Spec("S(0)", exchange) if exchange != "columns" else Spec("S(1)", exchange)
+    plan = make_case(**dict.fromkeys("abcd", rule)).plan(2)
+    one, fast, slow = Topology.one_host(2), Link(gb_per_s=9.0), Link(gb_per_s=0.1, latency_ms=7.0)
+    apart = replace(one, hosts=((0,), (1,)))
+    usual = price_plan(plan, 4096, one)
+    assert price_plan(plan, 4096, replace(one, network_link=slow)) == usual
+    assert price_plan(plan, 4096, apart) == usual
+    assert price_plan(plan, 4096, replace(apart, network_link=fast)) == usual  # host link is slower
+    found = price_plan(plan, 4096, replace(apart, network_link=slow))
+    assert found == price_plan(plan, 4096, replace(one, host_link=slow))
+    assert found.transfer_ms > usual.transfer_ms + 7
+    assert (found.work_ms, found.sent_bytes) == (usual.work_ms, usual.sent_bytes)
 
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
@@ -116,7 +133,7 @@ def test_equal_rules_are_planned_once_and_keep_their_names():
         {"b": {"a": rule}, "other": {"a": TableRule(sbp="B")}, "a": {"a": rule}},
         plan,
         batch_size=64,
-        link_gb_per_s=2.0,
+        topology=Topology.one_host(2),
     )
     assert [one.name for one in found] == ["b", "other", "a"]
     assert len(asked) == 2
@@ -167,9 +184,9 @@ def test_a_pattern_decides_after_the_scheme():
 def test_tables_that_do_not_fit_are_said_to():
     _, plan = plan_run(auto(), FIELDS, world_size=2, device_type="cpu")
     held = table_bytes(plan.embeddings)
-    with mock.patch("sbpflow.run.auto_scheme._memory_bytes", return_value=held // 4):
-        with pytest.raises(PlanError, match=r"scheme: auto: the tables take .* GB with their"):
-            plan_run(auto(), FIELDS, world_size=2, device_type="cpu")
+    small = replace(Topology.one_host(2), memory_bytes=(held // 8, held // 8))
+    with pytest.raises(PlanError, match=r"scheme: auto: the tables take .* GB with their"):
+        plan_run(auto(), FIELDS, world_size=2, device_type="cpu", topology=small)
 
 
 def test_it_trains_as_the_schemes_do(ranks):

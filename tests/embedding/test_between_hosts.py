@@ -10,6 +10,7 @@ import torch.distributed as dist
 from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
+from sbpflow.runtime.topology import Topology
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -28,7 +29,7 @@ CONVERSIONS = [  # on 3 ranks, of [7, 5]: even and uneven, with and without a pa
 def _between_hosts(world: World, fn, *args):
     """What ``fn`` gives as if every rank had a host of its own, and how often messages went."""
     count = mock.Mock(side_effect=dist.batch_isend_irecv)
-    world.several_hosts = True
+    usual, world.topology = world.topology, Topology(hosts=tuple((n,) for n in range(world.size)))
     try:
         with (
             mock.patch.object(dist, "batch_isend_irecv", count),
@@ -40,7 +41,7 @@ def _between_hosts(world: World, fn, *args):
         ):
             return fn(world, *args), count.call_count
     finally:
-        world.several_hosts = False
+        world.topology = usual
 
 
 def _converted(world: World, dtype: torch.dtype) -> list[torch.Tensor]:

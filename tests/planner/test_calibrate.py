@@ -43,6 +43,7 @@ from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from sbpflow.planner.costs.transfers import SKEWS, transfer_of
 from sbpflow.planner.costs.work import INDEX, MEMORY
 from sbpflow.planner.task import Choice, Shape
+from sbpflow.runtime.topology import Topology
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
 ENTRY = {
@@ -278,8 +279,9 @@ def ragged_steps(world, folder):
     batches = draw_batches(laws_of(task), world.rank, 2, world.device)
     plan = {t.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for t in task.tables}
     (found,) = measure_in_turns(Boxing(world), task, [plan], batches, rounds=1)
-    keep(Boxing(world), load_nothing() if world.rank == 0 else None, folder / f"{world.rank}.json",
-         first_here=True)  # fmt: skip
+    usual, world.topology = world.topology, Topology(hosts=((0,), (1,)))
+    keep(Boxing(world), load_nothing() if world.rank == 0 else None, folder / f"{world.rank}.json")
+    world.topology = usual
     ids = batches[0].ids
     lists = ids.lists
     largest = [int(lists.take(torch.tensor([n])).values.max()) for n in range(2)]

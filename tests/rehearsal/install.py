@@ -137,6 +137,7 @@ def _claim_device() -> None:
     cuda.device_count = lambda: 8
     cuda.set_device = _set_device
     cuda.current_device = lambda: Rehearsed.index
+    cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=80 * 10**9)
     cuda.get_device_name = lambda *_: "rehearsed CUDA device"
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_device_capability = lambda *_: (9, 0)

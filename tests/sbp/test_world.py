@@ -13,7 +13,6 @@ from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime import world as world_module
 from sbpflow.runtime.comm_log import CommRecord
 from sbpflow.runtime.world import World
 from sbpflow.sbp.layout import Layout
@@ -313,18 +312,6 @@ def test_unknown_devices_and_backends():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"parallel\.device: cuda, but .*; use parallel"):
             World.start("cuda")
-
-
-@pytest.mark.parametrize(
-    ("local", "several"), [("4", False), (None, False), ("2", True), ("1", True)]
-)
-def test_the_launcher_tells_of_several_hosts(monkeypatch, local, several):
-    """As torchrun sets LOCAL_WORLD_SIZE; without it all ranks are on one."""
-    given = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for name, value in (given | ({} if local is None else {"LOCAL_WORLD_SIZE": local})).items():
-        monkeypatch.setenv(name, value)
-    assert world_module._meeting_from_environment().several_hosts is several
 
 
 def test_a_layout_on_a_device_the_world_lacks():

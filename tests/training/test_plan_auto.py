@@ -23,6 +23,7 @@ from sbpflow.config.load import load_config
 from sbpflow.config.parse import plain
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import TableRule
+from sbpflow.config.topology_file import read_topology
 from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.stats import load_stats
 from sbpflow.errors import ConfigError
@@ -127,6 +128,21 @@ def test_what_a_planned_run_left_is_used_without_its_planner_or_its_file(
     assert saved_layouts(found, config, 2) == (config, {"*": TableRule(sbp="S(0)")})
     other = replace(config, parallel=replace(config.parallel, plan="other.yaml"))
     assert saved_layouts(found, other, 1) == (other, None)
+
+
+def test_a_run_on_described_hosts_keeps_them_and_predicts_without_their_file(synth_set, tmp_path):
+    file, run = tmp_path / "hosts.yaml", tmp_path / "run"
+    file.write_text("{hosts: [[0]], memory_gb: 3, host_link: {gb_per_s: 1.5}}")
+    words = [f"data.path={synth_set}", f"run.dir={run}", "checkpoint.every=2"]
+    words += ["model.hidden=[16]", "data.batch_size=1000", f"parallel.topology={file}"]
+    assert train.main(["--config", CONFIG, *words]) == 0
+    found = plan_from_json((run / "plan.json").read_text()).topology
+    assert found == read_topology(file, world_size=1)
+    assert "1 host of 1 rank (given): [0]" in (run / "start.txt").read_text()
+    file.unlink()
+    output = tmp_path / "scores.parquet"
+    read = ["--checkpoint", str(run), "--input", str(synth_set), "--output", str(output)]
+    assert predict(read) == 0
 
 
 def test_tables_on_ranks_that_are_not_there_are_laid_otherwise_unless_asked_for():

@@ -46,7 +46,7 @@ class Exchange:
         group = world.group(step.group, self._channel, step.id)
         send = send.contiguous()
         try:
-            if world.several_hosts and send.device.type == "cpu":
+            if len(world.topology.hosts) > 1 and send.device.type == "cpu":
                 sizes = (into, out)
                 work = pairs.all_to_all(received, send, sizes, step.group, world.rank, group)
             else:

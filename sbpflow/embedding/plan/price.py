@@ -13,19 +13,19 @@ from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.errors import unknown_value
+from sbpflow.runtime.topology import Link, Topology
 
 # Nanoseconds on one core, and milliseconds per call. The first five lines are rounded readings:
 # compiled kernels, rowwise Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX),
 # 2026-11. The others and the passes below were set so that the plans of eight tasks rank as they
-# ran on loopback (``benchmarks.schemes``; docs/decisions/engine.md has the tasks held out). What
-# ranks plans is how these numbers stand to one another and to the link.
+# ran on loopback (``benchmarks.schemes``; docs/decisions/engine.md has the tasks held out), and so
+# were the defaults of ``Link``. What ranks plans is how these numbers stand to one another.
 INDEX_NS = 4.0  # find the place of an id among the unique ones
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 STEP_NS, STEP_NS_PER_COLUMN = 8.0, 0.6  # read, rule, write of a row
 COPY_NS_PER_BYTE = 0.06
-GROUP_MS, STACK_MS, TRANSFER_MS = 2.5, 0.5, 0.25
-LOOPBACK_GB_PER_S = 2.0
+GROUP_MS, STACK_MS = 2.5, 0.5
 # How often memory is gone through, beside what is counted by rows: of a row on its way, of the
 # gradient of a whole table (made of zeros, filled, joined, added up, looked through), and of an
 # output that several groups have parts of (joined and put in order, its gradient taken apart).
@@ -49,10 +49,15 @@ class Price:
 class _Rank:
     work_ns: float = 0.0
     sent_bytes: float = 0.0
+    sent_ns: float = 0.0
 
-    def add(self, other: "_Rank") -> None:
+    def add(self, other: "_Rank", link: Link) -> None:
         self.work_ns += other.work_ns
-        self.sent_bytes += other.sent_bytes
+        self.send(other.sent_bytes, link)
+
+    def send(self, num_bytes: float, link: Link) -> None:
+        self.sent_bytes += num_bytes
+        self.sent_ns += num_bytes / link.gb_per_s
 
     def read(self, rows: float, width: float) -> None:
         self.work_ns += rows * (READ_NS + READ_NS_PER_COLUMN * width)
@@ -70,19 +75,22 @@ class _Rank:
 def price_plan(
     plan: EmbeddingPlan,
     batch_size: int,
-    link_gb_per_s: float = LOOPBACK_GB_PER_S,
+    topology: Topology | None = None,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> Price:
-    """The price of a step over a global batch of ``batch_size``; ``frequencies`` are by feature."""
-    known = frequencies or {}
+    """The price of a step over a global batch of ``batch_size``; ``frequencies`` are by feature.
+
+    Ranks of several hosts send over the slower link; without a ``topology`` all are on one host.
+    """
+    known, topology = frequencies or {}, topology or Topology.one_host(plan.world.size)
     of_use = {n: known[one.name] for n, one in enumerate(plan.features) if one.name in known}
     ranks = {rank: _Rank() for rank in plan.world.ranks}
-    calls = 0
     for group in plan.groups:
+        link = topology.link(group.world.ranks)
         for index, stack in enumerate(group.stacks):
             shared = index in group.shared_state
             for use in stack.uses:
-                _add_use(ranks, group, stack, use, batch_size, of_use, shared=shared)
+                _add_use(ranks, group, stack, use, batch_size, of_use, link, shared=shared)
         _add_vectors(ranks, group, batch_size)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
@@ -95,25 +103,25 @@ def price_plan(
         *plan.push_steps(batch_size),
         *plan.update_steps(batch_size),
     )
-    for step in steps:
-        calls += _add_step(ranks, step)
+    calls_ms = sum(_add_step(ranks, step, topology) for step in steps)
     stacks = sum(len(group.stacks) for group in plan.groups)
     busiest = max(ranks.values(), key=lambda cost: cost.work_ns)
-    sent = max(cost.sent_bytes for cost in ranks.values())
     return Price(
         work_ms=1e-6 * busiest.work_ns + GROUP_MS * len(plan.groups) + STACK_MS * stacks,
-        transfer_ms=1e-6 * sent / link_gb_per_s + TRANSFER_MS * calls,
-        sent_bytes=int(sent),
+        transfer_ms=1e-6 * max(cost.sent_ns for cost in ranks.values()) + calls_ms,
+        sent_bytes=int(max(cost.sent_bytes for cost in ranks.values())),
     )
 
 
-def _add_step(ranks: dict[int, _Rank], step: Step) -> int:
-    """Bytes that a step sends; where the batch decides, ``_price_use`` has counted them."""
+def _add_step(ranks: dict[int, _Rank], step: Step, topology: Topology) -> float:
+    """The ms of its call; adds its bytes, unless the batch decides: ``_price_use`` counted them."""
     if isinstance(step, ExchangeStep):
-        return 1
-    for rank, cost in ranks.items():
-        cost.sent_bytes += step.bytes_sent(rank)
-    return 1 if step.groups else 0
+        return topology.link(step.group).latency_ms
+    links = [topology.link(group) for group in step.groups]
+    for group, link in zip(step.groups, links, strict=True):
+        for rank in group:
+            ranks[rank].send(step.bytes_sent(rank), link)
+    return max((link.latency_ms for link in links), default=0.0)
 
 
 def _touched(use: Use, draws: float, known: Mapping[int, IdFrequencies]) -> float:
@@ -130,6 +138,7 @@ def _add_use(
     use: Use,
     batch_size: int,
     known: Mapping[int, IdFrequencies],
+    link: Link,
     *,
     shared: bool,
 ) -> None:
@@ -144,7 +153,7 @@ def _add_use(
         if part not in priced:
             load = _Load(lookups, everywhere, mine, part[0] / use.table.num_rows, part[1])
             priced[part] = _price_use(group, stack, use, load, shared=shared)
-        cost.add(priced[part])
+        cost.add(priced[part], link)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,87 @@
+"""Descriptions of hosts and links, as ``parallel.topology: FILE`` reads them.
+
+For planning machines that are not at hand, and for systems where ranks cannot find out which of
+them share a host.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sbpflow.config.load import read_yaml
+from sbpflow.config.parse import Example, build
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.topology import Link, Source, Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Link:
+    gb_per_s: Annotated[float, Range(above=0), Example(0.125)]
+    latency_ms: Annotated[float, Range(low=0)] = Link().latency_ms
+    source: Source = "given"
+
+    def link(self) -> Link:
+        return Link(gb_per_s=self.gb_per_s, latency_ms=self.latency_ms, source=self.source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Description:
+    """``hosts`` are lists of ranks, or a number of hosts with ``ranks_per_host`` in order.
+
+    Memory and speed are of a rank: one number for all, or a list of one for each.
+    """
+
+    hosts: Annotated[int | tuple[tuple[int, ...], ...], Example([[0, 1], [2, 3]])]
+    ranks_per_host: Annotated[int | None, Range(low=1), Example(8)] = None
+    memory_gb: Annotated[float | tuple[float, ...] | None, Example(64.0)] = None
+    speed: Annotated[float | tuple[float, ...] | None, Example(1.0)] = None
+    host_link: Annotated[_Link | None, Example({"gb_per_s": 2.0})] = None
+    network_link: Annotated[_Link | None, Example({"gb_per_s": 0.125})] = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; ConfigError where ``hosts`` and ``ranks_per_host`` do not fit."""
+        each = self.ranks_per_host
+        if isinstance(self.hosts, int) and self.hosts > 0 and each is not None:
+            return self.hosts * each
+        if isinstance(self.hosts, tuple) and each is None:
+            return sum(map(len, self.hosts))
+        raise ConfigError(
+            "hosts, ranks_per_host: give lists of ranks, such as hosts: [[0, 1], [2, 3]], or two "
+            "numbers above 0, such as hosts: 2 and ranks_per_host: 2"
+        )
+
+    def topology(self) -> Topology:
+        size, each, hosts = self.size, self.ranks_per_host or 1, self.hosts
+        memory = _by_rank(self.memory_gb, size)
+        if isinstance(hosts, int):
+            hosts = tuple(tuple(range(n, n + each)) for n in range(0, size, each))
+        return Topology(
+            hosts=hosts,
+            hosts_source="given",
+            memory_bytes=None if memory is None else tuple(int(1e9 * gb) for gb in memory),
+            memory_source="given",
+            speeds=_by_rank(self.speed, size),
+            host_link=self.host_link.link() if self.host_link else Link(),
+            network_link=self.network_link.link() if self.network_link else Link(),
+        )
+
+
+def _by_rank(given: float | tuple[float, ...] | None, size: int) -> tuple[float, ...] | None:
+    return (given,) * size if isinstance(given, float | int) else given
+
+
+def read_topology(path: Path, *, world_size: int) -> Topology:
+    """The topology of ``world_size`` ranks that a file describes; ConfigError for anything else."""
+    tree = read_yaml(path, "parallel.topology")
+    try:
+        described = build(_Description, tree)
+        if described.size != world_size:
+            raise ConfigError(
+                f"hosts: {described.size} ranks, and this run has {world_size}; describe as many, "
+                f"or start {described.size}"
+            )
+        return described.topology()
+    except ConfigError as error:
+        raise ConfigError(f"parallel.topology: {path}: {error}") from error

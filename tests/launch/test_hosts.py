@@ -1,0 +1,380 @@
+"""Which ranks share a host: what they find together, what a file says, and the value of both."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from sbpflow.config.topology_file import read_topology
+from sbpflow.errors import AbsentError, ConfigError
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.explain import describe, format_plan
+from sbpflow.run.plan_file import _digest, plan_from_json, plan_to_json
+from sbpflow.runtime import hosts
+from sbpflow.runtime.hosts import find_topology
+from sbpflow.runtime.store import TimedStore
+from sbpflow.runtime.topology import Link, Topology
+from tests.deadlines import output_of
+from tests.launch.machines import PORT, Machine, needs_namespaces, two_machines
+from tests.launch.test_by_hand import free_port
+from tests.training.wdl_case import FIELDS, make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 90
+PROGRAM = """
+import json, os, platform, signal, sys, time
+from pathlib import Path
+from sbpflow.runtime import hosts
+from sbpflow.runtime.exit_messages import Meeting
+
+meeting, mode, gather = Meeting.connect(), os.environ["MODE"], hosts.gather
+rank, size, store = meeting.rank, meeting.world_size, meeting.store
+sent = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+def faulty(*args):
+    if rank == 1 and mode in sent:  # it leads its host, and the others do not know yet
+        store.set("leads", "yes")
+        os.kill(os.getpid(), sent[mode])
+    return gather(*args)
+
+hosts.gather = faulty
+while rank == 0 and mode in sent and not store.check(["leads"]):
+    time.sleep(0.01)
+try:
+    start = time.perf_counter()
+    found = hosts.find_topology(store, rank, size, "cpu", float(os.environ["TIMEOUT_S"]))
+    seconds = time.perf_counter() - start
+    again = hosts.find_topology(store, rank, size, "cpu", 5.0)
+    store.add("found", 1)
+    while store.add("found", 0) < size:
+        time.sleep(0.01)
+    said = {"hosts": found.hosts, "source": found.hosts_source, "same": again == found,
+            "memory": found.memory_bytes, "machine": platform.node(),
+            "sockets": Path("/proc/net/unix").read_text().count(store.get("host secret")[:16])}
+except Exception as error:
+    said = {"error": f"{type(error).__name__}: {error}"}
+    seconds = time.perf_counter() - start
+said["seconds"] = seconds
+Path(sys.argv[1], str(rank)).write_text(json.dumps(said))
+store.add("done", 1)
+while rank == 0 and mode == "ok" and store.add("done", 0) < size:  # it serves the store
+    time.sleep(0.01)
+"""
+
+
+def started(folder: Path, rank: int, size: int, prefix: tuple[str, ...] = (), **env: object):
+    given = {"RANK": rank, "WORLD_SIZE": size, "MODE": "ok", "TIMEOUT_S": 60, **env}
+    clean = {key: value for key, value in os.environ.items() if key != "LOCAL_WORLD_SIZE"}
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", PROGRAM, str(folder)],
+        cwd=ROOT,
+        env=clean | {"OMP_NUM_THREADS": "1"} | {key: str(value) for key, value in given.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
+    """What the ranks found, by rank."""
+    texts = [output_of(process, LIMIT_S) for process in processes]
+    files = [folder / str(rank) for rank in range(len(processes))]
+    assert all(file.exists() for file in files), texts
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_one_machine_find_that_they_share_a_host(tmp_path, size):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    found = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for one in found:
+        assert one["hosts"] == [list(range(size))]
+        assert one["source"] == "handshake"
+        assert one["same"], "a second call finds the same"
+        assert one["memory"] == [total // size] * size
+        assert one["sockets"] == 0, "the socket is gone"
+
+
+@needs_namespaces
+def test_network_namespaces_are_hosts_though_their_names_are_equal(tmp_path):
+    """With ranks dealt in turns, so that those of a host are not next to each other."""
+    with two_machines() as machines:
+        inside = [("ip", "netns", "exec", machine.name) for machine in machines]
+        where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT}
+        ranks = [started(tmp_path, rank, 4, inside[rank % 2], **where) for rank in range(4)]
+        found = said_by(ranks, tmp_path)
+    assert len({one["machine"] for one in found}) == 1
+    for one in found:
+        assert one["hosts"] == [[0, 2], [1, 3]]
+        assert one["source"] == "handshake"
+
+
+WORLD = """
+import os, sys
+from pathlib import Path
+from unittest import mock
+from sbpflow.boxing import pairs
+from sbpflow.boxing.executor import Boxing
+from sbpflow.runtime.world import World
+from tests.sbp.test_world import _log
+with World.start("cpu", timeout_s=60) as world, mock.patch.object(
+    pairs, "pass_messages", side_effect=pairs.pass_messages
+) as messages:
+    _log(world)  # conversions of two ranks
+    found = [str(world.topology.hosts), os.environ.get("GLOO_SOCKET_IFNAME", "")]
+    Path(sys.argv[1], str(world.rank)).write_text(" ".join([*found, str(messages.called)]))
+    world.barrier()
+"""
+
+
+@needs_namespaces
+def test_a_world_on_two_hosts_sends_messages_in_pairs_without_being_told(tmp_path):
+    """Nothing in the environment says how many ranks a host has."""
+
+    def start(machine: Machine, rank: int) -> subprocess.Popen[str]:
+        where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
+        clean = {key: value for key, value in os.environ.items() if key != "LOCAL_WORLD_SIZE"}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", machine.name, sys.executable, "-c", WORLD, str(tmp_path)],
+            cwd=ROOT,
+            env=clean | where | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": machine.interface},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    with two_machines() as machines:
+        processes = [start(one, rank) for rank, one in enumerate(machines)]
+        said = [output_of(process, LIMIT_S) for process in processes]
+        assert not any(process.returncode for process in processes), said
+        for rank, machine in enumerate(machines):
+            found = (tmp_path / str(rank)).read_text()
+            assert found == f"((0,), (1,)) {machine.interface} True"
+
+
+def _topology(world):
+    return world.topology
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_world_that_meets_without_a_launcher_finds_its_hosts(ranks, size):
+    for found in ranks(size, _topology):
+        assert found.hosts == (tuple(range(size)),)
+        assert found.hosts_source == ("handshake" if size > 1 else "assumed")
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks were there within 4 s; "),
+        ("stopped", "AbsentError: the first rank on this host does not answer through its Unix"),
+    ],
+)
+def test_a_rank_that_ends_or_stops_in_the_handshake_is_an_error_within_the_limit(
+    tmp_path, mode, message
+):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = [started(tmp_path, n, 2, MODE=mode, TIMEOUT_S=4, **where) for n in range(2)]
+    try:
+        output = output_of(processes[0], LIMIT_S)
+        assert (tmp_path / "0").exists(), output
+        found = json.loads((tmp_path / "0").read_text())
+        assert found["error"].startswith(message)
+        assert 3.9 < found["seconds"] < 15
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+
+
+def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topology]:
+    """By threads, each a rank."""
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [
+            pool.submit(find_topology, TimedStore(store, "here"), rank, size, "cpu", timeout_s)
+            for rank in range(size)
+        ]
+        return [rank.result() for rank in ranks]
+
+
+def test_many_ranks_ask_one():
+    found = find_all(40, dist.HashStore())
+    assert all(one == found[0] for one in found)
+    assert found[0].hosts == (tuple(range(40)),)
+
+
+def test_who_holds_the_name_without_the_token_is_not_believed(monkeypatch):
+    store = dist.HashStore()
+    store.set("host secret", "0123456789abcdef" * 2)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind("\0sbpflow/0123456789abcdef")
+        stranger.listen()
+
+        def answer() -> None:
+            while True:
+                try:
+                    peer, _ = stranger.accept()
+                except OSError:
+                    return
+                peer.sendall(b"fedcba9876543210 0")
+                peer.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(AbsentError, match="does not answer through its Unix socket"):
+            find_all(2, store, timeout_s=1.0)
+        stranger.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_without_abstract_sockets_the_launcher_is_believed_and_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(hosts, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for one in find_all(4, dist.HashStore()):
+        assert one.hosts == ((0, 1), (2, 3))
+        assert one.hosts_source == "assumed"
+    said = "ranks 2..3 are assumed to share a host, as LOCAL_WORLD_SIZE or MASTER_ADDR says"
+    assert sum(said in message for message in caplog.messages) == 1
+    for value, shown in (("3", "3"), (None, "unset")):
+        if value is None:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        else:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+        with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={shown}: which of the 4 ranks"):
+            find_all(4, dist.HashStore(), timeout_s=1.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert find_all(4, dist.HashStore())[0].hosts == ((0, 1, 2, 3),)
+
+
+def test_the_value_answers_who_is_where():
+    slow = Link(gb_per_s=0.1, source="measured")
+    one = Topology(hosts=((3, 1), (0, 2, 4)), network_link=slow)
+    assert one.hosts == ((0, 2, 4), (1, 3))
+    assert (one.size, one.ranks_per_host, one.most_ranks_per_host) == (5, None, 3)
+    assert [one.host_of(rank) for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [one.first_on_host(rank) for rank in range(5)] == [True, True, False, False, False]
+    assert one.same_host(1, 3)
+    assert one.same_host(4)
+    assert not one.same_host(0, 2, 3)
+    assert one.link((0, 4)) == Link()
+    assert one.link((0, 1)) == slow
+    assert replace(one, network_link=Link(gb_per_s=9.0)).link((0, 1)) == Link()
+    assert one.with_link(0.5).network_link == Link(gb_per_s=0.5, source="given")
+    assert Topology.one_host(3).with_link(0.5).host_link == Link(gb_per_s=0.5, source="given")
+    assert Topology(hosts=((0, 1), (2, 3))).ranks_per_host == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hosts": ()}, r"hosts: \[\]; each host has a rank or more"),
+        ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host has"),
+        ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. is on one host"),
+        ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. is on one host"),
+        ({"memory_bytes": (1,)}, r"memory: \[1\]; give one number above 0 for each of the 2"),
+        ({"speeds": (1.0, 0.0)}, r"speed: \[1.0, 0.0\]; give one number above 0"),
+        ({"network_link": Link(gb_per_s=0.0)}, "network_link: 0.0 GB/s, 0.25 ms; gb_per_s is"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Topology(**{"hosts": ((0, 1),), **wrong})
+
+
+DESCRIBED = """
+hosts: 2
+ranks_per_host: 2
+memory_gb: [64, 64, 32, 32]
+speed: 1.5
+host_link: {gb_per_s: 8, source: measured}
+network_link: {gb_per_s: 0.125, latency_ms: 0.4}
+"""
+
+
+def test_a_file_describes_machines_that_are_not_here(tmp_path):
+    file = tmp_path / "hosts.yaml"
+    file.write_text(DESCRIBED)
+    found = read_topology(file, world_size=4)
+    assert found == Topology(
+        hosts=((0, 1), (2, 3)),
+        hosts_source="given",
+        memory_bytes=(64 * 10**9, 64 * 10**9, 32 * 10**9, 32 * 10**9),
+        memory_source="given",
+        speeds=(1.5,) * 4,
+        host_link=Link(gb_per_s=8.0, source="measured"),
+        network_link=Link(gb_per_s=0.125, latency_ms=0.4, source="given"),
+    )
+    file.write_text("hosts: [[0, 2], [1, 3]]")
+    assert read_topology(file, world_size=4).hosts == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "hosts: not given; for example hosts:"),
+        ("hosts: 2", "hosts, ranks_per_host: give lists of ranks, such as"),
+        ("{hosts: 0, ranks_per_host: 2}", "hosts, ranks_per_host: give lists of ranks, such as"),
+        ("{hosts: [[0, 1]], ranks_per_host: 2}", "hosts, ranks_per_host: give lists"),
+        ("{hosts: 1000000000000, ranks_per_host: 9}", "hosts: 9000000000000 ranks, and this run"),
+        ("hosts: [[0, 1, 2]]", "hosts: 3 ranks, and this run has 4; describe as many, or start 3"),
+        ("hosts: [[0, 1], [1, 2]]", "each of the ranks 0, 1, .. is on one host"),
+        ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory: .* for each of the 4 ranks"),
+        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed: .* give one number above 0"),
+        ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s: not given"),
+        ("{hosts: [[0, 1, 2, 3]], link: 1}", "link: unknown key; did you mean"),
+        ("{hosts: [[0, 1, 2, 3]], host_link: {gb_per_s: 1, source: guess}}",
+         "host_link.source: 'guess' is not one of measured, given, assumed"),
+    ],
+)  # fmt: skip
+def test_a_description_that_cannot_be_is_refused_by_its_key(tmp_path, text, message):
+    file = tmp_path / "hosts.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^parallel\.topology: .*hosts\.yaml: .*{message}"):
+        read_topology(file, world_size=4)
+
+
+def test_explain_says_where_ranks_are_and_what_is_assumed(tmp_path):
+    file = tmp_path / "hosts.yaml"
+    file.write_text(DESCRIBED)
+    config = make_config("auto", "rowwise_adagrad", dtype="float32", dim=8)
+    _, usual = plan_run(config, FIELDS, world_size=4, device_type="cpu")
+    lines = format_plan(usual).splitlines()
+    assert lines[1:3] == [
+        "1 host of 4 ranks (assumed): [0, 1, 2, 3]",
+        "links: on a host 2 GB/s, 0.25 ms a call (assumed)",
+    ]
+    assert lines[3].endswith("GB (measured); its relative speed: 1 (assumed)")
+    config = replace(config, parallel=replace(config.parallel, topology=file))
+    _, plan = plan_run(config, FIELDS, world_size=4, device_type="cpu")
+    assert format_plan(plan).splitlines()[1:4] == [
+        "2 hosts of 2 ranks (given): [0, 1] [2, 3]",
+        "links: on a host 8 GB/s, 0.25 ms a call (measured); between hosts 0.125 GB/s, 0.4 ms a "
+        "call (given)",
+        "a rank's memory: 64, 64, 32, 32 GB (given); its relative speed: 1.5 (given)",
+    ]
+    assert describe(plan)["topology"]["hosts"] == ((0, 1), (2, 3))
+    assert plan.priced[0].ms > usual.priced[0].ms
+    assert plan_from_json(plan_to_json(plan)) == plan
+    faster = replace(config, parallel=replace(config.parallel, link_gb_per_s=1.0))
+    _, plan = plan_run(faster, FIELDS, world_size=4, device_type="cpu")
+    assert plan.topology.network_link == Link(gb_per_s=1.0, latency_ms=0.4, source="given")
+
+
+def test_a_plan_file_without_a_topology_is_read(tmp_path):
+    config = make_config("1", "sgd")
+    _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    content = json.loads(plan_to_json(plan))
+    del content["plan"]["topology"]
+    content["sha256"] = _digest(content["plan"])
+    assert plan_from_json(json.dumps(content)) == replace(plan, topology=Topology.one_host(2))
