@@ -37,7 +37,7 @@ EXECUTION += ["parallel.tables (order)", "parallel.kernels (order)", "parallel.d
 # Free as well, unless train.stop or train.plateau acts on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
 # Fixed, as every key that is in neither list; with "parallel." in front of each.
-RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "exchange_dtype", "tables.deep.C1.comm_dtype"]
+RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]
 
 EVERYTHING = (
     *("data.path=out/set", "train.max_steps=10", "train.profile=[1, 2]", "train.slices=[C1]"),
