@@ -15,7 +15,9 @@ from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.state import read_values
+from sbpflow.embedding.state import StoredRows, read_values
+from sbpflow.embedding.storage.base import RowListener
+from sbpflow.embedding.storage.keyed import Source, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
@@ -52,8 +54,9 @@ class _Span:
 class _Logged:
     """A store whose changes are watched, and what is to be written of it."""
 
-    store: RowStore
+    store: Source
     log: RowLog
+    listener: RowListener
     range_rows: int
     spans: list[_Span] = field(default_factory=list[_Span])
 
@@ -65,27 +68,28 @@ class Snapshot:
     """
 
     def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
-        places: dict[str, tuple[int, str, Shard]] = {}
-        listed = list(stores())
-        for number, (store, shards) in enumerate(listed):
+        places: dict[str, tuple[RowStore, str, Shard]] = {}
+        for store, shards in stores():
             for shard in shards:
                 name = f"tables/{shard.table.name}"
                 for key in store.read(slice(0, 0)):
-                    places[name if key == WEIGHTS else f"{name}/{key}"] = number, key, shard
-        spans: dict[int, list[_Span]] = {}
+                    places[name if key == WEIGHTS else f"{name}/{key}"] = store, key, shard
+        spans: dict[int, tuple[Source, list[_Span]]] = {}
         self._rest: list[Part] = []
         for part in parts:
             if part.name not in places:
                 copy = read_values(part.values).detach().clone()
                 self._rest.append(Part(name=part.name, place=part.place, values=copy))
                 continue
-            number, key, shard = places[part.name]
+            store, key, shard = places[part.name]
             start = part.place.row_start - shard.row_start + shard.base
+            if isinstance(part.values, StoredRows):
+                store, key, start = part.values.store, part.values.key, part.values.start
             span = _Span(key, start, start + part.place.num_rows, part)
-            spans.setdefault(number, []).append(span)
+            spans.setdefault(id(store), (store, []))[1].append(span)
         self._spilled_bytes = 0
         self._hurried = threading.Event()
-        self._logged = [_watch(listed[number][0], some) for number, some in spans.items()]
+        self._logged = [_watch(store, some) for store, some in spans.values()]
 
     @property
     def cost(self) -> SaveCost:
@@ -154,16 +158,19 @@ class Snapshot:
     def end(self) -> None:
         """No longer listen to the stores."""
         for logged in self._logged:
-            logged.store.listeners.remove(logged.log.before_update)
+            logged.store.listeners.remove(logged.listener)
             logged.log.close()
 
 
-def _watch(store: RowStore, spans: list[_Span]) -> _Logged:
+def _watch(store: Source, spans: list[_Span]) -> _Logged:
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
     for span in spans:
         pending[span.start : span.stop] = True
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
     log = RowLog(store, pending, rows)
-    store.listeners.append(log.before_update)
-    return _Logged(store, log, rows, spans)
+    listener = log.before_update
+    if isinstance(store, TrainedRows):
+        listener = store.by_place(listener)
+    store.listeners.append(listener)
+    return _Logged(store, log, listener, rows, spans)

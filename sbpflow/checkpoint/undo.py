@@ -23,7 +23,7 @@ from sbpflow.checkpoint.slabs import Ints, Slabs
 from sbpflow.checkpoint.spill import Extent, SpillFile
 from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
-from sbpflow.embedding.storage.store import RowStore
+from sbpflow.embedding.storage.keyed import Source
 
 # Most memory, as shares of the storage's rows; docs/decisions/state.md has what they are used for.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
@@ -57,7 +57,7 @@ class RowLog:
     here, which is the one that trains; the log is in the memory of the host.
     """
 
-    def __init__(self, store: RowStore, pending: Tensor, range_rows: int) -> None:
+    def __init__(self, store: Source, pending: Tensor, range_rows: int) -> None:
         self._store = store
         # No rows, for their shapes. Falling item sizes, so that each begins at a multiple of its
         # own in a file.
