@@ -15,7 +15,7 @@ from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.plan.numbering import NUMBERINGS
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
-from sbpflow.embedding.storage.keyed import KeyedStore
+from sbpflow.embedding.storage.keyed import KEYS, KeyedStore
 from sbpflow.errors import CheckpointError
 
 TABLES = "tables/"
@@ -84,7 +84,9 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
             for one in tensor.rectangles:
                 if tensor.keyed is None:
                     _fill(checkpoint, name, saved, one)
-                elif isinstance(one.values, torch.Tensor):  # the keys, which come first
+                elif not isinstance(one.values, StoredRows):
+                    raise TypeError(f"{name}: rows by key are not in a tensor")
+                elif one.values.key == KEYS:  # they come first
                     rows = found[tensor.keyed] = _rows_in(checkpoint, name, tensor.keyed.span)
                     tensor.keyed.load(checkpoint.tensor(name, rows))
                 else:

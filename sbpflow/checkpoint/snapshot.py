@@ -5,7 +5,7 @@ copied at once.
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,8 @@ from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.state import StoredRows, read_values
-from sbpflow.embedding.storage.base import RowListener
-from sbpflow.embedding.storage.keyed import Source, TrainedRows
+from sbpflow.embedding.state import StoredRows
+from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
@@ -54,9 +53,8 @@ class _Span:
 class _Logged:
     """A store whose changes are watched, and what is to be written of it."""
 
-    store: Source
+    store: RowStore
     log: RowLog
-    listener: RowListener
     range_rows: int
     spans: list[_Span] = field(default_factory=list[_Span])
 
@@ -74,17 +72,18 @@ class Snapshot:
                 name = f"tables/{shard.table.name}"
                 for key in store.read(slice(0, 0)):
                     places[name if key == WEIGHTS else f"{name}/{key}"] = store, key, shard
-        spans: dict[int, tuple[Source, list[_Span]]] = {}
+        spans: dict[int, tuple[RowStore | TrainedRows, list[_Span]]] = {}
         self._rest: list[Part] = []
         for part in parts:
             if part.name not in places:
-                copy = read_values(part.values).detach().clone()
-                self._rest.append(Part(name=part.name, place=part.place, values=copy))
+                if not isinstance(part.values, StoredRows):  # keys, which do not change
+                    part = replace(part, values=part.values.detach().clone())
+                self._rest.append(part)
                 continue
             store, key, shard = places[part.name]
             start = part.place.row_start - shard.row_start + shard.base
-            if isinstance(part.values, StoredRows):
-                store, key, start = part.values.store, part.values.key, part.values.start
+            if isinstance(part.values, StoredRows) and isinstance(part.values.store, TrainedRows):
+                store, start = part.values.store, part.values.start
             span = _Span(key, start, start + part.place.num_rows, part)
             spans.setdefault(id(store), (store, []))[1].append(span)
         self._spilled_bytes = 0
@@ -158,19 +157,18 @@ class Snapshot:
     def end(self) -> None:
         """No longer listen to the stores."""
         for logged in self._logged:
-            logged.store.listeners.remove(logged.listener)
+            logged.store.listeners.remove(logged.log.before_update)
             logged.log.close()
 
 
-def _watch(store: Source, spans: list[_Span]) -> _Logged:
-    pending = torch.zeros(store.num_rows, dtype=torch.bool)
+def _watch(source: RowStore | TrainedRows, spans: list[_Span]) -> _Logged:
+    order = source if isinstance(source, TrainedRows) else None
+    store = source.store if isinstance(source, TrainedRows) else source
+    pending = torch.zeros(source.num_rows, dtype=torch.bool)
     for span in spans:
         pending[span.start : span.stop] = True
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
-    log = RowLog(store, pending, rows)
-    listener = log.before_update
-    if isinstance(store, TrainedRows):
-        listener = store.by_place(listener)
-    store.listeners.append(listener)
-    return _Logged(store, log, listener, rows, spans)
+    log = RowLog(store, pending, rows, order)
+    store.listeners.append(log.before_update)
+    return _Logged(store, log, rows, spans)

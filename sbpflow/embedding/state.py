@@ -15,10 +15,8 @@ from torch import Tensor
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, shards_of
-from sbpflow.embedding.storage.keyed import KeyedStore, Source
-from sbpflow.embedding.storage.store import WEIGHTS
-
-KEYS = "keys"  # of a table: behind its name
+from sbpflow.embedding.storage.keyed import KEYS, KeyedStore, TrainedKeys, TrainedRows
+from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class StoredRows:
     ``is_column``: the numbers that a store keeps per row, as a column of a logical tensor.
     """
 
-    store: Source
+    store: RowStore | TrainedRows | TrainedKeys
     key: str  # ``WEIGHTS``, or a name of state
     start: int
     stop: int
@@ -74,6 +72,8 @@ class StoredRows:
 
     def write(self, values: Tensor) -> None:
         """Set the rows."""
+        if isinstance(self.store, TrainedRows | TrainedKeys):
+            raise TypeError(f"{type(self.store).__name__} are rows of one moment: read them")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
 
@@ -94,7 +94,7 @@ class StoredShard:
     """One shard as this rank holds it."""
 
     shard: Shard
-    store: Source
+    store: RowStore | TrainedRows
 
     @property
     def rows(self) -> slice:
@@ -204,7 +204,8 @@ def _trained(
         return None, ()
     rows = keyed.trained()
     stop = rows.num_rows
-    keys = Rectangle(row_start=0, row_stop=stop, col_start=0, col_stop=1, values=rows.keys)
+    values = StoredRows(TrainedKeys(rows), KEYS, 0, stop)
+    keys = Rectangle(row_start=0, row_stop=stop, col_start=0, col_stop=1, values=values)
     return StoredShard(replace(held.shard, row_start=0, row_stop=stop), rows), (keys,)
 
 

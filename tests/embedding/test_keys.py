@@ -1,11 +1,16 @@
 """Tables with rows by key: addresses, who owns them, which ids are legal, and a keyed store."""
 
+import threading
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import Bags, BatchIds
 from sbpflow.embedding.ids.reader import IdReader
@@ -302,12 +307,12 @@ def versions(world):
     state = collection.state()
     assert store.num_trained == state["tables/t"].shape[0] == 3
     (keys,) = state["tables/t/keys"].rectangles
-    assert torch.equal(keys.values.sort().values, EXTREME[:3].sort().values)
-    assert torch.equal(mix(keys.values), mix(EXTREME[:3]).sort().values)
+    keys = keys.values.read()
+    assert torch.equal(mix(keys), mix(EXTREME[:3]).sort().values)
     (rows,) = state["tables/t"].rectangles
-    trained = initial_of(collection, keys.values)
+    trained = initial_of(collection, keys)
     assert torch.equal(rows.values.read(), trained)
-    assert not torch.equal(trained, initial_of(collected(world, keyed_mix())[0], keys.values))
+    assert not torch.equal(trained, initial_of(collected(world, keyed_mix())[0], keys))
     collection.cancel(second)
     collection.cancel(third)
     assert store.num_live == store.num_trained == 3, "canceled batches leave no keys behind"
@@ -322,6 +327,38 @@ def versions(world):
 
 def test_a_store_knows_the_keys_of_batches_trained(ranks):
     ranks(1, versions)
+
+
+def begun_save(world, folder):
+    """Saved by another thread, which alone sorts the keys; trained meanwhile."""
+    collection, _ = collected(world, keyed_mix(num_rows=300))
+    keys = torch.cat([EXTREME, keys_of(torch.arange(100) * 2**50)])
+    trained_on(collection, keys)
+    before = initial_of(collection, keys)
+    saver = Saver(
+        folder, Boxing(world), collection.state, run="r", deadline_s=60, stores=collection.stores
+    )
+    sort, sorting = torch.sort, []
+
+    def recorded(*args, **options):
+        sorting.append(threading.current_thread())
+        return sort(*args, **options)
+
+    with patch.object(torch, "sort", recorded):
+        saver.start(1, {})
+    trained_on(collection, torch.cat([keys, torch.arange(200, 300)]), 2)
+    saver.wait()
+    assert threading.current_thread() not in sorting
+    saved = open_checkpoint(folder / "step-1")
+    found = saved.tensor("tables/t/keys")
+    assert torch.equal(mix(found), mix(keys).unique())
+    place = torch.searchsorted(mix(found), mix(keys))
+    assert torch.equal(saved.tensor("tables/t")[place], before)
+    assert not torch.equal(initial_of(collection, keys), before)
+
+
+def test_a_save_begins_without_sorting(ranks, memory):
+    ranks(1, begun_save, memory)
 
 
 def full(world):

@@ -10,6 +10,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
+from sbpflow.embedding.storage.keyed import KeyedStore, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.streams import fill_uniform, stream_key, uniform_rows
 
@@ -24,7 +25,7 @@ def fill_shard(stored: StoredShard, *, seed: int) -> None:
     Rows by key are filled when their keys come.
     """
     store, rows = stored.store, stored.rows
-    if stored.shard.table.by_key:
+    if isinstance(store, KeyedStore | TrainedRows):
         return
     if store.is_in_place:
         _fill(stored.weights, stored.shard, seed)

@@ -6,6 +6,7 @@ behind all rows of these, so that they can be left out, and forgotten.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,6 +17,9 @@ from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowListener
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest
 from sbpflow.errors import CheckpointError, DataError
+
+KEYS = "keys"  # their name behind that of a table
+NO_ROWS = slice(0, 0)  # read for names, shapes and dtypes, by a thread that must not sort
 
 
 class RowMap(Protocol):
@@ -163,36 +167,56 @@ class KeyedStore:
 
 
 class TrainedRows:
-    """The first rows of a store at one moment, numbered from 0 in the order of their addresses.
+    """The first rows of ``store`` at one moment, numbered from 0 in the order of their addresses.
 
-    ``addresses`` [n] are those of its rows from 0 on. What is not named here is as in ``RowStore``.
+    ``addresses`` [n] are those of the store's rows from 0 on. They are sorted on first use, which
+    takes a second or two for ten million: saves leave that to the thread that writes.
     """
 
     is_in_place = False
 
-    def __init__(self, rows: RowStore, addresses: Tensor) -> None:
-        ordered, self._order = torch.sort(addresses)
-        self._rows, self.keys = rows, keys_of(ordered)
-        self.num_rows, self.width = addresses.numel(), rows.width
+    def __init__(self, store: RowStore, addresses: Tensor) -> None:
+        self.store, self.num_rows, self.width = store, addresses.numel(), store.width
+        self._addresses = addresses.clone()
 
-    @property
-    def listeners(self) -> list[RowListener]:
-        """Of the store, which have to be made by ``by_place``."""
-        return self._rows.listeners
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        return torch.sort(self._addresses)
 
-    def by_place(self, listener: RowListener) -> RowListener:
-        """For a listener that wants the rows as they are numbered here; others' number is n."""
-        place = torch.full((self._rows.num_rows,), self.num_rows)
-        place[self._order] = torch.arange(self.num_rows)
-        return lambda rows: listener(place[rows])
+    @cached_property
+    def _places(self) -> Tensor:
+        _, order = self._sorted
+        return torch.empty_like(order).scatter_(0, order, torch.arange(self.num_rows))
 
-    def read(
-        self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
-    ) -> Mapping[str, Tensor]:
-        return self._rows.read(self._order[rows], into)
+    def numbers(self, rows: slice) -> slice | Tensor:
+        """What these rows are in the store."""
+        return rows if rows == NO_ROWS else self._sorted[1][rows]
 
-    def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
-        self._rows.write(self._order[rows], values)
+    def places(self, numbers: Tensor) -> Tensor:
+        """The reverse of ``numbers``."""
+        return self._places[numbers]
+
+    def keys(self, rows: slice) -> Tensor:
+        """The keys that have these rows."""
+        return self._addresses[rows] if rows == NO_ROWS else keys_of(self._sorted[0][rows])
+
+    def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """As ``RowStore.read``."""
+        return self.store.read(self.numbers(rows), into)
 
 
-Source = RowStore | TrainedRows  # of rows that are saved
+class TrainedKeys:
+    """The keys of trained rows, read as if they were rows of a store."""
+
+    is_in_place = False
+
+    def __init__(self, rows: TrainedRows) -> None:
+        self._rows = rows
+
+    def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """As ``RowStore.read``, under the name ``KEYS``."""
+        found = {KEYS: self._rows.keys(rows)}
+        if into is None:
+            return found
+        into[KEYS].copy_(found[KEYS])
+        return into
