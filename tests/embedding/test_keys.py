@@ -11,6 +11,8 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
+from sbpflow.checkpoint.spill import SpillFile
+from sbpflow.checkpoint.undo import RowLog
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import Bags, BatchIds
 from sbpflow.embedding.ids.reader import IdReader
@@ -333,7 +335,8 @@ def begun_save(world, folder):
     """Saved by another thread, which alone sorts the keys; trained meanwhile."""
     collection, _ = collected(world, keyed_mix(num_rows=300))
     keys = torch.cat([EXTREME, keys_of(torch.arange(100) * 2**50)])
-    trained_on(collection, keys)
+    for part in keys.flip(0).split(20):
+        trained_on(collection, part)
     before = initial_of(collection, keys)
     saver = Saver(
         folder, Boxing(world), collection.state, run="r", deadline_s=60, stores=collection.stores
@@ -359,6 +362,29 @@ def begun_save(world, folder):
 
 def test_a_save_begins_without_sorting(ranks, memory):
     ranks(1, begun_save, memory)
+
+
+def logged(world, folder):
+    """Ranges in the order of addresses, of a store that changes other rows before each of them."""
+    collection, made = collected(world, keyed_mix(num_rows=300))
+    for part in torch.arange(30).split(7):
+        trained_on(collection, part)
+    store, rows = made.made[0], made.made[0].trained()
+    before = {name: values.clone() for name, values in rows.read(slice(0, 30)).items()}
+    assert not torch.equal(before[WEIGHTS], store.read(slice(0, 30))[WEIGHTS])
+    log, spill = RowLog(rows.store, torch.ones(30, dtype=torch.bool), 4, rows), SpillFile(folder)
+    for number in range(8):
+        some = torch.arange(40)[7 - number :: 8]  # and some that were not there
+        log.before_update(some)
+        store.write(some, {WEIGHTS: torch.full((some.numel(), 4), number + 1.0)})
+        found = log.read(number, spill)
+        for name, values in before.items():
+            assert torch.equal(found[name], values[4 * number : 4 * number + 4]), (number, name)
+    log.close()
+
+
+def test_rows_are_logged_by_their_number_in_the_store(ranks, memory):
+    ranks(1, logged, memory)
 
 
 def full(world):
