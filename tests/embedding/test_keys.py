@@ -3,8 +3,10 @@
 import threading
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec
 from tests.embedding.key_map import KeyedStores
-from tests.embedding.mixes import Mix, make_collection
+from tests.embedding.mixes import Mix, make_collection, train
 from tests.embedding.test_mixes import mix_of
 
 CPU = torch.device("cpu")
@@ -419,6 +421,57 @@ def request_of(world, mix):
 
 def test_a_full_table_fails_in_the_step_of_the_batch(ranks):
     ranks(1, full)
+
+
+def state_of_that_name(world):
+    request = request_of(world, keyed_mix())
+    rule = SimpleNamespace(name="own", state={"keys": "row"})
+    with pytest.raises(ConfigError, match=r"optimizer own a state keys, .*give the state another"):
+        KeyedStores()(replace(request, optimizer=rule))
+
+
+def test_no_state_of_an_optimizer_is_called_as_the_keys(ranks):
+    ranks(1, state_of_that_name)
+
+
+def exchanged_mix(size, spec, combine) -> Mix:
+    """Keyed tables of one id, and of weighted lists of them, and one of rows."""
+    tables = (
+        replace(TABLE, num_rows=150),
+        replace(TABLE, name="u", features=("f", "g"), num_rows=150, pooling="mean"),
+        TableConfig(name="v", features=("f", "g"), num_rows=30, dim=4),
+    )
+    return Mix(
+        features=(
+            FeatureConfig(name="f"),
+            FeatureConfig(name="g", hotness=4, ragged=True, weighted=True),
+        ),
+        outputs=(OutputConfig(name="deep", tables=tables, combine=combine),),
+        specs=dict.fromkeys("tuv", spec),
+        optimizer=sparse_optimizer("rowwise_adagrad", lr=0.1),
+        world_size=size,
+        ids_dtype=torch.int64,
+        accumulate=2,
+    )
+
+
+def outputs_of(world, mix):
+    return [one["deep"] for one in train(world, mix, KeyedStores())["outputs"]]
+
+
+@pytest.mark.parametrize("combine", ["concat", "sum"])
+def test_every_exchange_gives_the_vectors_of_one_rank(ranks, combine):
+    (alone,) = ranks(1, outputs_of, exchanged_mix(1, Spec("S(0)", "unique"), combine))
+    for spec in (
+        Spec("S(0)", "reduce"),
+        Spec("S(0)", "unique"),
+        Spec("S(0)", "reduce", ranks=(1,)),
+        Spec("S(0)", "columns", ranks=(1,)),
+        Spec("B", "columns", ranks=(0,)),
+    ):
+        found = ranks(2, outputs_of, exchanged_mix(2, spec, combine))
+        for one, *parts in zip(alone, *found, strict=True):
+            assert np.allclose(np.concatenate(parts), one, rtol=0, atol=1e-12), spec
 
 
 def initial_values(world, mix):

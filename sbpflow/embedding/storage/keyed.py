@@ -16,7 +16,7 @@ from sbpflow.embedding.plan.numbering import NUMBERINGS, keys_of
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowListener
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest
-from sbpflow.errors import CheckpointError, DataError
+from sbpflow.errors import CheckpointError, ConfigError, DataError
 
 KEYS = "keys"  # their name behind that of a table
 NO_ROWS = slice(0, 0)  # read for names, shapes and dtypes, by a thread that must not sort
@@ -50,6 +50,12 @@ class KeyedStore:
 
     def __init__(self, request: StoreRequest, rows: RowStore, row_map: RowMap) -> None:
         (self._shard,) = request.shards
+        if KEYS in request.optimizer.state:
+            raise ConfigError(
+                f"table {self._shard.table.name}: has its rows by key, and its optimizer "
+                f"{request.optimizer.name} a state {KEYS}, as checkpoints call the keys; give the "
+                "state another name"
+            )
         self._rows, self._map, self._initial = rows, row_map, request.initial
         self.kernel, self.num_rows, self.width = rows.kernel, rows.num_rows, rows.width
         self._addresses = torch.empty(self.num_rows, dtype=torch.int64)  # by row
