@@ -260,7 +260,7 @@ def check_by_key(table: TableConfig, given: TableLayout, world: Placement) -> No
     elif list(ranks) != sorted(ranks):
         why = f"is laid out {layout}; name its ranks in ascending order"
     elif given.exchange == "unique" and len(shards) < world.size:
-        why = f"has rows on {len(shards)} of {world.size} ranks; unique asks all, so use {world}"
+        why = f"has rows on {len(shards)} of {world.size} ranks; unique asks all: use ranks {world}"
         why += f" and num_rows of {world.size} or more, or exchange reduce"
     if why:
         raise ConfigError(f"table {table.name}: has its rows by key and {why}")
