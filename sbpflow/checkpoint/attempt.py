@@ -7,7 +7,8 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,33 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint is written in mil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A logical tensor without its values; the same on all ranks."""
+    """A logical tensor without its values; the same on all ranks.
+
+    But ``by_key`` nobody knows how many rows there are before all ranks have reported theirs, which
+    follow one another in the order of the ranks.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     column_starts: tuple[int, ...] | None
+    by_key: bool = False
+
+    def saved(self, pieces: Sequence[Piece]) -> SavedTensor:
+        """With the pieces of all ranks, in their order."""
+        shape = self.shape
+        if self.by_key:
+            ends = list(accumulate((piece.place.num_rows for piece in pieces), initial=0))
+            pieces = [
+                replace(piece, place=replace(piece.place, row_start=start, row_stop=stop))
+                for piece, (start, stop) in zip(pieces, pairwise(ends), strict=True)
+            ]
+            shape = (ends[-1], *shape[1:])
+        return SavedTensor(
+            shape=shape,
+            dtype=self.dtype,
+            pieces=tuple(pieces),
+            column_starts=self.column_starts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +128,7 @@ class Attempt:
         for report in reports:
             for name, *piece in report["pieces"]:
                 pieces[name].append(piece_from_json(piece))
-        tensors = {
-            name: SavedTensor(
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                pieces=tuple(pieces[name]),
-                column_starts=tensor.column_starts,
-            )
-            for name, tensor in self.tensors.items()
-        }
+        tensors = {name: tensor.saved(pieces[name]) for name, tensor in self.tensors.items()}
         files = {f"rank-{rank}.bin": report["size"] for rank, report in enumerate(reports)}
         index = Index(
             step=self.step,

@@ -1,9 +1,11 @@
 """From a checkpoint into a job of any layout: each rank reads the rectangles that it holds.
 
 Rows of half precision are rounded to the nearest; widened ones are exact. Rows that a table has
-beyond the saved ones keep the values they were made with.
+beyond the saved ones keep the values they were made with. Rows by key are saved in the order of
+their addresses, so those of a rank are one range on any number of ranks, which is searched for.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,7 +13,9 @@ import torch
 
 from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.embedding.plan.numbering import NUMBERINGS
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
+from sbpflow.embedding.storage.keyed import KEYS, KeyedStore
 from sbpflow.errors import CheckpointError
 
 TABLES = "tables/"
@@ -43,6 +47,8 @@ def _check_shape(
     checkpoint: Checkpoint, saved: SavedTensor, tensor: LogicalTensor, *, grown: bool
 ) -> None:
     name, shape = tensor.name, tensor.shape
+    if tensor.by_key:  # has as many rows as were saved
+        shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
             f"{checkpoint.path}: {name}: was kept per row and column shard "
@@ -72,10 +78,37 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
     CheckpointError at a damaged block; some of the state is of the checkpoint then.
     """
     with torch.no_grad():
+        found: dict[KeyedStore, slice] = {}
         for name, tensor in state.items():
             saved = checkpoint.tensors[name].whole
             for one in tensor.rectangles:
-                _fill(checkpoint, name, saved, one)
+                if tensor.keyed is None:
+                    _fill(checkpoint, name, saved, one)
+                elif not isinstance(one.values, StoredRows):
+                    raise TypeError(f"{name}: rows by key are not in a tensor")
+                elif one.values.key == KEYS:  # they come first
+                    rows = found[tensor.keyed] = _rows_in(checkpoint, name, tensor.keyed.span)
+                    tensor.keyed.load(checkpoint.tensor(name, rows))
+                else:
+                    rows = found[tensor.keyed]
+                    place = replace(saved, row_start=rows.start, row_stop=rows.stop)
+                    _write(
+                        checkpoint,
+                        name,
+                        place,
+                        replace(one.values, store=tensor.keyed, start=0, stop=place.num_rows),
+                    )
+
+
+def _rows_in(checkpoint: Checkpoint, keys: str, span: tuple[int, int]) -> slice:
+    """Which of the saved rows have addresses from the first to the last of ``span``."""
+
+    def address(row: int) -> int:
+        return int(NUMBERINGS[True].addresses(checkpoint.tensor(keys, slice(row, row + 1))))
+
+    rows = range(checkpoint.tensors[keys].whole.num_rows)
+    start = bisect_left(rows, span[0], key=address)
+    return slice(start, bisect_right(rows, span[1], lo=start, key=address))
 
 
 def _fill(checkpoint: Checkpoint, name: str, saved: Place, one: Rectangle) -> None:

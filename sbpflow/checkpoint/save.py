@@ -57,7 +57,7 @@ class Saver:
         self._hurry: Callable[[], None] | None = None
         self.last_cost: SaveCost | None = None  # of the last save beside training
         self._count = 0
-        self._names: list[str] = []
+        self._names: list[str] = []  # as agreed on
         self._tensors: dict[str, Described] = {}
         self._share: dict[str, list[Place]] = {}
 
@@ -135,7 +135,8 @@ class Saver:
             tensors=self._tensors,
             documents=documents,
         )
-        return attempt, parts_of(state, self._share)
+        keyed = {name: _places(tensor) for name, tensor in state.items() if tensor.by_key}
+        return attempt, parts_of(state, {**self._share, **keyed})
 
     def _agree(self, state: State) -> None:
         """Which tensors there are, and what this rank writes of them; every rank calls it.
@@ -143,7 +144,11 @@ class Saver:
         The first step of an optimizer adds to what there is, so a first save is too early.
         """
         world = self._boxing.world
-        mine = {name: [_sides(one) for one in tensor.rectangles] for name, tensor in state.items()}
+        # Rows by key are as many as they are by the time of a save, and those of one rank alone.
+        mine = {
+            name: [_sides(one) for one in tensor.rectangles if not tensor.by_key]
+            for name, tensor in state.items()
+        }
         dtypes = {
             name: str(tensor.rectangles[0].values.dtype).removeprefix("torch.")
             for name, tensor in state.items()
@@ -162,7 +167,8 @@ class Saver:
         shares = share_out(held)
         for name, tensor in state.items():
             given = [place for share in shares for place in share.get(name, ())]
-            if fault := cover_fault(whole_of(tensor.shape), given):
+            fault = "" if tensor.by_key else cover_fault(whole_of(tensor.shape), given)
+            if fault:
                 raise RuntimeError(f"{name}: what the ranks hold is not the whole of it: {fault}")
         self._names, self._share = list(state), shares[world.rank]
         self._tensors = {
@@ -170,6 +176,7 @@ class Saver:
                 shape=tensor.shape,
                 dtype=getattr(torch, known[name]),
                 column_starts=tensor.column_starts,
+                by_key=tensor.by_key,
             )
             for name, tensor in state.items()
         }
@@ -201,6 +208,11 @@ def _view(tensor: LogicalTensor, place: Place) -> Values:
                 return one.values
             return one.values[place.row_start - one.row_start : place.row_stop - one.row_start]
     raise RuntimeError(f"{tensor.name}: {place} is not on this rank")
+
+
+def _places(tensor: LogicalTensor) -> list[Place]:
+    places = [_place(*_sides(one)) for one in tensor.rectangles]
+    return [place for place in places if place.num_elements]
 
 
 def _sides(one: Rectangle) -> list[int]:

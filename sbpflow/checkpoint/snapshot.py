@@ -5,7 +5,7 @@ copied at once.
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.state import read_values
+from sbpflow.embedding.state import StoredRows
+from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
@@ -65,27 +66,29 @@ class Snapshot:
     """
 
     def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
-        places: dict[str, tuple[int, str, Shard]] = {}
-        listed = list(stores())
-        for number, (store, shards) in enumerate(listed):
+        places: dict[str, tuple[RowStore, str, Shard]] = {}
+        for store, shards in stores():
             for shard in shards:
                 name = f"tables/{shard.table.name}"
                 for key in store.read(slice(0, 0)):
-                    places[name if key == WEIGHTS else f"{name}/{key}"] = number, key, shard
-        spans: dict[int, list[_Span]] = {}
+                    places[name if key == WEIGHTS else f"{name}/{key}"] = store, key, shard
+        spans: dict[int, tuple[RowStore | TrainedRows, list[_Span]]] = {}
         self._rest: list[Part] = []
         for part in parts:
             if part.name not in places:
-                copy = read_values(part.values).detach().clone()
-                self._rest.append(Part(name=part.name, place=part.place, values=copy))
+                if not isinstance(part.values, StoredRows):  # keys, which do not change
+                    part = replace(part, values=part.values.detach().clone())
+                self._rest.append(part)
                 continue
-            number, key, shard = places[part.name]
+            store, key, shard = places[part.name]
             start = part.place.row_start - shard.row_start + shard.base
+            if isinstance(part.values, StoredRows) and isinstance(part.values.store, TrainedRows):
+                store, start = part.values.store, part.values.start
             span = _Span(key, start, start + part.place.num_rows, part)
-            spans.setdefault(number, []).append(span)
+            spans.setdefault(id(store), (store, []))[1].append(span)
         self._spilled_bytes = 0
         self._hurried = threading.Event()
-        self._logged = [_watch(listed[number][0], some) for number, some in spans.items()]
+        self._logged = [_watch(store, some) for store, some in spans.values()]
 
     @property
     def cost(self) -> SaveCost:
@@ -158,12 +161,14 @@ class Snapshot:
             logged.log.close()
 
 
-def _watch(store: RowStore, spans: list[_Span]) -> _Logged:
-    pending = torch.zeros(store.num_rows, dtype=torch.bool)
+def _watch(source: RowStore | TrainedRows, spans: list[_Span]) -> _Logged:
+    order = source if isinstance(source, TrainedRows) else None
+    store = source.store if isinstance(source, TrainedRows) else source
+    pending = torch.zeros(source.num_rows, dtype=torch.bool)
     for span in spans:
         pending[span.start : span.stop] = True
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
-    log = RowLog(store, pending, rows)
+    log = RowLog(store, pending, rows, order)
     store.listeners.append(log.before_update)
     return _Logged(store, log, rows, spans)

@@ -23,6 +23,7 @@ from sbpflow.checkpoint.slabs import Ints, Slabs
 from sbpflow.checkpoint.spill import Extent, SpillFile
 from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
+from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import RowStore
 
 # Most memory, as shares of the storage's rows; docs/decisions/state.md has what they are used for.
@@ -53,12 +54,19 @@ class RowLog:
     """The rows of ``store`` as they are now.
 
     ``pending`` [rows] bool, on the CPU, says which rows will be read; it is taken over. They are
-    read in ranges of ``range_rows``. On a CUDA device copies are made in the stream that is current
+    read in ranges of ``range_rows``, of rows in their ``order`` where there is one: all of its
+    work is of the thread that reads. On a CUDA device copies are made in the stream that is current
     here, which is the one that trains; the log is in the memory of the host.
     """
 
-    def __init__(self, store: RowStore, pending: Tensor, range_rows: int) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: RowStore,
+        pending: Tensor,
+        range_rows: int,
+        order: TrainedRows | None = None,
+    ) -> None:
+        self._store, self._order = store, order
         # No rows, for their shapes. Falling item sizes, so that each begins at a multiple of its
         # own in a file.
         like = store.read(slice(0, 0)).items()
@@ -153,9 +161,12 @@ class RowLog:
         """
         start = number * self._range_rows
         stop = min(start + self._range_rows, self._pending.size)
-        found = self._copy(start, stop)
+        numbers = slice(start, stop)
+        if self._order is not None:
+            numbers = self._order.numbers(numbers)
+        found = self._copy(numbers, stop - start)
         with self._shared:  # what changes from here on was copied above
-            self._pending[start:stop] = False
+            self._pending[numbers if isinstance(numbers, slice) else numbers.numpy()] = False
         self.drain(spill)
         for rows, values in self._logged(number, spill):
             for key, value in found.items():
@@ -198,6 +209,8 @@ class RowLog:
     def _sort_in(self, segment: _Segment, spill: SpillFile) -> None:
         """Rows into the slabs of their ranges."""
         rows, values = segment.filled()
+        if self._order is not None:
+            rows = self._order.places(rows)
         order = rows.numpy().argsort(kind="stable")  # runs that ascend: quick
         for first in range(0, order.size, self._slabs.sure_rows):
             part = order[first : first + self._slabs.sure_rows]
@@ -238,7 +251,7 @@ class RowLog:
         rows = flat[: 8 * count].view(torch.int64)
         return rows, values
 
-    def _copy(self, start: int, stop: int) -> dict[str, Tensor]:
+    def _copy(self, numbers: slice | Tensor, count: int) -> dict[str, Tensor]:
         """Into memory that is used again."""
         if not self._copies:
             rows = min(self._range_rows, self._pending.size)
@@ -246,7 +259,7 @@ class RowLog:
                 key: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
                 for key, tensor in self._like.items()
             }
-        found = {key: copy[: stop - start] for key, copy in self._copies.items()}
+        found = {key: copy[:count] for key, copy in self._copies.items()}
         with torch.cuda.stream(self._stream):
-            self._store.read(slice(start, stop), found)
+            self._store.read(numbers, found)
         return found

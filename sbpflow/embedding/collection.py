@@ -8,6 +8,7 @@ any number of batches ahead of the others. Outputs come laid out S(0) over the b
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ from sbpflow.embedding.storage.choose import (
     make_kernel,
     warm_up_kernels,
 )
-from sbpflow.embedding.storage.initial import fill_shard
+from sbpflow.embedding.storage.initial import fill_shard, initial_rows
+from sbpflow.embedding.storage.keyed import KeyedStore
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
     DeviceStore,
@@ -423,8 +425,23 @@ class EmbeddingCollection:
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
+                initial=partial(
+                    initial_rows,
+                    shards=stack.shards(rank),
+                    seed=self._seed,
+                    optimizer=stack.optimizer,
+                    width=width,
+                    dtype=self.plan.dtype,
+                    row_dtype=self.plan.row_dtype,
+                ),
             )
         )
+        if any(shard.table.by_key != isinstance(store, KeyedStore) for shard in stack.shards(rank)):
+            raise ConfigError(
+                f"table {stack.tables[0].name}: {type(store).__name__} is not a store for a table "
+                f"with by_key={stack.tables[0].by_key}; make a KeyedStore for by_key=True alone, "
+                "in the function given as stores"
+            )
         is_copied = group.exchange == "local" and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(

@@ -1,11 +1,13 @@
 """The logical names of a collection's state: what is saved, whatever the layout.
 
 ``tables/T`` are the rows of table T, ``tables/T/STATE`` what its optimizer keeps. Each has a full
-shape, and the ranks hold rectangles of it.
+shape, and the ranks hold rectangles of it. Of a table with rows by key there is ``tables/T/keys``,
+too, and the order of its rows is that of the addresses of their keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, shards_of
+from sbpflow.embedding.storage.keyed import KEYS, KeyedStore, TrainedKeys, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 
@@ -23,7 +26,7 @@ class StoredRows:
     ``is_column``: the numbers that a store keeps per row, as a column of a logical tensor.
     """
 
-    store: RowStore
+    store: RowStore | TrainedRows | TrainedKeys
     key: str  # ``WEIGHTS``, or a name of state
     start: int
     stop: int
@@ -69,6 +72,8 @@ class StoredRows:
 
     def write(self, values: Tensor) -> None:
         """Set the rows."""
+        if isinstance(self.store, TrainedRows | TrainedKeys):
+            raise TypeError(f"{type(self.store).__name__} are rows of one moment: read them")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
 
@@ -89,7 +94,7 @@ class StoredShard:
     """One shard as this rank holds it."""
 
     shard: Shard
-    store: RowStore
+    store: RowStore | TrainedRows
 
     @property
     def rows(self) -> slice:
@@ -138,18 +143,24 @@ class LogicalTensor:
     Ranks may hold equal rectangles: copies of B tables, and the state of rows whose columns are
     spread over ranks. ``column_starts`` is there for state of one number per row and column shard:
     where the shards start in the table's columns.
+
+    Of a table with rows by key (``by_key``) no rank knows the full shape: ``shape`` and rectangle
+    are of the rows of this rank, behind which come those of the next. ``keyed`` is their store.
     """
 
     name: str
     shape: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
     column_starts: tuple[int, ...] | None = None
+    by_key: bool = False
+    keyed: KeyedStore | None = None
 
 
 def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, LogicalTensor]:
     """Every tensor of the collection's state by name, the same names on all ranks.
 
-    With ``row_state: per_shard`` the state of rowwise Adagrad is [rows, column shards].
+    With ``row_state: per_shard`` the state of rowwise Adagrad is [rows, column shards]. Rows by key
+    are those of the batches trained, their keys first, with which a restore begins.
     """
     mine = {one.shard.table.name: one for one in stored}
     found: list[LogicalTensor] = []
@@ -157,18 +168,25 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
         for stack in group.stacks:
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
                 held = mine.get(table.name)
-                name = f"tables/{table.name}"
+                name, (num_rows, dim) = f"tables/{table.name}", table.shape
+                tensor: Callable[..., LogicalTensor] = LogicalTensor
+                if table.by_key:
+                    keyed = held.store if held and isinstance(held.store, KeyedStore) else None
+                    held, keys = _trained(held, keyed)
+                    num_rows = sum(one.row_stop for one in keys)
+                    tensor = partial(LogicalTensor, by_key=True, keyed=keyed)
+                    found.append(tensor(name=f"{name}/{KEYS}", shape=(num_rows,), rectangles=keys))
                 parts = () if held is None else (_weights(held),)
-                found.append(LogicalTensor(name=name, shape=table.shape, rectangles=parts))
+                found.append(tensor(name=name, shape=(num_rows, dim), rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})
                 for key in stack.optimizer.state:
                     parts = () if held is None else (_state(held, key, starts, stack),)
-                    shape = stack.optimizer.state_shape(key, *table.shape)
+                    shape = stack.optimizer.state_shape(key, num_rows, dim)
                     column_starts = None
                     if _is_per_shard(stack, shape):
-                        shape, column_starts = (table.num_rows, len(starts)), tuple(starts)
+                        shape, column_starts = (num_rows, len(starts)), tuple(starts)
                     found.append(
-                        LogicalTensor(
+                        tensor(
                             name=f"{name}/{key}",
                             shape=shape,
                             rectangles=parts,
@@ -176,6 +194,19 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                         )
                     )
     return {tensor.name: tensor for tensor in found}
+
+
+def _trained(
+    held: StoredShard | None, keyed: KeyedStore | None
+) -> tuple[StoredShard | None, tuple[Rectangle, ...]]:
+    """A rank's part of a table with rows by key, as one shard of the rows trained, and its keys."""
+    if held is None or keyed is None:
+        return None, ()
+    rows = keyed.trained()
+    stop = rows.num_rows
+    values = StoredRows(TrainedKeys(rows), KEYS, 0, stop)
+    keys = Rectangle(row_start=0, row_stop=stop, col_start=0, col_stop=1, values=values)
+    return StoredShard(replace(held.shard, row_start=0, row_stop=stop), rows), (keys,)
 
 
 def _is_per_shard(stack: Stack, shape: tuple[int, ...]) -> bool:

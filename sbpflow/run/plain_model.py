@@ -174,6 +174,11 @@ def plain_model(
     A table is asked for once, and let go when it is in ``row_format``. Raises ConfigError for a
     model without a plain form.
     """
+    for table in (table for output in plan.outputs for table in output.tables if table.by_key):
+        raise ConfigError(
+            f"table {table.name}: has its rows by key, for which an exported model has no form; "
+            "score batches with the run's own job, Job.trainer.predict(batch)"
+        )
     dense = _dense_part(spec, plan, read, saved, seed)
     tables = {
         table.name: make_rows(table.name, read(f"tables/{table.name}"), row_format, plan.dtype)

@@ -18,6 +18,7 @@ from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule, rule_of
 from sbpflow.embedding.plan.tables import KernelRequest
+from sbpflow.embedding.state import KEYS
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, DataError
 from sbpflow.run.job import Job
@@ -149,12 +150,14 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
 
     Raises CheckpointError for a tensor that is absent or has another shape.
     """
-    wanted = {f"tables/{table.name}" for out in job.plan.embeddings.outputs for table in out.tables}
+    tables = [table for out in job.plan.embeddings.outputs for table in out.tables]
+    wanted = {f"tables/{table.name}" for table in tables}
+    wanted |= {f"tables/{table.name}/{KEYS}" for table in tables if table.by_key}
     wanted |= {f"dense/{name}" for name in (*job.model.parameters, *job.model.buffers)}
     state = {name: tensor for name, tensor in job.state().items() if name in wanted}
     for name, tensor in state.items():
         saved = checkpoint.saved(name)
-        if saved.shape != tensor.shape:
+        if saved.shape[tensor.by_key :] != tensor.shape[tensor.by_key :]:  # keys: any number
             raise CheckpointError(
                 f"{checkpoint.path}: {name} is {list(saved.shape)}, this model has "
                 f"{list(tensor.shape)}; use the model and the set that it was trained with"

@@ -15,6 +15,7 @@ from sbpflow.runtime import splitmix
 from sbpflow.runtime.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
+_INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
 _CHUNK_ELEMENTS = 1 << 16  # of 8 bytes: two or three such blocks stay in a core's cache
 
 
@@ -50,14 +51,19 @@ def fill_uniform(
     if rows == 0 or columns == 0 or out.is_meta:  # a dry run holds no values
         return
     key = stream_key(seed, name)
-    column = torch.arange(first_column, first_column + columns, device=out.device).mul_(GAMMA)
     step = max(1, _CHUNK_ELEMENTS // columns)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         row = torch.arange(first_row + start, first_row + stop, device=out.device)
-        counter = row.mul_(num_columns).mul_(GAMMA).add_(key).unsqueeze(1) + column
-        unit = mix(counter).bitwise_and_((1 << 53) - 1).to(torch.float64)
-        out[start:stop].copy_(unit.mul_(2.0 * bound / (1 << 53)).sub_(bound))
+        counters = row.mul_(num_columns).mul_(GAMMA).add_(key)
+        out[start:stop].copy_(uniform_rows(counters, columns, bound, first_column))
+
+
+def uniform_rows(counters: Tensor, columns: int, bound: float, first_column: int = 0) -> Tensor:
+    """[rows, columns] float64 in U(-bound, bound), of rows whose numbers begin at ``counters``."""
+    column = torch.arange(first_column, first_column + columns, device=counters.device).mul_(GAMMA)
+    unit = mix(counters.unsqueeze(1) + column).bitwise_and_((1 << 53) - 1).to(torch.float64)
+    return unit.mul_(2.0 * bound / (1 << 53)).sub_(bound)
 
 
 def mix(counters: Tensor) -> Tensor:
@@ -65,6 +71,14 @@ def mix(counters: Tensor) -> Tensor:
     z = (_shift_right(counters, 30) ^ counters).mul_(MIX_1)
     z = _shift_right(z, 27).bitwise_xor_(z).mul_(MIX_2)
     return _shift_right(z, 31).bitwise_xor_(z)
+
+
+def unmix(mixed: Tensor) -> Tensor:
+    """The int64 counters of which ``mix`` made these."""
+    z = _shift_right(mixed, 62) ^ _shift_right(mixed, 31) ^ mixed
+    z.mul_(_INVERSE_2)
+    z = (_shift_right(z, 54) ^ _shift_right(z, 27) ^ z).mul_(_INVERSE_1)
+    return _shift_right(z, 60) ^ _shift_right(z, 30) ^ z
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:

@@ -132,7 +132,8 @@ class Group(ABC, Generic[BatchT]):
         """After ``receive``, when the addresses are final, once for each batch in turn."""
         if batch.number is not None:
             for access, (_, store) in zip(batch.accesses, self.stores(), strict=True):
-                store.announce(batch.number, access.addresses)
+                rows = store.announce(batch.number, access.addresses)
+                access.addresses = access.addresses if rows is None else rows
 
     def cancel(self, batch: BatchT) -> None:
         """After ``announce``, of a batch that will not be looked up: end its leases."""

@@ -63,12 +63,12 @@ class Capacity:
 class Layout:
     """Lays the unique rows of a batch out in buffers, one for each part of the addresses.
 
-    Part p has addresses from ``bases[p]`` up to ``bases[p + 1]``, [parts + 1].
+    Part p has addresses from ``bases[p]`` to ``lasts[p]``.
     """
 
-    def __init__(self, bases: Tensor) -> None:
-        self._starts, self._ends = bases[:-1].clone(), bases[1:].clone()
-        self._absent = self._ends - self._starts  # the address behind a part's rows
+    def __init__(self, bases: Tensor, lasts: Tensor) -> None:
+        self._bases, self._lasts, self._before = bases, lasts, bases - 1
+        self._absent = lasts + 1 - bases  # the address behind a part's rows
 
     def lay_out(self, wanted: Access, room: int) -> tuple[Slots, Tensor]:
         """Slots in buffers of ``room`` rows, and what to send: [parts, 1 + room], the most rows of
@@ -81,13 +81,13 @@ class Layout:
             none = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(none, none, parts * room), send
         runs = wanted.runs()
-        before = wanted.unique_below(self._starts)
-        part = torch.searchsorted(self._ends, runs.keys, right=True)
+        before = wanted.unique_up_to(self._before)
+        part = torch.searchsorted(self._lasts, runs.keys)
         place = (runs.number - before.index_select(0, part)).clamp(max=room - 1)
         slot = part * room + place
-        rows = runs.keys - self._starts.index_select(0, part)
+        rows = runs.keys - self._bases.index_select(0, part)
         send.view(-1).scatter_(0, slot + part + 1, rows)
-        send[:, 0] = (wanted.unique_below(self._ends) - before).max()
+        send[:, 0] = (wanted.unique_up_to(self._lasts) - before).max()
         of_ids = torch.empty_like(slot).scatter_(0, runs.order, slot)
         of_rows = slot.index_select(0, runs.starts.index_select(0, runs.slots))
         return Slots(of_ids, of_rows, parts * room), send

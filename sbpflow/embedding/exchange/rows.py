@@ -73,12 +73,13 @@ class RowGroup(Group[RowsInFlight]):
             dtype=plan.dtype,
             address_dtype=plan.address_dtype(),
         )
-        bases = torch.tensor(
-            self._addresses.bases, dtype=plan.address_dtype(), device=self.world.device
-        )
-        self._bases, self._ends = bases[:-1], bases[1:].clone()
-        self._layout = Layout(bases)
-        self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.bases[-1])
+        self._bases, self._lasts = torch.tensor(
+            [self._addresses.bases, self._addresses.lasts],
+            dtype=plan.address_dtype(),
+            device=self.world.device,
+        ).unbind()
+        self._layout = Layout(self._bases, self._lasts)
+        self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.num_addresses)
         self._steps = lru_cache(MAX_BATCH_SIZES)(self._planned_steps)
         self._ids = Exchange(self.world, IDS)
         self._vectors = Exchange(self.world, VECTORS)
@@ -212,7 +213,7 @@ class UniqueGroup(RowGroup):
         return self.world.size
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        batch.named = batch.wanted.unique_below(self._ends).diff(prepend=self._zero)
+        batch.named = batch.wanted.unique_up_to(self._lasts).diff(prepend=self._zero)
         step = self._steps(batch.batch_size).counts
         batch.pending = self._ids.start_counts(step, batch.named)
 
@@ -227,7 +228,7 @@ class UniqueGroup(RowGroup):
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = sum(batch.asked)
         unique = batch.wanted.rows()
-        owner = torch.searchsorted(self._ends, unique, right=True)
+        owner = torch.searchsorted(self._lasts, unique)
         rows = unique - self._bases.index_select(0, owner)
         batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
 
@@ -265,7 +266,7 @@ class ToldToAllGroup(RowGroup):
 
     def begin_counted(self, batch: RowsInFlight) -> None:
         # Each rank is told all of them.
-        batch.named = batch.wanted.unique_below(self._ends).repeat(self.world.size)
+        batch.named = batch.wanted.unique_up_to(self._lasts).repeat(self.world.size)
         if self.is_told(batch):
             step = self._steps(batch.batch_size).counts
             batch.pending = self._ids.start_counts(step, batch.named)

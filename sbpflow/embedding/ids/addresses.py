@@ -2,11 +2,12 @@
 
 Two maps: ``LocalAddresses`` for ranks that look ids up in their own shards, and ``OwnerAddresses``
 for the unique exchange, where an address also says which rank owns the row. Both give an
-``Access``: addresses, the bags they form, and a weight each where sums are weighted.
+``Access``: addresses, the bags they form, and a weight each where sums are weighted. Of a table
+with rows by key these are addresses of keys, int64, which become rows in its store.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType
 
 import torch
@@ -146,9 +147,10 @@ class LocalAddresses:
             spread = [value for value, n in zip(values, repeat, strict=True) for _ in range(n)]
             return torch.tensor(spread, dtype=torch.int64, device=device)
 
-        self._shift = per_column([shard.base - shard.row_start if shard else 0 for shard in held])
-        self._starts = per_column([shard.row_start if shard else 0 for shard in held])
-        self._stops = per_column([shard.row_stop if shard else 0 for shard in held])
+        self._addresses = stack.numbering.addresses
+        self._shift = per_column([shard.shift if shard else 0 for shard in held])
+        self._firsts = per_column([shard.span[0] if shard else 0 for shard in held])
+        self._lasts = per_column([shard.span[1] if shard else -1 for shard in held])
         self._ragged = stack.ragged
         self._loops = find_loops(device) if stack.ragged else None
         self._whole = all(
@@ -171,19 +173,19 @@ class LocalAddresses:
         if self._ragged:
             lists = bags.lists(ids)
             use = bags.use_of(lists)
-            wanted, shift = lists.values, self._shift.index_select(0, use)
-            starts, stops = self._starts.index_select(0, use), self._stops.index_select(0, use)
+            wanted, shift = self._addresses(lists.values), self._shift.index_select(0, use)
+            firsts, lasts = self._firsts.index_select(0, use), self._lasts.index_select(0, use)
             offsets: Tensor | None = bags.list_offsets(lists, pooled=pooled)
             weights = bags.list_weights(lists)
         else:
-            wanted = bags.matrix(ids)
-            shift, starts, stops = self._shift, self._starts, self._stops
+            wanted = self._addresses(bags.matrix(ids))
+            shift, firsts, lasts = self._shift, self._firsts, self._lasts
             samples = wanted.shape[0]
             offsets, weights = bags.offsets(samples, pooled=pooled), bags.shares(samples)
         addresses = (wanted + shift).reshape(-1)
         if self._whole:
             return Access(addresses, offsets, weights)
-        here = ((wanted >= starts) & (wanted < stops)).reshape(-1)
+        here = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
         if absent is not None:
             return Access(torch.where(here, addresses, absent), offsets, weights)
         ends = _ends(here)
@@ -201,16 +203,19 @@ class LocalAddresses:
         kept_weights = torch.empty_like(given)
         addresses = torch.empty(total, dtype=torch.int64)
         offsets = torch.empty(samples * (1 if pooled else uses) + 1, dtype=torch.int64)
-        ids = (lists.values, lists.lengths, self._shift, self._starts, self._stops)
+        values = self._addresses(lists.values)
+        ids = (values, lists.lengths, self._shift, self._firsts, self._lasts)
         arrays = (*ids, given, addresses, kept_weights, offsets)
         kept = loops.local_addresses(*(one.contiguous().numpy() for one in arrays))
         return Access(addresses[:kept], offsets, None if weights is None else kept_weights[:kept])
 
 
 class OwnerAddresses:
-    """Ids of a stack's uses to job-wide addresses, consecutive per owning rank.
+    """Ids of a stack's uses to job-wide addresses, ascending with the rank that owns them.
 
-    Rank r's rows have addresses ``bases[r] .. bases[r + 1] - 1`` in the order of its storage.
+    Rank r owns those behind ``lasts[r - 1]`` up to ``lasts[r]``, and is asked for them counted from
+    ``bases[r]``. Row numbers are consecutive per rank, in the order of its storage; there are
+    ``num_addresses``, ``None`` of keys.
     """
 
     def __init__(
@@ -224,10 +229,18 @@ class OwnerAddresses:
     ) -> None:
         self.bags = BagShape(stack.uses, device, ragged=stack.ragged, dtype=dtype)
         self._ragged, self._dtype = stack.ragged, address_dtype
-        self.bases = [0]
-        for rank in range(world_size):
-            self.bases.append(self.bases[-1] + stack.num_rows(rank))
-        parts = _row_parts(stack, self.bases)
+        self._addresses = stack.numbering.addresses
+        self.num_addresses: int | None = None
+        if stack.tables[0].by_key:
+            self.bases = [0] * world_size
+            self.lasts = [shard.span[1] for r in range(world_size) for shard in stack.shards(r)]
+            parts = {stack.tables[0].name: [(0, 0)]}
+        else:
+            *self.bases, self.num_addresses = accumulate(
+                map(stack.num_rows, range(world_size)), initial=0
+            )
+            self.lasts = [stop - 1 for stop in (*self.bases[1:], self.num_addresses)]
+            parts = _row_parts(stack, self.bases)
         most = max(len(of_table) for of_table in parts.values())
         last = torch.iinfo(address_dtype).max
         firsts: list[list[int]] = []  # per use: first rows of the second, third, .. part
@@ -262,10 +275,10 @@ class OwnerAddresses:
             return self._by_loop(self._loops, bags.lists(ids))
         if self._ragged:
             lists = bags.lists(ids)
-            addresses = self._address(lists.values, bags.use_of(lists))
+            addresses = self._address(self._addresses(lists.values), bags.use_of(lists))
             offsets = bags.list_offsets(lists, pooled=False)
             return Access(addresses, offsets, bags.list_weights(lists))
-        wanted = bags.matrix(ids)
+        wanted = self._addresses(bags.matrix(ids))
         addresses = self._address(wanted, None).reshape(-1)
         samples = wanted.shape[0]
         return Access(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
@@ -274,7 +287,8 @@ class OwnerAddresses:
         """The same by one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
-        arrays = (lists.values, lists.lengths, *self._by_use, addresses, offsets)
+        values = self._addresses(lists.values)
+        arrays = (values, lists.lengths, *self._by_use, addresses, offsets)
         loops.owner_addresses(*(one.contiguous().numpy() for one in arrays))
         return Access(addresses, offsets, self.bags.list_weights(lists))
 
@@ -303,10 +317,9 @@ class OwnerAddresses:
 def _row_parts(stack: Stack, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
     """Per table (first row, address minus row) of each part that has rows, by first row."""
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
-    for rank in range(len(bases) - 1):
+    for rank, base in enumerate(bases):
         for shard in stack.shards(rank):
-            shift = bases[rank] + shard.base - shard.row_start
-            parts[shard.table.name].append((shard.row_start, shift))
+            parts[shard.table.name].append((shard.row_start, base + shard.shift))
     return {name: sorted(of_table) for name, of_table in parts.items()}
 
 

@@ -108,14 +108,14 @@ def local_addresses(
     values: Array,
     lengths: Array,
     shift: Array,
-    starts: Array,
-    stops: Array,
+    firsts: Array,
+    lasts: Array,
     weights: Array,
     out: Array,
     out_weights: Array,
     offsets: Array,
 ) -> int:
-    """Ids from ``starts[use]`` to below ``stops[use]``, plus ``shift[use]``, into ``out``.
+    """Ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, into ``out``.
 
     Returns how many; ``offsets`` has the end of each list, or where it has one for each sample
     only, of its lists together. ``out_weights`` gets the ids' weights, if it has room for any.
@@ -126,7 +126,7 @@ def local_addresses(
     offsets[0] = 0
     for i in range(samples):
         for u in range(uses):
-            low, high, more = starts[u], stops[u], shift[u]
+            low, high, more = firsts[u], lasts[u], shift[u]
             stop = at + lengths[i, u]
             for k in range(
                 at, stop
@@ -135,7 +135,7 @@ def local_addresses(
                 out[kept] = value + more
                 if has_weights:
                     out_weights[kept] = weights[k]
-                kept += (value >= low) & (value < high)
+                kept += (value >= low) & (value <= high)
             at = stop
             if not pooled:
                 bag += 1

@@ -18,11 +18,10 @@ from sbpflow.embedding.ids.batch_ids import (
 )
 from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
+from sbpflow.embedding.plan.numbering import ANY_ID
 from sbpflow.errors import DataError, unknown_value
 from sbpflow.runtime.late_read import LateRead
 from sbpflow.runtime.streams import mix
-
-_ANY_ID = 2**63 - 1  # rows of a feature that no table uses: none of its ids is wrong
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,11 +58,11 @@ class IdReader:
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
         self._plan, self._rank, self._device = plan, rank, device
-        rows = [_ANY_ID] * len(plan.features)
+        rows = [ANY_ID] * len(plan.features)  # of one that no table uses, too
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
         for table in (table for out in plan.outputs for table in out.tables):
             for name in table.features:
-                rows[by_name[name]] = min(rows[by_name[name]], table.num_rows)
+                rows[by_name[name]] = min(rows[by_name[name]], table.num_ids)
         self._rows = rows
         self._matrix_is_all = all(first is not None for first in plan.ids.first)
         self._by_name = by_name
@@ -329,7 +328,7 @@ class IdReader:
             if bool(((low >= 0) & (high < self._least)).all()):
                 return matrix
         wide = matrix.to(torch.int64)
-        bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < _ANY_ID)
+        bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < ANY_ID)
         if matrix.is_cuda and self._plan.out_of_range == "error":
             self._flag(wide, bad, check)
             return torch.where(bad, 0, wide).to(self._plan.ids_dtype)
@@ -425,7 +424,7 @@ class IdReader:
         place = torch.arange(lengths.shape[1], device=values.device).repeat(lengths.shape[0])
         place = torch.repeat_interleave(place, flat, output_size=values.numel())
         limits = self._list_limits.index_select(0, place)
-        bad = ((values < 0) | (values >= limits)) & (limits < _ANY_ID)
+        bad = ((values < 0) | (values >= limits)) & (limits < ANY_ID)
         if bool(bad.any()):
             owner = torch.tensor(self._plan.ids.lists, device=values.device)
             if self._plan.out_of_range == "error":
@@ -442,7 +441,7 @@ class IdReader:
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
         policy = self._plan.out_of_range
         if policy == "clamp":
-            return torch.minimum(ids.clamp(min=0), limits - 1)
+            return torch.where(bad, torch.minimum(ids.clamp(min=0), limits - 1), ids)
         if policy == "hash":
             return torch.where(bad, mix(ids).remainder(limits), ids)
         if policy == "error":

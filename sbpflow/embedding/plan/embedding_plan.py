@@ -20,6 +20,7 @@ from sbpflow.embedding.plan.tables import (
     OutputConfig,
     TableConfig,
     TableLayout,
+    check_by_key,
     check_cover,
     check_exchange,
     shards_of,
@@ -218,12 +219,18 @@ def plan_embeddings(
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
         check_exchange(table, layouts[table.name], world)
+        check_by_key(table, layouts[table.name], world)
+        if table.by_key and row_dtype not in (None, dtype):
+            raise ConfigError(
+                f"table {table.name}: has its rows by key and row_dtype {row_dtype}, whose "
+                f"rounding goes by row number; use {dtype}"
+            )
     if out_of_range != "error":
         _check_substitutes(tables, features, out_of_range)
     groups, ids = make_groups(
         outputs, layouts, features, optimizer, dtype, world, backend, batch_size
     )
-    fits = all(table.num_rows < 2**31 for table in tables)
+    fits = all(table.num_ids < 2**31 for table in tables)
     return EmbeddingPlan(
         outputs=outputs,
         groups=groups,
@@ -269,8 +276,11 @@ def _check_substitutes(
     """An id is replaced once, before any lookup, so one row must serve all tables of a feature."""
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]
-        if len({table.num_rows for table in sharing}) > 1:
-            sizes = ", ".join(f"{table.name} ({table.num_rows} rows)" for table in sharing)
+        if len({table.num_ids for table in sharing}) > 1:
+            sizes = ", ".join(
+                f"{table.name} ({'keys' if table.by_key else f'{table.num_rows} rows'})"
+                for table in sharing
+            )
             raise ConfigError(
                 f"feature {feature.name}: out_of_range {policy} would give ids beyond the smallest "
                 f"table another row of {sizes}; use tables of equal num_rows, or out_of_range: "

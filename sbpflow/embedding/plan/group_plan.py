@@ -290,7 +290,7 @@ class GroupPlan:
 
     def address_dtype(self) -> torch.dtype:
         """What row addresses are computed and travel as: int32 while all ranks' rows fit."""
-        total = sum(table.num_rows + 1 for table in self.tables)
+        total = sum(table.num_ids + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
     def row_steps(self, batch_size: int) -> RowSteps | None:

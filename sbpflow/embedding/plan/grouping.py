@@ -172,6 +172,7 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
             table.name in context.ragged,
             _rule_of(table, context),
             table.kernel,
+            table.by_key and table.name,
         )
         return _GroupKey(given.exchange, comm_dtype, alike=alike)
     if given.exchange == "columns":
@@ -188,7 +189,8 @@ def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...
     for table in tables:
         split = _column_split(context.layouts[table.name].layout)
         rule = _rule_of(table, context)
-        key = (table.dim, split, table.name in context.ragged, rule, table.kernel)
+        alone = table.by_key and table.name  # one map for all rows of a storage
+        key = (table.dim, split, table.name in context.ragged, rule, table.kernel, alone)
         stacks.setdefault(key, []).append(table)
     return tuple(
         Stack(

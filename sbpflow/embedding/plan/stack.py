@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from sbpflow.embedding.plan.numbering import Numbering
 from sbpflow.embedding.plan.tables import Shard, TableConfig, shard_on
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.sbp.layout import Layout
@@ -33,7 +34,7 @@ class Stack:
     """Tables of equal dim whose parts every rank stores as one block of rows, all equally wide.
 
     ``optimizer`` updates every one of them. ``ragged``: its ids come as lists, weighted or of any
-    length; else as columns of a matrix.
+    length; else as columns of a matrix. A table with rows by key has a stack of its own.
     """
 
     tables: tuple[TableConfig, ...]
@@ -45,6 +46,11 @@ class Stack:
     @property
     def dim(self) -> int:
         return self.tables[0].dim
+
+    @property
+    def numbering(self) -> Numbering:
+        """How ids name the rows of its tables."""
+        return self.tables[0].numbering
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
         """What this rank holds, in storage order; tables it holds nothing of are left out."""

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
+from sbpflow.embedding.plan.numbering import NUMBERINGS, Numbering
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
@@ -51,7 +52,8 @@ class TableConfig:
 
     ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
     ``optimizer`` updates it in place of the plan's, and ``kernel`` is asked for in place of the
-    run's. It starts as U(-initial_range, initial_range).
+    run's. It starts as U(-initial_range, initial_range). ``by_key``: ids are any numbers of 64
+    bits, each of which gets one of the ``num_rows`` rows when it is first trained.
     """
 
     name: str
@@ -62,6 +64,7 @@ class TableConfig:
     optimizer: SparseOptimizer | None = None
     initial_range: float = INITIAL_RANGE
     kernel: KernelRequest | None = None
+    by_key: bool = False
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
@@ -83,6 +86,16 @@ class TableConfig:
     @property
     def shape(self) -> tuple[int, int]:
         return (self.num_rows, self.dim)
+
+    @property
+    def numbering(self) -> Numbering:
+        """How ids name its rows."""
+        return NUMBERINGS[self.by_key]
+
+    @property
+    def num_ids(self) -> int:
+        """As ``Numbering.num_ids``."""
+        return self.numbering.num_ids(self.num_rows)
 
     @property
     def averages(self) -> bool:
@@ -178,6 +191,16 @@ class Shard:
     def num_elements(self) -> int:
         return self.num_rows * self.width
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First and last address of its rows."""
+        return self.table.numbering.span(self.row_start, self.row_stop, self.table.num_rows)
+
+    @property
+    def shift(self) -> int:
+        """From addresses to rows of the rank's storage, or of a keyed table to addresses."""
+        return self.table.numbering.shift(self.base, self.row_start)
+
 
 def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Shard | None:
     """What ``rank`` stores of the table; ``None`` if that is nothing."""
@@ -221,6 +244,27 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
     both = _overlap([shard for shard in distinct.values() if shard.num_elements])
     if both is not None:
         raise ConfigError(f"table {table.name}: shards {both[0]} and {both[1]} overlap")
+
+
+def check_by_key(table: TableConfig, given: TableLayout, world: Placement) -> None:
+    """Raise ConfigError for a table with rows by key that is not split by rows, or not on a CPU."""
+    if not table.by_key:
+        return
+    layout, shards = given.layout, shards_of(table, given.layout)
+    ranks, why = layout.placement.ranks, ""
+    if world.device_type != "cpu":
+        why = f"is on {world.device_type}, where buffers need an address of no row; use device cpu"
+    elif any(shard.width < table.dim for shard in shards) or (
+        layout.placement.size > 1 and isinstance(layout.nd_sbp[0], Broadcast)
+    ):
+        why = f"is laid out {layout}, where several ranks would keep the map of a key; use S(0)"
+    elif list(ranks) != sorted(ranks):
+        why = f"is laid out {layout}; name its ranks in ascending order"
+    elif given.exchange == "unique" and len(shards) < world.size:
+        why = f"has rows on {len(shards)} of {world.size} ranks; unique asks all: use ranks {world}"
+        why += f" and num_rows of {world.size} or more, or exchange reduce"
+    if why:
+        raise ConfigError(f"table {table.name}: has its rows by key and {why}")
 
 
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:

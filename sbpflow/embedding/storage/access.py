@@ -141,15 +141,15 @@ class Access:
         heads = runs.starts.index_select(0, runs.slots)
         return self.placed.index_select(0, runs.order.index_select(0, heads))
 
-    def unique_below(self, limits: Tensor) -> Tensor:
-        """[limits] int64: how many unique rows are below each of ``limits`` (ascending)."""
+    def unique_up_to(self, lasts: Tensor) -> Tensor:
+        """[lasts] int64: how many unique rows are not above each of ``lasts`` (ascending)."""
         if self.addresses.numel() == 0:
-            return torch.zeros(limits.shape, dtype=torch.int64, device=limits.device)
+            return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
         if not self.addresses.is_cuda:
-            return torch.searchsorted(self.rows(), limits)
+            return torch.searchsorted(self.rows(), lasts, right=True)
         runs = self.runs()
         numbers = torch.cat([runs.number, runs.number[-1:] + 1])
-        return numbers.index_select(0, torch.searchsorted(runs.keys, limits))
+        return numbers.index_select(0, torch.searchsorted(runs.keys, lasts, right=True))
 
     def bags_of(self, order: Tensor) -> Tensor:
         """[n] int64: the bag of each address, in this order of them."""

@@ -199,9 +199,11 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
     log_warm_up(sum(seconds))
 
 
-def deduplicator(kernel: str, num_addresses: int) -> Callable[[Access], Access]:
-    """How a kernel deduplicates ids at home, whose addresses are below ``num_addresses``."""
-    if kernel != "numba":
+def deduplicator(kernel: str, num_addresses: int | None) -> Callable[[Access], Access]:
+    """How a kernel deduplicates ids at home, whose addresses are below ``num_addresses``; ``None``
+    for addresses of keys, which may be negative: compiled loops sort none of those.
+    """
+    if kernel != "numba" or num_addresses is None:
         return lambda access: access
     from sbpflow.embedding.storage.numba_storage import CompiledAccess, Indexer
 

@@ -1,15 +1,18 @@
-"""Starting values of a shard: compiled where that pays, the same numbers everywhere."""
+"""Starting values of a shard or of single rows: compiled where that pays, the same everywhere."""
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.tables import Shard
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
+from sbpflow.embedding.storage.keyed import KeyedStore, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
-from sbpflow.runtime.streams import fill_uniform, stream_key
+from sbpflow.runtime.streams import fill_uniform, stream_key, uniform_rows
 
 # Where the torch loop takes longer than loading numba does (about half a second).
 LEAST_ELEMENTS = 1 << 20
@@ -17,8 +20,13 @@ _ROWS_AT_A_TIME = 1 << 16
 
 
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
-    """U(-initial_range, initial_range) by (seed, table, row, column), as ``fill_uniform``."""
+    """U(-initial_range, initial_range) by (seed, table, row, column), as ``fill_uniform``.
+
+    Rows by key are filled when their keys come.
+    """
     store, rows = stored.store, stored.rows
+    if isinstance(store, KeyedStore | TrainedRows):
+        return
     if store.is_in_place:
         _fill(stored.weights, stored.shard, seed)
         return
@@ -27,6 +35,43 @@ def fill_shard(stored: StoredShard, *, seed: int) -> None:
         values = store.read(slice(0, 0))[WEIGHTS].new_empty(part.stop - start, store.width)
         _fill(values, stored.shard, seed, start - rows.start)
         store.write(part, {WEIGHTS: values})
+
+
+def initial_rows(
+    rows: Tensor,
+    shards: Sequence[Shard],
+    *,
+    seed: int,
+    optimizer: SparseOptimizer,
+    width: int,
+    dtype: torch.dtype,
+    row_dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """What ``fill_shard`` writes to these rows [n] of a rank's shards, which lie one after the
+    other, and their state; of a keyed table, by (seed, table, key, column), rows are addresses.
+    """
+    rows = rows.to(torch.int64)
+    weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)
+    bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64, device=rows.device)
+    of = torch.searchsorted(bases[1:], rows, right=True)
+    for number, shard in enumerate(shards):
+        here = (of == number).nonzero().squeeze(1)
+        table = shard.table
+        counters = table.numbering.counters(
+            rows[here] - shard.shift, table.dim, stream_key(seed, table.name)
+        )
+        values = uniform_rows(counters, width, table.initial_range, shard.col_start)
+        weights[here] = values.to(row_dtype)
+    state = {
+        name: torch.full(
+            optimizer.state_shape(name, rows.numel(), width),
+            optimizer.initial_state(name),
+            dtype=dtype,
+            device=rows.device,
+        )
+        for name in optimizer.state
+    }
+    return {WEIGHTS: weights, **state}
 
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:

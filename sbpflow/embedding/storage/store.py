@@ -56,9 +56,12 @@ class RowStore(Protocol):
     @property
     def listeners(self) -> list[RowListener]: ...
 
-    def announce(self, number: int, addresses: Tensor) -> None:
+    def announce(self, number: int, addresses: Tensor) -> Tensor | None:
         """Training batch ``number`` will look up ``addresses`` [n], row numbers with repetitions;
         the kernel's ``absent`` among them is not a row.
+
+        Of a table with rows by key (``keyed.py``) they are addresses of keys, and the row numbers
+        are returned, which stand for them from here on.
         """
         ...
 
@@ -163,7 +166,9 @@ class StoreRequest:
     """What a store is made for: the rows of a stack that a rank holds, as ``shards`` number them.
 
     ``make_kernel`` allocates a kernel's block of so many slots, which holds the optimizer's initial
-    state in every slot; a store has one.
+    state in every slot; a store has one. ``initial`` gives the values that rows [n] start with, and
+    their state, by name: a row that was never written need not be stored. Rows by key are named by
+    address there.
     """
 
     shards: tuple[Shard, ...]
@@ -171,6 +176,7 @@ class StoreRequest:
     width: int
     optimizer: SparseOptimizer
     make_kernel: Callable[[int], RowKernel]
+    initial: Callable[[Tensor], Mapping[str, Tensor]]
 
 
 StoreFactory = Callable[[StoreRequest], RowStore]

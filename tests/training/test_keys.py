@@ -1,0 +1,382 @@
+"""Models whose tables have rows by key: equal to rows by number, on any number of ranks, in flight
+or not, and through checkpoints. Sums of float64 in another order stay within 1e-9.
+"""
+
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.checkpoint.write import PieceWriter
+from sbpflow.config.schema import Config
+from sbpflow.embedding.plan.numbering import NUMBERINGS, keys_of
+from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.storage.initial import initial_rows
+from sbpflow.embedding.storage.store import device_store
+from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.models.wdl import WdlConfig
+from sbpflow.run.build_plan import plan_run
+from sbpflow.run.job import Job, build_job
+from sbpflow.run.model import Fields
+from sbpflow.run.plain_model import plain_model
+from sbpflow.run.saved_model import load_values
+from sbpflow.runtime.streams import mix
+from sbpflow.runtime.world import World
+from tests.embedding.key_map import KeyedStores
+from tests.training.wdl_case import Rows, make_config
+
+FIELDS = Fields.of(
+    ("I1", "I2", "I3"),
+    {"C1": 300, "C2": 211, "C3": 403, "C4": 3},
+    {"C1xC2": 571, "C3xC4": 229},
+)
+BY_NUMBER = ("C4", "C3xC4")  # have their rows by number in every run
+BATCH, STEPS, SAVED_AT = 12, 12, 5
+NEVER_TRAINED = 999  # number of a batch
+EXTREME = (0, -1, -(2**63), 2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyedWdl(WdlConfig):
+    """Wide & Deep with most of its tables by key, with some more ``num_rows`` than there are keys:
+    ranks have not equally many.
+    """
+
+    num_rows: int | None = None
+
+    def spec(self, fields: Fields) -> Any:
+        spec = super().spec(fields)
+        outputs = tuple(
+            replace(output, tables=tuple(self._by_key(table) for table in output.tables))
+            for output in spec.outputs
+        )
+        return replace(spec, outputs=outputs)
+
+    def _by_key(self, table: TableConfig) -> TableConfig:
+        if table.features[0] in BY_NUMBER:
+            return table
+        return replace(table, by_key=True, num_rows=self.num_rows or table.num_rows + 100)
+
+
+def keys_for(feature: str, rows: torch.Tensor) -> torch.Tensor:
+    """What stands for the rows of a feature: the same everywhere, each another, four extreme."""
+    if feature in BY_NUMBER:
+        return rows.long()
+    found = mix(rows.long() + 1000 * len(feature))
+    for row, key in enumerate(EXTREME):
+        found[rows == row] = key
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    scheme: str = "3"
+    kernel: str = "torch"
+    sparse: str = "lazy_adam"
+    keyed: bool = True
+    lookahead: int = 1
+    slots: int | None = None  # of a store behind that with keys
+    num_rows: int | None = None
+
+    def config(self) -> Config:
+        config = make_config(
+            self.scheme, self.sparse, dense="adam", kernel=self.kernel, dim=4, batch_size=BATCH
+        )
+        if not self.keyed:
+            return config
+        model = config.model
+        options = {one.name: getattr(model, one.name) for one in fields(model)}
+        return replace(config, model=KeyedWdl(**options, num_rows=self.num_rows))
+
+
+def batch_of(number: int, case: Case) -> Rows:
+    """Skewed ids with duplicates, new ones in every batch."""
+    generator = torch.Generator().manual_seed(number)
+    n = BATCH - 7 if number % 5 == 4 else BATCH
+    rows = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
+    if case.keyed:
+        rows = [keys_for(one.name, ids) for one, ids in zip(FIELDS.ids, rows, strict=True)]
+    dense = torch.randn(n, len(FIELDS.dense), generator=generator)
+    labels = (torch.rand(n, generator=generator) < 0.5).float()
+    return Rows(labels, dense, torch.stack(rows, 1), n)
+
+
+def train(job: Job, case: Case, first: int, last: int) -> tuple[list[float], list[float]]:
+    """Losses of these steps, and logits on the way, most of them of keys never trained.
+
+    Every third step has two batches. Batches behind the last are announced, and stay so.
+    """
+    world, losses, logits = job.boxing.world, list[float](), list[float]()
+    job.trainer.drain()
+    job.trainer.lookahead = case.lookahead
+
+    def batches(step: int) -> list[Rows]:
+        numbers = [2 * step, 2 * step + 1] if step % 3 == 0 else [2 * step]
+        return [batch_of(number, case).part(world.rank, world.size) for number in numbers]
+
+    steps = {step: batches(step) for step in range(first, last + 1 + case.lookahead)}
+    coming = (batch for step in steps.values() for batch in step)
+    for step in range(first, last + 1):
+        while job.trainer.num_announced < len(steps[step]) + case.lookahead:
+            job.trainer.announce(next(coming))
+        losses.append(float(job.trainer.step(steps[step])))
+        if step % 4 == 0:
+            part = batch_of(NEVER_TRAINED, case).part(world.rank, world.size)
+            logits += job.trainer.predict(part).tolist()
+    return losses, logits
+
+
+def make_job(world: World, case: Case) -> tuple[Job, KeyedStores]:
+    stores = KeyedStores(case.slots)
+    spec, plan = plan_run(case.config(), FIELDS, world_size=world.size, device_type="cpu")
+    job = build_job(case.config(), spec, plan, Boxing(world), stores=stores)
+    if not case.keyed:
+        start_as_keys(job, case.config().run.seed)
+    return job, stores
+
+
+def start_as_keys(job: Job, seed: int) -> None:
+    """Give rows by number the values that their keys start with."""
+    for stored in job.embeddings.stored():
+        shard, table = stored.shard, stored.shard.table
+        if table.features[0] in BY_NUMBER:
+            continue
+        whole = replace(table, by_key=True)
+        rows = torch.arange(shard.row_start, shard.row_stop)
+        of_keys = Shard(
+            table=whole, rank=0, row_start=0, row_stop=table.num_rows,
+            col_start=shard.col_start, col_stop=shard.col_stop,
+        )  # fmt: skip
+        values = initial_rows(
+            mix(keys_for(table.features[0], rows)), (of_keys,), seed=seed, width=shard.width,
+            optimizer=job.embeddings.plan.optimizer, dtype=torch.float64, row_dtype=torch.float64,
+        )  # fmt: skip
+        stored.store.write(stored.rows, values)
+
+
+def saver_of(job: Job, folder: Path) -> Saver:
+    folder.mkdir(exist_ok=True)
+    return Saver(
+        folder, job.boxing, job.state, run="r", deadline_s=60, stores=job.embeddings.stores
+    )
+
+
+def whole_run(world: World, case: Case, folder: Path) -> dict[str, Any]:
+    """Train, save beside training, go on, save again."""
+    job, stores = make_job(world, case)
+    losses, logits = train(job, case, 1, SAVED_AT)
+    saver, real = saver_of(job, folder), PieceWriter.write
+
+    def slow(self: PieceWriter, data: memoryview) -> None:
+        time.sleep(0.001)
+        real(self, data)
+
+    PieceWriter.write = slow
+    try:
+        saver.start(SAVED_AT, {})
+        more = train(job, case, SAVED_AT + 1, STEPS)
+        saver.wait()
+    finally:
+        PieceWriter.write = real
+    in_flight = sum(store.num_live - store.num_trained for store in stores.made)
+    saver.save(STEPS, {})
+    job.trainer.drain()
+    assert all(store.num_live == store.num_trained for store in stores.made)
+    cost = saver.last_cost
+    return {
+        "losses": losses + more[0],
+        "logits": logits + more[1],
+        "logged": 0 if cost is None else cost.log_bytes,
+        "in_flight": in_flight,
+        "rows": [store.num_live for store in stores.made],
+    }
+
+
+def go_on(world: World, case: Case, folder: Path, own: Path) -> dict[str, Any]:
+    """From the first checkpoint to the last step, which is saved on its own."""
+    job, _ = make_job(world, case)
+    train(job, case, 20, 22)  # of other batches, which must leave nothing behind
+    job.trainer.drain()
+    job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
+    losses, logits = train(job, case, SAVED_AT + 1, STEPS)
+    saver_of(job, own).save(STEPS, {})
+    return {"losses": losses, "logits": logits}
+
+
+def equal(one: Path, other: Path, *, exactly: bool) -> None:
+    first, second = open_checkpoint(one), open_checkpoint(other)
+    assert first.tensors.keys() == second.tensors.keys()
+    for name in first.tensors:
+        a, b = first.tensor(name), second.tensor(name)
+        assert a.shape == b.shape, name
+        if exactly or not a.is_floating_point():
+            assert torch.equal(a, b), name
+        else:
+            assert torch.allclose(a, b, rtol=0, atol=1e-9), name
+
+
+def close(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(
+        abs(a - b) < 1e-9 for a, b in zip(one, other, strict=True)
+    )
+
+
+def all_logits(found: list[dict[str, Any]]) -> list[float]:
+    """Of all rows, in their order: each prediction is of one batch, cut over the ranks."""
+    each = [one["logits"] for one in found]
+    count = STEPS // 4
+    per = [len(one) // count for one in each]
+    return [
+        x
+        for n in range(count)
+        for one, p in zip(each, per, strict=True)
+        for x in one[n * p : (n + 1) * p]
+    ]
+
+
+@pytest.fixture
+def alone(ranks, memory) -> tuple[dict[str, Any], Path]:
+    """One run on one rank, and its folder."""
+    (found,) = ranks(1, whole_run, Case(), memory / "alone")
+    return found, memory / "alone"
+
+
+CASES = [
+    (1, Case(kernel="numba", sparse="rowwise_adagrad")),
+    (2, Case("2")),
+    (2, Case("3", "numba", "rowwise_adagrad")),
+    (4, Case("3")),
+    (4, Case("2", "numba", "rowwise_adagrad")),
+    (2, Case("3", slots=90)),
+]
+
+
+@pytest.mark.parametrize(("size", "case"), CASES, ids=str)
+def test_rows_by_key_train_as_rows_by_number(ranks, memory, size, case):
+    by_number = ranks(size, whole_run, replace(case, keyed=False, slots=None), memory / "number")
+    runs = {}
+    for lookahead in (0, 1, 4):
+        one = replace(case, lookahead=lookahead)
+        runs[lookahead] = ranks(size, whole_run, one, memory / f"keys-{lookahead}")
+    for found in runs.values():
+        for rank in range(size):
+            assert found[rank]["losses"] == by_number[rank]["losses"]
+            assert found[rank]["logits"] == by_number[rank]["logits"]
+            assert found[rank]["logged"] > 0
+    assert sum(one["in_flight"] for one in runs[0]) == 0
+    assert sum(one["in_flight"] for one in runs[4]) > 20, "keys of batches that are not trained"
+    for step in (SAVED_AT, STEPS):
+        for lookahead in (1, 4):
+            equal(
+                memory / f"keys-0/step-{step}",
+                memory / f"keys-{lookahead}/step-{step}",
+                exactly=True,
+            )
+    check_rows(memory / "number", memory / "keys-4")
+
+
+def check_rows(by_number: Path, by_key: Path) -> None:
+    """The saved rows of all keys that were trained are those of the rows by number."""
+    counts = []
+    for step in (SAVED_AT, STEPS):
+        rows, keys = (open_checkpoint(one / f"step-{step}") for one in (by_number, by_key))
+        for name in ("deep.C1", "wide.C1xC2"):
+            feature = name.partition(".")[2]
+            found = keys.tensor(f"tables/{name}/keys")
+            assert torch.equal(mix(found), mix(found).sort().values)
+            number_of = {
+                int(key): row
+                for row, key in enumerate(
+                    keys_for(feature, torch.arange(rows.tensors[f"tables/{name}"].shape[0]))
+                )
+            }
+            at = torch.tensor([number_of[key] for key in found.tolist()])
+            names = [
+                one
+                for one in rows.tensors
+                if one == f"tables/{name}" or one.startswith(f"tables/{name}/")
+            ]
+            assert len(names) > 1
+            for tensor in names:
+                assert torch.equal(keys.tensor(tensor), rows.tensor(tensor)[at]), tensor
+            counts.append(len(found))
+    assert counts[2] > counts[0] > 10, "there are more keys at the second save"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_ranks_has_the_same_keys_and_rows(ranks, memory, alone, size):
+    one, folder = alone
+    found = ranks(size, whole_run, Case(lookahead=4), memory / "run")
+    assert close(found[0]["losses"], one["losses"])
+    assert close(all_logits(found), one["logits"])
+    sizes = [sum(rows) for rows in (rank["rows"] for rank in found)]
+    assert len(set(sizes)) > 1, "ranks have different numbers of rows"
+    assert sum(sizes) == sum(one["rows"])
+    for step in (SAVED_AT, STEPS):
+        equal(folder / f"step-{step}", memory / f"run/step-{step}", exactly=False)
+
+
+@pytest.mark.parametrize(("size", "other"), [(4, 1), (1, 2), (2, 2), (3, 4)])
+def test_a_run_goes_on_on_another_number_of_ranks(ranks, memory, size, other):
+    case = Case("2" if size == 4 else "3", slots=90 if other == 2 else None)
+    whole = ranks(size, whole_run, case, memory / "run")
+    for lookahead in (0, 4):
+        again = replace(case, lookahead=lookahead)
+        own = memory / f"again-{lookahead}"
+        found = ranks(other, go_on, again, memory / "run", own)
+        losses = whole[0]["losses"][SAVED_AT:]
+        if size == other:
+            assert found[0]["losses"] == losses
+        assert close(found[0]["losses"], losses)
+        equal(memory / f"run/step-{STEPS}", own / f"step-{STEPS}", exactly=size == other)
+
+
+def room(world: World, folder: Path) -> str:
+    """A rank without room for the keys that belong to it says so."""
+    job, _ = make_job(world, Case(num_rows=9))
+    with pytest.raises(CheckpointError, match="has room for 9 rows on rank 0") as error:
+        job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
+    return str(error.value)
+
+
+def refusals(world: World, folder: Path) -> None:
+    case, checkpoint = Case(), open_checkpoint(folder / f"step-{STEPS}")
+    spec, plan = plan_run(case.config(), FIELDS, world_size=1, device_type="cpu")
+    with pytest.raises(ConfigError, match=r"DeviceStore is not a store for .*by_key=True"):
+        build_job(case.config(), spec, plan, Boxing(world), stores=device_store)
+    with pytest.raises(ConfigError, match="rows by key, for which an exported model has no form"):
+        plain_model(
+            spec, plan.embeddings, checkpoint.tensor, saved=checkpoint.tensors, num_dense=3, seed=0
+        )
+    by_number, _ = make_job(world, replace(case, keyed=False))
+    with pytest.raises(CheckpointError, match=r"it has .*keys"):
+        by_number.restore(checkpoint)
+
+
+def predicted(world: World, folder: Path) -> list[float]:
+    """By a job that has the values of a checkpoint, without state of optimizers."""
+    job, _ = make_job(world, Case())
+    load_values(job, open_checkpoint(folder / f"step-{STEPS}"))
+    return job.trainer.predict(batch_of(NEVER_TRAINED, Case())).tolist()
+
+
+def test_a_saved_model_predicts_and_what_it_cannot_is_refused(ranks, alone):
+    found, folder = alone
+    (logits,) = ranks(1, predicted, folder)
+    assert logits == found["logits"][-len(logits) :]
+    ranks(1, refusals, folder)
+    (message,) = ranks(1, room, folder)
+    assert "of the saved keys belong; give it num_rows of" in message
+
+
+def test_the_cases_have_what_they_claim():
+    keys = keys_for("C1", torch.arange(300))
+    assert set(EXTREME) <= set(keys.tolist())
+    assert keys.unique().numel() == 300
+    assert torch.equal(keys_of(NUMBERINGS[True].addresses(keys)), keys)
