@@ -213,7 +213,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(ranks):
     for world_size in (2, 3, 4):
         first, *others = ranks(world_size, score)
         assert others == [None] * (world_size - 1)
-        assert first.batch_size == alone.batch_size
+        assert first.num_rows == alone.num_rows
         assert first.auc == pytest.approx(alone.auc, abs=1e-9)
         assert first.logloss == pytest.approx(alone.logloss, abs=1e-12)
 
