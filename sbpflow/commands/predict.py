@@ -1,10 +1,16 @@
 """``sbpflow predict``: scores of rows by a trained model."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import add_model, saved_run
 from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
+
+if TYPE_CHECKING:
+    from sbpflow.run.model import ModelSpec
+    from sbpflow.run.plan import RunPlan
+    from sbpflow.runtime.topology import Topology
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -35,7 +41,7 @@ def predict(argv: Sequence[str]) -> int:
         saved_layouts,
         saved_plan,
     )
-    from sbpflow.run.start import start_topology, start_world
+    from sbpflow.run.start import plan_for_ranks, start_world
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
     from sbpflow.training.health import on_all_or_none
     from sbpflow.training.report import setup_logging
@@ -46,14 +52,19 @@ def predict(argv: Sequence[str]) -> int:
     world_size = world_size_of_environment()
     config, planned = saved_layouts(checkpoint, config, world_size)
     device_type = device_type_of(config.parallel.device)
-    spec, plan = plan_run(
-        config,
-        fields_of(like),
-        world_size=world_size,
-        device_type=device_type,
-        planned=planned,
-        topology=start_topology(config, device_type),
-    )
+
+    def make(topology: "Topology") -> "tuple[RunPlan, ModelSpec]":
+        spec, plan = plan_run(
+            config,
+            fields_of(like),
+            world_size=world_size,
+            device_type=device_type,
+            planned=planned,
+            topology=topology,
+        )
+        return plan, spec
+
+    plan, spec = plan_for_ranks(config, device_type, make)
     world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
     setup_logging(world.rank)
     boxing = Boxing(world)

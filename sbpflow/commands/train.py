@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from sbpflow.data import Manifest, RowLoader
     from sbpflow.planner.for_run import PlannedRun
     from sbpflow.run.job import Job
+    from sbpflow.run.model import ModelSpec
+    from sbpflow.run.plan import RunPlan
     from sbpflow.run.resume import Resumed
     from sbpflow.runtime.topology import Topology
     from sbpflow.training.loop import Reporter
@@ -67,7 +69,7 @@ def run_rank(
     from sbpflow.run.job import build_job
     from sbpflow.run.kernels import with_measured_kernels
     from sbpflow.run.saved_model import saved_plan
-    from sbpflow.run.start import start_topology, start_world
+    from sbpflow.run.start import plan_for_ranks, start_world
     from sbpflow.runtime.malloc import keep_freed_memory
     from sbpflow.runtime.world import device_type_of
     from sbpflow.training import health
@@ -78,16 +80,20 @@ def run_rank(
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     device_type = device_type_of(config.parallel.device)
-    topology = start_topology(config, device_type)
-    planned = _plan_tables(config, manifest, topology, device_type)
-    spec, plan = plan_run(
-        config,
-        fields_of(manifest),
-        world_size=topology.size,
-        device_type=device_type,
-        planned=planned.rules if planned else None,
-        topology=topology,
-    )
+
+    def make(topology: "Topology") -> "tuple[RunPlan, tuple[ModelSpec, PlannedRun | None]]":
+        planned = _plan_tables(config, manifest, topology, device_type)
+        spec, plan = plan_run(
+            config,
+            fields_of(manifest),
+            world_size=topology.size,
+            device_type=device_type,
+            planned=planned.rules if planned else None,
+            topology=topology,
+        )
+        return plan, (spec, planned)
+
+    plan, (spec, planned) = plan_for_ranks(config, device_type, make)
     world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
     boxing = Boxing(world)
