@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
-from sbpflow.embedding.plan.frequencies import IdFrequencies
+from sbpflow.costs.ids import IdFrequencies
 from sbpflow.planner.calibration.design import Law, Sample
 from sbpflow.planner.calibration.measure import dense_work_of
 from sbpflow.planner.calibration.picks import to_measure

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from glob import escape
 
 from sbpflow.config.table_rules import TableRule
+from sbpflow.costs.ids import IdFrequencies, click_curve
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.price import Price, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
@@ -87,8 +87,8 @@ def _balanced(
     }
 
     def rows(table: TableConfig, name: str) -> float:
-        draws = batch_size * ids[name]
-        return known[name].touched(draws) if name in known else touched(table.num_rows, draws)
+        curve = known[name].curve if name in known else click_curve(table.num_rows)
+        return curve.touched(batch_size * ids[name])
 
     def weight(table: TableConfig) -> float:
         lookups = batch_size * sum(ids[name] for name in table.features)

@@ -1,15 +1,15 @@
 """What a step of an embedding plan costs, from its groups, its bytes and how often ids repeat.
 
 Meant to rank whole plans before anything runs; no calibration is needed. How often ids repeat is
-told by the statistics of the data; without any they repeat as click data do (``plan.frequencies``).
+told by the statistics of the data; without any they repeat as click data do (``costs.ids``).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sbpflow.costs.ids import IdFrequencies, click_curve
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.errors import unknown_value
@@ -119,8 +119,8 @@ def _add_step(ranks: dict[int, _Rank], step: Step) -> int:
 def _touched(use: Use, draws: float, known: Mapping[int, IdFrequencies]) -> float:
     found = known.get(use.feature)
     if found is None:
-        return touched(use.table.num_rows, draws)
-    return min(found.touched(draws), float(use.table.num_rows))
+        return click_curve(use.table.num_rows).touched(draws)
+    return min(found.curve.touched(draws), float(use.table.num_rows))
 
 
 def _add_use(

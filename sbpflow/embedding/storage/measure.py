@@ -2,7 +2,7 @@
 
 What is timed is what a rank does with a batch: deduplication where the exchange does it, lookup and
 update, on ids that repeat as the statistics of the data say, or as click data do where there are
-none (``plan.frequencies``). Kernels take turns and the least time of each counts.
+none (``costs.ids``). Kernels take turns and the least time of each counts.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan.frequencies import CLICKS
+from sbpflow.costs.ids import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, TableConfig
@@ -50,7 +50,7 @@ class StackShape:
 
     ``home_ids`` are deduplicated before they travel, of one rank, 0 where none are; ``lists`` is
     from how many ranks unique rows come, 0 where ids come as the batch has them, and ``ids`` how
-    many ids that is, in bags of ``per_bag``. ``skew`` is how ids repeat (``plan.frequencies``).
+    many ids that is, in bags of ``per_bag``. ``skew`` is how ids repeat (``costs.ids``).
     """
 
     rows: int
