@@ -26,9 +26,9 @@ from benchmarks.record import Results
 from benchmarks.stages import Shape, make_shape
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
+from sbpflow.costs.prices import LOOPBACK_GB_PER_S
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.run.auto_scheme import Candidate, Rules, candidates, rank_candidates

@@ -31,11 +31,11 @@ from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.config.table_rules import ParallelConfig, resolve_table_layouts
 from sbpflow.costs.ids import IdFrequencies
+from sbpflow.costs.prices import LOOPBACK_GB_PER_S
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.all_to_all import Exchange
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.group_plan import ExchangeStep
-from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.models.layered import LayeredPart

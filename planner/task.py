@@ -24,7 +24,6 @@ from sbpflow.config.table_rules import (
     resolve_table_layouts,
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     KernelRequest,
@@ -36,8 +35,9 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.devices import backend_of_device
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Split, format_nd_sbp
+from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Shape:
     """
 
     sbp: str
-    exchange: Exchange
+    exchange: str
     parts: tuple[int, int] = (1, 1)
 
     @property
@@ -61,6 +61,15 @@ class Shape:
     def num_shards(self) -> int:
         """Ranks that a choice of this shape names; 1 for a copy, which names all."""
         return self.parts[0] * self.parts[1]
+
+    def layout(self, world: Placement, ranks: tuple[int, ...] = ()) -> Layout:
+        """On these ranks, or the first of a world."""
+        nd_sbp = parse_nd_sbp(self.sbp)
+        if self.copied:
+            return Layout(world, nd_sbp)
+        ranks = ranks or world.ranks[: self.num_shards]
+        shape = self.parts if len(nd_sbp) > 1 else (len(ranks),)
+        return Layout(Placement(world.device_type, ranks, shape), nd_sbp)
 
     def __str__(self) -> str:
         parts = "" if self.num_shards == 1 else " " + "x".join(map(str, self.parts))

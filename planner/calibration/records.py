@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from sbpflow.costs.counts import NUM_FEATURES
+from sbpflow.costs.ids import Floats
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES
-from sbpflow.planner.costs.work import NUM_FEATURES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 AGAIN = "again"  # a plan that was measured before, measured once more: "again SESSION NAME"

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from sbpflow.costs.counts import FEATURES, INDEX, NUM_FEATURES
+from sbpflow.costs.ids import Floats
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
 from sbpflow.planner.costs.transfers import Transfer, transfer_of
-from sbpflow.planner.costs.work import FEATURES, INDEX, NUM_FEATURES
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.devices import BACKENDS
 
@@ -267,10 +267,16 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
         column[INDEX["always"]] = call
     called = {
         "ids": ("num_id_calls",),
-        "counts": ("num_unique", "num_local"),
-        "counted ids": ("num_unique", "num_local"),
-        "vectors": ("num_columns", "num_reduce", "num_unique"),
-        "row gradients": ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole"),
+        "counts": ("num_row_transfers", "num_row_gathers"),
+        "counted ids": ("num_row_transfers", "num_row_gathers"),
+        "vectors": ("num_dense_groups", "num_summed_groups", "num_row_transfers"),
+        "row gradients": (
+            "num_dense_groups",
+            "num_summed_groups",
+            "num_row_transfers",
+            "num_row_gathers",
+            "num_whole_groups",
+        ),
     }
     for name in called.get(kind, ()):
         column[INDEX[name]] = call

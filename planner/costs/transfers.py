@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sbpflow.planner.costs.features import Floats
-from sbpflow.planner.costs.work import INDEX, NUM_FEATURES
+from sbpflow.costs.counts import INDEX, NUM_FEATURES
+from sbpflow.costs.ids import Floats
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     DENSE_GRADIENTS,
@@ -37,14 +37,18 @@ SKEWS: Mapping[str, tuple[str, ...]] = {
 # {phase: {transfer: what a plan counts as one}}; a phase's bytes are in ``_BYTES``.
 _CALLS: Mapping[str, Mapping[str, str]] = {
     IDS: {"S(0) -> B": "num_id_calls"},
-    COUNTED_IDS: {ROWS: "num_unique", ROWS_TO_ALL: "num_local"},
-    VECTORS: {"S(1) -> S(0)": "num_columns", "P -> S(0)": "num_reduce", ROWS: "num_unique"},
+    COUNTED_IDS: {ROWS: "num_row_transfers", ROWS_TO_ALL: "num_row_gathers"},
+    VECTORS: {
+        "S(1) -> S(0)": "num_dense_groups",
+        "P -> S(0)": "num_summed_groups",
+        ROWS: "num_row_transfers",
+    },
     ROW_GRADIENTS: {
-        "S(0) -> S(1)": "num_columns",
-        "S(0) -> B": "num_reduce",
-        "P -> B": "num_whole",
-        ROWS: "num_unique",
-        ROWS_TO_ALL: "num_local",
+        "S(0) -> S(1)": "num_dense_groups",
+        "S(0) -> B": "num_summed_groups",
+        "P -> B": "num_whole_groups",
+        ROWS: "num_row_transfers",
+        ROWS_TO_ALL: "num_row_gathers",
     },
     DENSE_GRADIENTS: {"P -> B": "always"},
 }

@@ -14,7 +14,7 @@ import torch
 
 from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import Example, PathOr, brief
-from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
+from sbpflow.embedding.plan.exchanges import exchange_names, legal_exchanges
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.ranges import Range
@@ -50,12 +50,16 @@ class TableRule:
     sbp: Annotated[str, Example("S(0)")]
     ranks: Annotated[tuple[int | tuple[int, ...], ...] | None, Example((0, 1))] = None
     sizes: Annotated[tuple[Size | tuple[Size, ...], ...] | None, Example((60, 40))] = None
-    exchange: Exchange | None = None
+    exchange: Annotated[str | None, Example("unique")] = None
     comm_dtype: Annotated[CommDtype | None, Example("bfloat16")] = None
 
     def check(self, key: str) -> None:
         """What needs neither a table nor the world size."""
         sbps = self.parsed(key)
+        if self.exchange not in (None, *exchange_names()):
+            raise ConfigError(
+                f"{key}.exchange: {brief(self.exchange)}; use {', '.join(exchange_names())}"
+            )
         placement = self.placement(key, "cpu", 1)
         if self.sizes is None:
             return

@@ -15,8 +15,8 @@ from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainCon
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule, resolve_dense_layouts
 from sbpflow.costs.ids import IdFrequencies, exponent_of
+from sbpflow.costs.prices import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.price import LOOPBACK_GB_PER_S
 from sbpflow.embedding.plan.tables import (
     KernelRequest,
     OutputConfig,

@@ -12,7 +12,8 @@ import torch
 
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, RowSteps, Step
+from sbpflow.embedding.plan.exchanges import check_exchange
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
 from sbpflow.embedding.plan.tables import (
     HALF_DTYPES,
@@ -21,7 +22,6 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
     check_cover,
-    check_exchange,
     shards_of,
 )
 from sbpflow.embedding.rules.base import SparseOptimizer
@@ -105,7 +105,7 @@ class EmbeddingPlan:
             ExchangeStep(
                 id=id,
                 collective="all_to_all",
-                group=self.world.ranks,
+                groups=(self.world.ranks,),
                 dtype=dtype,
                 bound_bytes=of_one * dtype.itemsize,
                 total_bound_bytes=of_all * dtype.itemsize,
@@ -116,37 +116,44 @@ class EmbeddingPlan:
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Every transfer of a training batch's ids; none depends on what an update changes."""
-        rows = [steps for _, steps in self._row_steps(batch_size) if steps is not None]
+        rounds = range(max((group.num_rounds for group in self.groups), default=1))
+        counts, ids = (
+            [self._of_round(batch_size, purpose, number) for number in rounds]
+            for purpose in ("counts", "ids")
+        )
+        later = [(*told, *sent) for told, sent in zip(counts[1:], ids[1:], strict=True)]
         return (
             *self.id_steps(batch_size),
             *self.length_steps(batch_size),
-            *(steps.counts for steps in rows),
+            *counts[0],
             *self.list_steps(batch_size),
-            *(steps.ids for steps in rows),
+            *ids[0],
+            *(step for steps in later for step in steps),
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """The transfers of a lookup that follow those of the ids, in the order they start."""
-        steps: list[Step] = []
-        for group, rows in self._row_steps(batch_size):
-            if rows is not None and rows.vectors is not None:
-                steps.append(rows.vectors)
-            steps += group.forward_steps(batch_size)
-        return tuple(steps)
+        return self._steps(batch_size, "vectors")
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Gradients on their way to the rows, in the order they start."""
-        steps: list[Step] = []
-        for group, rows in self._row_steps(batch_size):
-            if rows is not None:
-                steps.append(rows.gradients)
-            steps += group.backward_steps(batch_size)
-        return tuple(steps)
+        return self._steps(batch_size, "gradients")
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Of ``ahead_steps``, those of rows that are counted first."""
-        found = [steps for _, steps in self._row_steps(batch_size) if steps is not None]
-        return tuple(step for steps in found for step in steps.ahead)
+        return self._steps(batch_size, "counts", "ids")
+
+    def _steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
+        return tuple(s for group in self.groups for s in group.steps(batch_size, *purposes))
+
+    def _of_round(self, batch_size: int, purpose: Purpose, number: int) -> tuple[Step, ...]:
+        return tuple(
+            step
+            for group in self.groups
+            for stage in group.stages(batch_size)
+            if stage.purpose == purpose and stage.round == number
+            for step in stage.steps
+        )
 
     def update_steps(self, batch_size: int) -> tuple[Step, ...]:
         """What an update of rows itself sends, in the order it runs."""
@@ -155,9 +162,6 @@ class EmbeddingPlan:
             for index in group.shared_state:
                 steps += group.row_state_bounds(index, batch_size)
         return tuple(steps)
-
-    def _row_steps(self, batch_size: int) -> list[tuple[GroupPlan, RowSteps | None]]:
-        return [(group, group.row_steps(batch_size)) for group in self.groups]
 
     def _spread(
         self, batch_size: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str

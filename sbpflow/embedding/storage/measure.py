@@ -81,12 +81,10 @@ class StackShape:
         whole = batch_size * sum(use.hotness for use in stack.uses_on(rank))
         if not whole:
             return None
-        alone = size == 1 or group.whole_gradients
-        lists = size if group.exchange in ("unique", "local") and not alone else 0
-        ids = whole
-        if group.exchange == "reduce" or (alone and size > 1):
-            ids = whole // size
-        elif group.exchange == "local" or group.unique_columns:
+        ids = whole // size if group.kind.shares_lookups else whole
+        asked = group.last_ids(batch_size)
+        lists = 0 if asked is None else len(asked.groups[0])
+        if asked is not None and asked.collective == "all_gather":
             ids = whole * lists  # every rank's rows come to all ranks
         return StackShape(
             rows=stack.num_rows(rank),
