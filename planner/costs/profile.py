@@ -24,7 +24,7 @@ from sbpflow.planner.costs.transfers import Transfer, transfer_of
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.devices import BACKENDS
 
-FORMAT = 2
+FORMAT = 3
 KernelPrices = Mapping[str, tuple[float, float, float]]
 """{kernel: ms of a batch, of an id and of an element of a storage's lookup and update}; the kernel
 that calibration ran is the first.
