@@ -24,6 +24,7 @@ from sbpflow.config.table_rules import (
     resolve_table_layouts,
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.exchanges import copies
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     KernelRequest,
@@ -55,7 +56,7 @@ class Shape:
     @property
     def copied(self) -> bool:
         """Whether all ranks hold all of it."""
-        return self.exchange == "local"
+        return copies(self.exchange)
 
     @property
     def num_shards(self) -> int:
@@ -87,7 +88,7 @@ class Choice:
         """As ``parallel.tables`` takes it."""
         shape = self.shape
         if shape.copied:
-            return TableRule(sbp="B", exchange="local")
+            return TableRule(sbp=shape.sbp, exchange=shape.exchange)
         ranks: tuple[int | tuple[int, ...], ...] = self.ranks
         if shape.sbp.startswith("("):
             width = shape.parts[1]
@@ -108,12 +109,11 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
     ranks, kinds = layout.placement.ranks, layout.nd_sbp
     if len(kinds) == 2:
         rows, columns = layout.placement.shape
-        return Choice(Shape(format_nd_sbp(kinds), "reduce", (rows, columns)), ranks)
+        return Choice(Shape(format_nd_sbp(kinds), given.exchange, (rows, columns)), ranks)
     if isinstance(kinds[0], Split):
         parts = (len(ranks), 1) if kinds[0].dim == 0 else (1, len(ranks))
         return Choice(Shape(str(kinds[0]), given.exchange, parts), ranks)
-    whole = world_size > 1 and len(ranks) == 1
-    return Choice(Shape("B", "columns" if whole else "local"), ranks)
+    return Choice(Shape("B", given.exchange if world_size > 1 else "local"), ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

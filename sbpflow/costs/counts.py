@@ -8,7 +8,7 @@ of such a feature is the number of distinct keys.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ FEATURES = (
     "home_sort",  # ids deduplicated before they travel
     "home_unique",
     "seen_ids",  # of the whole batch, looked through for those that are here
+    "searched_ids",  # of these, those of tables whose rows are cut: only some are here
     "read_rows",
     "read_elements",
     "read_touched",  # elements of the distinct rows among them: the first use of each misses caches
@@ -39,7 +40,8 @@ FEATURES = (
     "update_elements",
     "step_rows",  # rows that the optimizer changes
     "step_elements",
-    "step_states",  # numbers of its state that it changes
+    "step_passes",  # elements again, once for each number of its state
+    "copied_bytes",  # into buffers of transfers and out of them
     "square_bytes",  # squares of gradients that ranks sharing a row add up
     "ids_bytes",  # sent by this rank, here and below
     "counted_bytes",
@@ -47,7 +49,6 @@ FEATURES = (
     "gradient_bytes",
     "vector_in_bytes",  # received by this rank
     "gradient_in_bytes",
-    "join_elements",  # of outputs that several groups have parts of
     "num_dense_groups",  # vectors of owners go home as they are; from here on distinct keys
     "num_summed_groups",  # terms of vectors are added up on their way home
     "num_whole_groups",  # gradients of whole tables are added up
@@ -111,9 +112,14 @@ class Facts:
 
     def steps(self, rows: float, width: float) -> dict[str, float]:
         """An optimizer step on so many rows."""
-        by_row, by_element = self.state
-        states = rows * (by_row + by_element * width)
-        return {"step_rows": rows, "step_elements": rows * width, "step_states": states}
+        elements = rows * width
+        passes = elements * max(1, sum(self.state))
+        return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
+
+    @property
+    def both_ways(self) -> float:
+        """Bytes of a number of a vector and of its gradient, as they travel."""
+        return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
         """Sums over the ranks that share ``rows``, there and back."""
@@ -123,8 +129,8 @@ class Facts:
 class Counted(Protocol):
     """An exchange as costs see it; ``copies`` has all of it at home and no parts."""
 
-    @property
-    def copies(self) -> bool: ...
+    copies: ClassVar[bool]
+
     def home(self, facts: Facts, cut: Cut) -> Counts: ...
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts: ...
 

@@ -16,7 +16,6 @@ INDEX_NS = 4.0  # find the place of an id among the unique ones
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
-_ELEMENT = 4 * COPY_NS_PER_BYTE  # of float32, gone through once
 GROUP_MS, STACK_MS, TRANSFER_MS = 2.5, 0.5, 0.25
 LOOPBACK_GB_PER_S = 2.0
 
@@ -25,21 +24,14 @@ WORK_NS = vector_of(
         "home_sort": INDEX_NS + SUM_NS,
         "expand_rows": READ_NS,
         "expand_elements": READ_NS_PER_COLUMN + SUM_NS_PER_COLUMN,
-        "seen_ids": 2.0,  # of whole tables too, whose ids are all here
+        "searched_ids": INDEX_NS,
         "read_rows": READ_NS,
         "read_elements": READ_NS_PER_COLUMN,
         "update_ids": INDEX_NS + SUM_NS,
         "update_elements": SUM_NS_PER_COLUMN,
         "step_rows": 8.0,  # read, rule, write of a row
-        "step_elements": 0.6,
-        "step_states": 0.3,
-        "out_elements": 4 * _ELEMENT,  # into buffers and out of them, there and back
-        "home_elements": _ELEMENT,
-        "repeat_elements": COPY_NS_PER_BYTE,
-        "vector_in_bytes": COPY_NS_PER_BYTE,
-        "gradient_bytes": COPY_NS_PER_BYTE,
-        "whole_elements": 24 * _ELEMENT,  # made of zeros, filled, joined, added up, looked through
-        "join_elements": 5 * _ELEMENT,  # joined and put in order, the gradient taken apart
+        "step_passes": 0.6,
+        "copied_bytes": COPY_NS_PER_BYTE,
     }
 )
 # Transfers of a group, a round of rows or a stack, of 0.25 ms each.

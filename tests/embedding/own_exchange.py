@@ -78,6 +78,7 @@ class TwoHops(Exchange):
             "counted_bytes": 16.0 * rows,
             "gradient_bytes": rows * facts.dim * facts.gradient_item,
             "vector_in_bytes": rows * facts.dim * facts.vector_item,
+            "copied_bytes": 2 * rows * facts.dim * facts.both_ways,
             "buffer_bytes": 2 * rows * facts.dim * facts.item,
         }
 

@@ -91,6 +91,8 @@ class WholeGradients(Exchange):
             **_looked_up(facts.mine, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
+            # Made of zeros, filled, joined, added up, looked through.
+            "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
             "buffer_bytes": 24 * facts.mine
@@ -122,10 +124,11 @@ class _Boxed(Exchange):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         samples = facts.samples
         come = samples * facts.dim * facts.vectors * cut[0]
-        both_ways = facts.vector_item + facts.gradient_item
         return {
             "home_elements": come,
-            "buffer_bytes": come * both_ways + 2 * samples * facts.dim * facts.vectors * facts.item,
+            "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
+            "buffer_bytes": come * facts.both_ways
+            + 2 * samples * facts.dim * facts.vectors * facts.item,
             "vector_in_bytes": come * facts.vector_item,
             "gradient_bytes": come * facts.gradient_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
@@ -134,14 +137,14 @@ class _Boxed(Exchange):
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, reads, touched = facts.world_size, facts.lookups / cut[0], facts.touched / cut[0]
         others, out = (size - 1) / size, facts.batch_size * width * facts.vectors
-        both_ways = facts.vector_item + facts.gradient_item
         return {
             "memory_bytes": facts.stored(rows, width),
             "buffer_bytes": facts.window * 8 * facts.lookups
             + 16 * reads
-            + out * (both_ways + facts.item),
+            + out * (facts.both_ways + facts.item),
             "seen_ids": facts.lookups,
             **_looked_up(reads, width, touched, out),
+            "copied_bytes": 2 * facts.both_ways * out,
             "vector_bytes": others * out * facts.vector_item,
             "gradient_in_bytes": others * out * facts.gradient_item,
             # Its own samples' gradients need not leave this rank.
@@ -197,6 +200,9 @@ class Reduce(_Boxed):
             *(("S(0)", (cut, 1)) for cut in (1, *rows)),
             *(("(S(0), S(1))", grid) for grid in grids),
         ]
+
+    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
+        return {**super().part(facts, cut, rows, width), "searched_ids": facts.lookups}
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         return member.ranks, member.grid, member.columns if member.sums else None

@@ -17,6 +17,11 @@ def exchange_names() -> tuple[str, ...]:
     return tuple(sorted({one.name for one in EXCHANGES} - {ALONE}))
 
 
+def copies(name: str) -> bool:
+    """Whether every rank has all of a table with the exchange of that name."""
+    return any(one.copies for one in EXCHANGES if one.name == name)
+
+
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
     """The names of those that a table's layout can run, the default first; none for no such layout.
 

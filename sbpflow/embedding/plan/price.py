@@ -18,6 +18,10 @@ from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.sbp.sbp import Split
 
+# How often an output that several groups have parts of is gone through: joined and put in order,
+# its gradient taken apart.
+JOIN_PASSES = 5
+
 
 def price_plan(
     plan: EmbeddingPlan,
@@ -54,7 +58,8 @@ def plan_totals(
     totals[:, INDEX["num_id_calls"]] = bool(plan.sent_columns) + bool(plan.sent_lists)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
-            totals[:, INDEX["join_elements"]] += batch_size / plan.world.size * output.width
+            joined = batch_size / plan.world.size * output.width * plan.dtype.itemsize
+            totals[:, INDEX["copied_bytes"]] += JOIN_PASSES * joined
     return totals
 
 

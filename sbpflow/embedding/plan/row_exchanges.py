@@ -106,6 +106,7 @@ class CopiedRows(RowExchange):
             "read_elements": wanted * dim,
             "read_touched": wanted * dim,
             "repeat_elements": wanted * dim * size,
+            "copied_bytes": wanted * dim * size * facts.gradient_item,
             "counted_bytes": 4.0 * wanted * (size - 1),
             "gradient_bytes": wanted * dim * (size - 1) * facts.gradient_item,
             "gradient_in_bytes": wanted * dim * (size - 1) * facts.gradient_item,
@@ -199,12 +200,12 @@ class UniqueColumns(RowExchange):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         sides = facts.wanted * facts.dim  # columns of each rank put side by side
         asked = _asked(facts)
-        both_ways = facts.vector_item + facts.gradient_item
         return {
             **_expanded(facts),
             **asked,
-            "buffer_bytes": asked["buffer_bytes"] + sides * both_ways,
+            "buffer_bytes": asked["buffer_bytes"] + sides * facts.both_ways,
             "home_elements": sides,
+            "copied_bytes": 2 * sides * facts.both_ways,
             "counted_bytes": 4.0 * facts.wanted * (facts.world_size - 1),
         }
 
@@ -234,12 +235,12 @@ def _expanded(facts: Facts) -> dict[str, float]:
 def _asked(facts: Facts) -> dict[str, float]:
     """Rows that come home, and their gradients that leave."""
     elements = facts.wanted * facts.dim
-    both_ways = facts.vector_item + facts.gradient_item
     return {
         "gradient_bytes": elements * facts.gradient_item,
         "vector_in_bytes": elements * facts.vector_item,
+        "copied_bytes": elements * facts.both_ways,
         "buffer_bytes": facts.window * 24 * facts.mine
-        + elements * (both_ways + 2 * facts.item)
+        + elements * (facts.both_ways + 2 * facts.item)
         + 3 * facts.item * facts.dim * facts.batch_size / facts.world_size * facts.vectors,
     }
 
@@ -248,10 +249,9 @@ def _given(
     facts: Facts, asked: float, touched: float, rows: float, width: float
 ) -> dict[str, float]:
     """A shard of which ``asked`` rows are read and updated, ``touched`` of them distinct."""
-    both_ways = facts.vector_item + facts.gradient_item
     return {
         "memory_bytes": facts.stored(rows, width),
-        "buffer_bytes": asked * (12 + width * (both_ways + 2 * facts.item)),
+        "buffer_bytes": asked * (12 + width * (facts.both_ways + 2 * facts.item)),
         "read_rows": asked,
         "read_elements": asked * width,
         "read_touched": touched * width,
