@@ -20,9 +20,10 @@ from sbpflow.costs.ids import Floats
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
-from sbpflow.planner.costs.transfers import Transfer, transfer_of
+from sbpflow.planner.costs.transfers import BYTES, CALLS, Transfer, transfer_of
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.devices import BACKENDS
+from sbpflow.training.step_schedule import COUNTED_IDS, COUNTS, DENSE_GRADIENTS
 
 FORMAT = 3
 KernelPrices = Mapping[str, tuple[float, float, float]]
@@ -256,30 +257,14 @@ class Profile:
 
 
 def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
-    counted_by = ("ids", "", "counted", "vector", "gradient", "")
-    sent: dict[str, str] = dict(zip(map(str, TRANSFERS), counted_by, strict=True))
     column[:] = 0.0
-    call = link.call_ms(world_size)
-    if sent[kind]:
-        column[INDEX[f"{sent[kind]}_bytes"]] = link.per_byte_ms(world_size)
-    if kind == "dense gradients":
+    for name in BYTES.get(kind, ())[:1]:
+        column[INDEX[name]] = link.per_byte_ms(world_size)
+    if kind == DENSE_GRADIENTS:
         column[INDEX["dense_parameters"]] = 2 * 4 * link.per_byte_ms(world_size)
-        column[INDEX["always"]] = call
-    called = {
-        "ids": ("num_id_calls",),
-        "counts": ("num_row_transfers", "num_row_gathers"),
-        "counted ids": ("num_row_transfers", "num_row_gathers"),
-        "vectors": ("num_dense_groups", "num_summed_groups", "num_row_transfers"),
-        "row gradients": (
-            "num_dense_groups",
-            "num_summed_groups",
-            "num_row_transfers",
-            "num_row_gathers",
-            "num_whole_groups",
-        ),
-    }
-    for name in called.get(kind, ()):
-        column[INDEX[name]] = call
+    counted = COUNTED_IDS if kind == COUNTS else kind
+    for name in CALLS[counted].values():
+        column[INDEX[name]] = link.call_ms(world_size)
 
 
 def write_profile(path: Path, text: str) -> None:

@@ -34,8 +34,8 @@ SKEWS: Mapping[str, tuple[str, ...]] = {
     ROWS: (EVEN, ONE_SENDS, ONE_RECEIVES),
     ROWS_TO_ALL: (EVEN, ONE_SENDS),
 }
-# {phase: {transfer: what a plan counts as one}}; a phase's bytes are in ``_BYTES``.
-_CALLS: Mapping[str, Mapping[str, str]] = {
+# {phase: {transfer: what a plan counts as one}}; a phase's bytes are in ``BYTES``.
+CALLS: Mapping[str, Mapping[str, str]] = {
     IDS: {"S(0) -> B": "num_id_calls"},
     COUNTED_IDS: {ROWS: "num_row_transfers", ROWS_TO_ALL: "num_row_gathers"},
     VECTORS: {
@@ -52,7 +52,7 @@ _CALLS: Mapping[str, Mapping[str, str]] = {
     },
     DENSE_GRADIENTS: {"P -> B": "always"},
 }
-_BYTES: Mapping[str, tuple[str, ...]] = {
+BYTES: Mapping[str, tuple[str, ...]] = {
     IDS: ("ids_bytes",),
     COUNTED_IDS: ("counted_bytes",),
     VECTORS: ("vector_bytes", "vector_in_bytes"),
@@ -101,7 +101,7 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
 
     Those of all ranks only, for the transfers of a step are of all ranks.
     """
-    calls = _CALLS.get(phase, {})
+    calls = CALLS.get(phase, {})
     rows: list[Floats] = []
     times: list[float] = []
     for one in transfers:
@@ -111,9 +111,7 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
         row = np.zeros(NUM_FEATURES)
         row[INDEX[calls[one.name]]] = 1.0
         sent = max(one.sent_bytes)
-        for name, count in zip(
-            _BYTES.get(phase, ()), (sent, max(one.received_bytes)), strict=False
-        ):
+        for name, count in zip(BYTES.get(phase, ()), (sent, max(one.received_bytes)), strict=False):
             row[INDEX[name]] = count
         if phase == DENSE_GRADIENTS:
             # A ring passes every number on to all but one rank, to add and again to spread.

@@ -186,16 +186,14 @@ class RowGroup(Group[RowsInFlight]):
 class UniqueGroup(RowGroup):
     """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
-        super().__init__(plan, boxing, given)
-        self._zero = torch.zeros(1, dtype=torch.int64, device=self.world.device)
-
     @property
     def num_parts(self) -> int:
         return self.world.size
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        batch.named = batch.wanted.unique_below(self._ends).diff(prepend=self._zero)
+        batch.named = batch.wanted.unique_below(self._ends).diff(
+            prepend=self._ends.new_zeros(1, dtype=torch.int64)
+        )
         step = self.step(batch, "counts")
         batch.pending = self._ids.start_counts(step, batch.named)
 

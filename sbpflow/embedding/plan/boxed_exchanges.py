@@ -25,19 +25,12 @@ class Alone(Exchange):
     pools = copies = True
 
     def accepts(self, layout: Layout, world_size: int) -> bool:
-        del layout
         return world_size == 1
 
-    def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        del member
-        return ()
-
     def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
-        del group, batch_size
         return ()
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        del cut
         out = facts.batch_size * facts.dim * facts.vectors
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
@@ -46,10 +39,6 @@ class Alone(Exchange):
             "home_elements": out,
             **facts.steps(facts.touched, facts.dim),
         }
-
-    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        del facts, cut, rows, width
-        return {}
 
 
 class WholeGradients(Exchange):
@@ -69,19 +58,13 @@ class WholeGradients(Exchange):
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
-    def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        del member
-        return ()
-
     def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
-        del batch_size
         terms, whole = Layout(group.world, (Partial(),)), Layout(group.world, (Broadcast(),))
         shape = (group.whole_numel(),)
         steps = group.boxing(terms, whole, shape, "bwd/gradients", group.grad_comm_dtype)
         return (Stage(purpose="gradients", steps=steps),)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        del cut
         out = facts.batch_size / facts.world_size * facts.dim * facts.vectors
         numbers = facts.num_rows * (facts.dim + 1.0)
         sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.gradient_item
@@ -99,10 +82,6 @@ class WholeGradients(Exchange):
             + 3 * out * facts.item
             + 4 * numbers * facts.gradient_item,
         }
-
-    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        del facts, cut, rows, width
-        return {}
 
 
 class _Boxed(Exchange):
@@ -171,10 +150,6 @@ class Columns(_Boxed):
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
         return [("B", (1, 1)), *(("S(1)", (1, cut)) for cut in columns)]
-
-    def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        del member
-        return ()
 
     def vector_layouts(self, group: GroupPlan) -> tuple[Layout, Layout]:
         sizes = tuple(group.rank_width(rank) for rank in group.world.ranks)

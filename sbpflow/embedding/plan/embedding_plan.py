@@ -31,6 +31,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
 
 OutOfRange = Literal["error", "clamp", "hash"]
+IDS: tuple[Purpose, ...] = ("counts", "ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,42 +117,40 @@ class EmbeddingPlan:
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Every transfer of a training batch's ids; none depends on what an update changes."""
-        rounds = range(max((group.num_rounds for group in self.groups), default=1))
-        counts, ids = (
-            [self._of_round(batch_size, purpose, number) for number in rounds]
-            for purpose in ("counts", "ids")
-        )
-        later = [(*told, *sent) for told, sent in zip(counts[1:], ids[1:], strict=True)]
+        later = [
+            step
+            for number in range(1, max((group.num_rounds for group in self.groups), default=1))
+            for purpose in IDS
+            for step in self._steps(batch_size, purpose, number)
+        ]
         return (
             *self.id_steps(batch_size),
             *self.length_steps(batch_size),
-            *counts[0],
+            *self._steps(batch_size, "counts"),
             *self.list_steps(batch_size),
-            *ids[0],
-            *(step for steps in later for step in steps),
+            *self._steps(batch_size, "ids"),
+            *later,
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """The transfers of a lookup that follow those of the ids, in the order they start."""
-        return self._steps(batch_size, "vectors")
+        return self._steps(batch_size, "vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Gradients on their way to the rows, in the order they start."""
-        return self._steps(batch_size, "gradients")
+        return self._steps(batch_size, "gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Of ``ahead_steps``, those of rows that are counted first."""
-        return self._steps(batch_size, "counts", "ids")
+        return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
 
-    def _steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
-        return tuple(s for group in self.groups for s in group.steps(batch_size, *purposes))
-
-    def _of_round(self, batch_size: int, purpose: Purpose, number: int) -> tuple[Step, ...]:
+    def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
+        """Of all groups; ``None``: of every round."""
         return tuple(
             step
             for group in self.groups
             for stage in group.stages(batch_size)
-            if stage.purpose == purpose and stage.round == number
+            if stage.purpose == purpose and number in (None, stage.round)
             for step in stage.steps
         )
 

@@ -117,22 +117,19 @@ class Exchange(ABC):
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
         """Why a table cannot have a layout that is accepted for others; "" if it can."""
-        del table, layout, world
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
         """Whether it is the one to take among those of its name, for so many lookups a batch."""
-        del table, lookups, world_size
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         """Ways to lay a table out that a planner tries: an sbp, parts of rows and of columns."""
-        del num_rows, dim, world_size
         return ()
 
-    @abstractmethod
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         """Equal for two tables of an output that can travel together."""
+        return ()
 
     @abstractmethod
     def stages(self, group: "GroupPlan", batch_size: int) -> tuple[Stage, ...]:
@@ -142,9 +139,9 @@ class Exchange(ABC):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         """What a table adds to every rank, for its samples."""
 
-    @abstractmethod
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         """What a shard of so many rows and columns adds to the rank that holds it."""
+        return {}
 
 
 ALONE = "alone"  # the name of what is done in a world of one, whatever was asked for
@@ -338,14 +335,7 @@ class GroupPlan:
             most *= self.grid.shape[0]
             src = Layout(self.grid, (Split(0), Partial()))
             dst = Layout(self.grid, (Split(0), Broadcast()))
-        return plan_boxing(
-            src,
-            dst,
-            (most,),
-            self.dtype,
-            id=f"{self.name}/bwd/row_state.{index}",
-            backend=self.backend,
-        )
+        return self.boxing(src, dst, (most,), f"bwd/row_state.{index}", self.dtype)
 
     def most_squares(self, index: int, batch_size: int) -> int:
         """Rows of stack ``index`` that a batch of ``batch_size`` can touch, at most."""

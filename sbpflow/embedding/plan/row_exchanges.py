@@ -22,6 +22,8 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
 
+Stages = tuple[Stage, ...]
+
 
 class RowExchange(Exchange):
     """One stack to a group, whose rows have one numbering, and so one optimizer and one width."""
@@ -32,34 +34,24 @@ class RowExchange(Exchange):
         return member.stack_key
 
     @abstractmethod
-    def row_stages(
-        self, group: GroupPlan, most: int, all_rows: int, others: int
-    ) -> tuple[Stage, ...]:
-        """Vectors and gradients. One rank wants ``most`` rows, all together ``all_rows``, and all
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
+        """Vectors and gradients. One rank wants ``most`` rows, all together ``rows``, and all
         but one ``others``, at most.
         """
 
-    def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
+    def stages(self, group: GroupPlan, batch_size: int) -> Stages:
         size, lookups = group.world.size, sum(stack.lookups() for stack in group.stacks)
-        most, all_rows = -(-batch_size // size) * lookups, batch_size * lookups
+        most, rows = -(-batch_size // size) * lookups, batch_size * lookups
         others = (batch_size - batch_size // size) * lookups
         fans, told = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
-        told_all = size * (size - 1)
-        counts = group.row_step(
-            "fwd/counts", "all_to_all", torch.int64, size - 1, told_all, "row counts"
-        )
-        ids = group.row_step(
-            "fwd/ids",
-            told,
-            group.address_dtype(),
-            most * fans,
-            all_rows * fans,
-            "each rank's unique rows",
-        )
+        to_others = (size - 1, size * (size - 1))
+        counts = group.row_step("fwd/counts", "all_to_all", torch.int64, *to_others, "row counts")
+        sent, says = (most * fans, rows * fans), "each rank's unique rows"
+        ids = group.row_step("fwd/ids", told, group.address_dtype(), *sent, says)
         return (
             Stage(purpose="counts", steps=(counts,)),
             Stage(purpose="ids", steps=(ids,)),
-            *self.row_stages(group, most, all_rows, others),
+            *self.row_stages(group, most, rows, others),
         )
 
 
@@ -89,11 +81,9 @@ class CopiedRows(RowExchange):
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         return [("B", (1, 1))]
 
-    def row_stages(
-        self, group: GroupPlan, most: int, all_rows: int, others: int
-    ) -> tuple[Stage, ...]:
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         to_others = group.stacks[0].dim * (group.world.size - 1)
-        return (_gradients(group, "all_gather", most * to_others, all_rows * to_others),)
+        return (_gradients(group, "all_gather", most * to_others, rows * to_others),)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
         size, dim, wanted, item = facts.world_size, facts.dim, facts.wanted, facts.item
@@ -117,10 +107,6 @@ class CopiedRows(RowExchange):
             + wanted * size * (12 + dim * 3 * item),
         }
 
-    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        del facts, cut, rows, width
-        return {}
-
 
 class Unique(RowExchange):
     """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
@@ -138,13 +124,11 @@ class Unique(RowExchange):
         rows = [cut for cut in powers(world_size) if cut <= num_rows]
         return [("S(0)", (cut, 1)) for cut in (1, *rows)]
 
-    def row_stages(
-        self, group: GroupPlan, most: int, all_rows: int, others: int
-    ) -> tuple[Stage, ...]:
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
         return (
-            _vectors(group, others * dim, all_rows * dim),  # of an owner of all rows
-            _gradients(group, "all_to_all", most * dim, all_rows * dim),
+            _vectors(group, others * dim, rows * dim),  # of an owner of all rows
+            _gradients(group, "all_to_all", most * dim, rows * dim),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
@@ -187,14 +171,12 @@ class UniqueColumns(RowExchange):
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         return [("S(1)", (1, world_size))] if dim // world_size >= LEAST_COLUMNS else []
 
-    def row_stages(
-        self, group: GroupPlan, most: int, all_rows: int, others: int
-    ) -> tuple[Stage, ...]:
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
         leaving = dim - min(widths)  # columns of a row that leave the rank which wants it
         return (
-            _vectors(group, others * max(widths), all_rows * leaving),
-            _gradients(group, "all_to_all", most * leaving, all_rows * leaving),
+            _vectors(group, others * max(widths), rows * leaving),
+            _gradients(group, "all_to_all", most * leaving, rows * leaving),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
