@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,17 @@ def test_touched_rows_are_those_of_a_draw(rows, draws):
         for _ in range(200)
     ]
     assert click_curve(rows).touched(draws) == pytest.approx(sum(counts) / len(counts), rel=0.06)
+
+
+@pytest.mark.parametrize("exponent", [1.0, 3.0, 7.5])
+@pytest.mark.parametrize("rows", [7, 4000, 3_000_000])
+def test_a_curve_is_as_good_as_the_sum_that_it_stands_for(rows, exponent):
+    """Of slices with as many lookups each; between two points it is a line in logarithms."""
+    edges = (np.arange(41) / 40) ** exponent
+    count = np.diff(edges) * rows
+    for draws in np.geomspace(2, 1e9, 97):
+        exact = min(draws, (count * -np.expm1(-draws / 40 / count)).sum())
+        assert click_curve(rows, exponent).touched(draws) == pytest.approx(exact, rel=0.006)
 
 
 def _bins(counts):

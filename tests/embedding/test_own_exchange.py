@@ -1,5 +1,6 @@
 """An exchange of two files: it trains, is explained, logged, measured, priced and planned."""
 
+import ast
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +24,10 @@ from tests.embedding.own_exchange import two_hops
 from tests.embedding.own_exchange_group import TwoHopGroup
 from tests.embedding.test_equality import make_case, reference
 from tests.planner.tasks import make_task
+from tests.repo.test_tree import PYTHON, name
 from tests.training.wdl_case import FIELDS, make_config, train
 
+PACKAGES = ("sbpflow", "planner", "models", "data")
 STAGES = [f"deep/two_hops/{name}.{n}"
           for name, hops in (("fwd/counts", (0,)), ("fwd/ids", (0,)), ("fwd/counts", (1,)),
                              ("fwd/ids", (1,)), ("fwd/vectors", (1, 0)), ("bwd/gradients", (0, 1)))
@@ -130,3 +133,28 @@ def test_a_layout_that_it_cannot_run_is_refused():
             plan_run(config, FIELDS, world_size=4, device_type="cpu")
     with pytest.raises(ConfigError, match=r"'two_hops'.*columns, local, reduce, unique"):
         rule.check("parallel.tables.deep.*")
+
+
+def comparisons(tree):
+    """Lines that compare an exchange with a text, or look for it among some."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            named = any(ast.unparse(side).split(".")[-1] == "exchange" for side in sides)
+            texts = [n for side in sides for n in ast.walk(side) if isinstance(n, ast.Constant)]
+            if named and any(isinstance(text.value, str) for text in texts):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("code", ['g.exchange == "local"', 'exchange in ("reduce", "unique")'])
+def test_a_comparison_would_be_found(code):
+    assert list(comparisons(ast.parse(code))) == [1]
+
+
+def test_nothing_asks_which_exchange_a_group_has():
+    """Its description says what follows from that."""
+    files = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
+    found = [f"{name(path)}:{line}" for path in files
+             for line in comparisons(ast.parse(path.read_text(encoding="utf-8")))]  # fmt: skip
+    assert len(files) > 100
+    assert found == []

@@ -1,7 +1,7 @@
 """Groups whose transfers are conversions: those of ``plan/boxed_exchanges.py``."""
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sbpflow.embedding.exchange.base import (
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import LocalAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
+from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.store import RowStore
@@ -226,13 +226,12 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
     def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
         super().__init__(plan, boxing, given)
         self._order = ColumnOrder(plan, self.world.device)
-        self._steps = lru_cache(2 * MAX_BATCH_SIZES)(plan.conversion)
 
     def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> GroupInFlight:
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
     def look_up(self, batch: GroupInFlight) -> None:
-        steps, part = self._steps(batch.batch_size, "vectors"), None
+        steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
             part = self.rows_of(batch)
         elif self.world.rank in steps[0].src.placement:  # which has no columns here
@@ -242,11 +241,11 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
         batch.pending = self.start(steps, part, VECTORS)
 
     def vectors(self, batch: GroupInFlight) -> Tensor:
-        out = self.arrived(self._steps(batch.batch_size, "vectors"), batch.take_pending())
+        out = self.arrived(self.plan.conversion(batch.batch_size, "vectors"), batch.take_pending())
         return self._order.to_uses(out)
 
     def push(self, batch: GroupInFlight, grad: Tensor) -> None:
-        steps = self._steps(batch.batch_size, "gradients")
+        steps = self.plan.conversion(batch.batch_size, "gradients")
         batch.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
     def collect(self, batch: GroupInFlight) -> None:
@@ -255,5 +254,5 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
             pending.wait()
             self.keep(batch, [], [])
             return
-        grad = self.arrived(self._steps(batch.batch_size, "gradients"), pending)
+        grad = self.arrived(self.plan.conversion(batch.batch_size, "gradients"), pending)
         self.keep(batch, batch.accesses, self.split(grad))

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import (
-    MAX_BATCH_SIZES,
     ExchangeStep,
     GroupPlan,
     Purpose,
@@ -73,7 +71,6 @@ class RowGroup(Group[RowsInFlight]):
         self._bases, self._ends = bases[:-1], bases[1:].clone()
         self._layout = Layout(bases)
         self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.bases[-1])
-        self._stages = lru_cache(MAX_BATCH_SIZES)(plan.stages)
         self._ids = RowTransfer(self.world, IDS)
         self._vectors = RowTransfer(self.world, VECTORS)
         self._gradients = RowTransfer(self.world, GRADIENTS)
@@ -122,7 +119,7 @@ class RowGroup(Group[RowsInFlight]):
 
     def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
         """The transfer for a purpose, of the batch's round."""
-        for stage in self._stages(batch.batch_size):
+        for stage in self.plan.stages(batch.batch_size):
             if (stage.purpose, stage.round) == (purpose, batch.round):
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: no {purpose} travel, by its plan")

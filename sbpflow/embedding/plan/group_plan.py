@@ -49,7 +49,7 @@ class ExchangeStep:
 
 
 Step = BoxingStep | ExchangeStep
-MAX_BATCH_SIZES = 64  # whose steps are kept; others are planned again
+MAX_BATCH_SIZES = 64  # whose steps are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +291,16 @@ class GroupPlan:
 
     def stages(self, batch_size: int) -> tuple[Stage, ...]:
         """Every transfer with a global batch of ``batch_size``, in the order they start."""
-        return self.kind.stages(self, batch_size)
+        kept = self._planned
+        if batch_size not in kept:
+            if len(kept) == MAX_BATCH_SIZES:
+                kept.clear()
+            kept[batch_size] = self.kind.stages(self, batch_size)
+        return kept[batch_size]
+
+    @cached_property
+    def _planned(self) -> dict[int, tuple[Stage, ...]]:
+        return {}
 
     def steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
         """Those of the stages for these purposes."""
@@ -307,7 +316,7 @@ class GroupPlan:
         found = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
         return found[-1] if found else None
 
-    @property
+    @cached_property
     def num_rounds(self) -> int:
         """How often ids travel before a lookup."""
         return 1 + max((stage.round for stage in self.stages(1)), default=0)

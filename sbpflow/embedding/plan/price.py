@@ -6,6 +6,7 @@ known from the statistics of the data; without any they repeat as click data do 
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,9 +14,10 @@ from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, vector_of
 from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
 from sbpflow.costs.prices import LOOPBACK_GB_PER_S, Price, price_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
 # How often an output that several groups have parts of is gone through: joined and put in order,
@@ -38,6 +40,7 @@ def plan_totals(
 ) -> Floats:
     """[ranks, F]: what a whole plan asks of each rank."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
+    ids = {one.name: batch_size * ids_per_sample(one, frequencies) for one in plan.features}
     shared = Counter(  # features whose ids travel once for all tables that owners look up
         name
         for group in plan.groups
@@ -48,9 +51,14 @@ def plan_totals(
     place = {rank: number for number, rank in enumerate(plan.world.ranks)}
     for group in plan.groups:
         for stack in group.stacks:
-            for table in stack.tables:
-                facts = _facts(plan, group, stack, table, batch_size, frequencies, shared)
-                _add_table(totals, place, group, stack, table, facts)
+            for table, layout in zip(stack.tables, stack.layouts, strict=True):
+                curve, mine = curve_of_table(table, frequencies), table.features
+                facts = _facts(
+                    plan, group, stack, table, curve, sum(ids[name] for name in mine), batch_size
+                )
+                sent = sum(ids[name] / max(1, shared[name]) for name in mine)
+                facts = replace(facts, sent_ids=sent)
+                _add_table(totals, place, group.kind, layout, stack.held(table), facts)
         for name in group.kind.calls:
             totals[:, INDEX[name]] += 1.0
         totals[:, INDEX["num_stacks"]] += len(group.stacks)
@@ -66,23 +74,22 @@ def plan_totals(
 def _add_table(
     totals: Floats,
     place: Mapping[int, int],
-    group: GroupPlan,
-    stack: Stack,
-    table: TableConfig,
+    exchange: Exchange,
+    layout: Layout,
+    held: Mapping[int, tuple[int, int]],
     facts: Facts,
 ) -> None:
-    layout = stack.layouts[stack.tables.index(table)]
     rows = columns = 1
     for parts, sbp in zip(layout.placement.shape, layout.nd_sbp, strict=True):
         if isinstance(sbp, Split):
             rows, columns = (parts, columns) if sbp.dim == 0 else (rows, parts)
-    totals += vector_of(group.kind.home(facts, (rows, columns)))
+    totals += vector_of(exchange.home(facts, (rows, columns)))
     by_size: dict[tuple[int, int], list[int]] = {}
-    for rank, held in () if group.kind.copies else stack.held(table).items():
-        by_size.setdefault(held, []).append(place[rank])
+    for rank, size in () if exchange.copies else held.items():
+        by_size.setdefault(size, []).append(place[rank])
     for (num_rows, width), ranks in by_size.items():
-        cut = (table.num_rows / num_rows, columns)  # parts may be uneven
-        totals[ranks] += vector_of(group.kind.part(facts, cut, num_rows, width))
+        cut = (facts.num_rows / num_rows, columns)  # parts may be uneven
+        totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
 
 
 def _facts(
@@ -90,14 +97,11 @@ def _facts(
     group: GroupPlan,
     stack: Stack,
     table: TableConfig,
+    curve: IdCurve,
+    lookups: float,
     batch_size: int,
-    known: Mapping[str, IdFrequencies],
-    shared: Mapping[str, int],
 ) -> Facts:
-    by_name = {feature.name: feature for feature in plan.features}
-    ids = {name: batch_size * ids_per_sample(by_name[name], known) for name in table.features}
-    lookups = sum(ids.values())
-    curve, vectors = curve_of_table(table, known), float(len(table.features))
+    vectors = float(len(table.features))
     return Facts(
         world_size=plan.world.size,
         batch_size=batch_size,
@@ -105,7 +109,7 @@ def _facts(
         dim=table.dim,
         vectors=vectors / len(group.uses) if group.pooled else vectors,
         lookups=lookups,
-        sent_ids=sum(count / max(1, shared.get(name, 1)) for name, count in ids.items()),
+        sent_ids=lookups,
         touched=min(curve.touched(lookups), table.num_rows),
         wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
         item=plan.dtype.itemsize,
