@@ -20,7 +20,7 @@ CLICKS = 3.0
 """Exponent of ids that nothing is known of: the smallest id of n has a share of n ** (-2/3)."""
 _SLICES = 40
 _MOST = 16.0
-# Half octaves: between two of them a curve through a line in logarithms is within 0.5 %.
+# Half octaves: a line in logarithms between two of them is within 0.65 % of the curve.
 _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 

