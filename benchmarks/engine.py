@@ -28,7 +28,6 @@ from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -390,7 +389,7 @@ def tables_worker(num_tables: int, steps: int) -> None:
         layouts: dict[str, TableLayout] = {}
         order = sorted(tables, key=lambda t: -t.num_rows * t.dim)
         for n, table in enumerate(order):
-            kind: Exchange = "columns"
+            kind: str = "columns"
             layout = Layout(Placement.of("cpu", (n % world.size,)), (Broadcast(),))
             if n < num_tables // 10:
                 kind, layout = "reduce", Layout(whole, (Split(0),))

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
-from sbpflow.embedding.plan.frequencies import IdFrequencies
+from sbpflow.costs.ids import IdFrequencies
 from sbpflow.planner.calibration.design import Law, Sample
 from sbpflow.planner.calibration.measure import dense_work_of
 from sbpflow.planner.calibration.picks import to_measure

@@ -31,10 +31,10 @@ from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
@@ -253,7 +253,7 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 def leave_out(loop: Loop) -> None:
     """Transfers on the channels in ``loop.skip`` bring zeros instead."""
-    real_start, real_rows, real_update = Boxing.start, Exchange.start, loop.tables.update
+    real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(
         self: Boxing,
@@ -270,7 +270,7 @@ def leave_out(loop: Loop) -> None:
         return Pending(lambda: zeros, self.world)
 
     def rows(
-        self: Exchange, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
+        self: RowTransfer, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
     ) -> Pending:
         if self._channel != loop.skip or step.id.endswith("counts"):
             return real_rows(self, step, send, out, into)
@@ -286,7 +286,7 @@ def leave_out(loop: Loop) -> None:
 
     mock.patch.object(loop.tables, "update", update).start()
     mock.patch.object(Boxing, "start", start).start()
-    mock.patch.object(Exchange, "start", rows).start()
+    mock.patch.object(RowTransfer, "start", rows).start()
 
 
 def work(args: argparse.Namespace) -> None:

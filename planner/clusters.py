@@ -125,11 +125,20 @@ def described(name: str) -> Profile:
     byte = 1e-6 / (one.memory_gb_per_s * one.share)  # ms
     element, launch = _FLOAT * byte, one.launch_ms
     ids = 16.0 * _SORT_PASSES * byte
-    calls = {"num_columns": launch, "num_reduce": launch, "num_unique": launch, "num_local": launch}
+    calls = {
+        "num_dense_groups": launch,
+        "num_summed_groups": launch,
+        "num_row_transfers": launch,
+        "num_row_gathers": launch,
+    }
     mac = 2e-9 / one.dense_tflop_per_s / one.share
     terms = {
-        "begin": {"batch_ids": 8 * byte, "home_sort": ids, "num_unique": launch * 4},
-        "advance": {"home_unique": 8 * byte, "num_unique": launch, "num_local": launch},
+        "begin": {"batch_ids": 8 * byte, "home_sort": ids, "num_row_transfers": launch * 4},
+        "advance": {
+            "home_unique": 8 * byte,
+            "num_row_transfers": launch,
+            "num_row_gathers": launch,
+        },
         "look_up": {
             "seen_ids": 8 * byte,
             "read_rows": 8 * byte,

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from sbpflow.costs.ids import Floats
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import (
     MACHINES,
@@ -20,7 +21,6 @@ from sbpflow.planner.clusters import (
     with_link,
 )
 from sbpflow.planner.costs.cost import CostModel, TaskCost
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import KINDS, PHASE
 from sbpflow.planner.planners import PLANNERS, PlannerName, make_plan, planner_of

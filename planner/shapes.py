@@ -1,7 +1,7 @@
 """Which shapes of a table a planner tries, and a task as the arrays that the search works on.
 
-Every layout and exchange of the engine (``sbpflow/embedding/plan/exchanges.py``), cut evenly into
-powers of two or one part per rank. Which ranks hold the parts is the search's business.
+Every exchange of the engine with its ``cuts``: even, into powers of two or one part per rank. Which
+ranks hold the parts is the search's business.
 """
 
 from collections.abc import Callable, Collection
@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 
+from sbpflow.embedding.plan.exchanges import EXCHANGES
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
@@ -17,7 +18,6 @@ from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")
-LEAST_COLUMNS = 4  # of a column shard: 16 bytes of float32, a quarter of a cache line
 NO_LIMIT = 1e18  # bytes
 ALIKE = 0.01  # shards that differ by less, as a row more does, count as equal when ranks are chosen
 
@@ -27,33 +27,18 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
     size = task.world_size
     if size == 1:
         return (COPIED,)
-    found = [COPIED, WHOLE, Shape("S(0)", "unique"), Shape("S(0)", "reduce")]
-    cuts = _cuts(size)
-    columns = [cut for cut in cuts if table.dim // cut >= LEAST_COLUMNS]
-    rows = [cut for cut in cuts if cut <= table.num_rows]
-    found += [Shape("S(1)", "columns", (1, cut)) for cut in columns]
-    if size in columns:
-        found.append(Shape("S(1)", "unique", (1, size)))
-    found += [Shape("S(0)", "unique", (cut, 1)) for cut in rows]
-    found += [Shape("S(0)", "reduce", (cut, 1)) for cut in rows]
-    found += [
-        Shape("(S(0), S(1))", "reduce", (row, column))
-        for row in rows
-        for column in columns
-        if row * column <= size
+    cuts = [
+        (exchange.name, sbp, parts)
+        for exchange in EXCHANGES
+        for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
     ]
-    return tuple(found)
+    found = dict.fromkeys(Shape(sbp, name, parts) for name, sbp, parts in cuts)
+    return tuple(sorted(found, key=lambda shape: shape.num_shards > 1))
 
 
 def table_wise(shape: Shape) -> bool:
     """Whether a table of this shape is whole on one rank: the space of most published planners."""
     return shape == WHOLE or shape == COPIED
-
-
-def _cuts(size: int) -> list[int]:
-    """2, 4, 8, .. below ``size``, and ``size``."""
-    powers = [2**n for n in range(1, size.bit_length()) if 2**n < size]
-    return [*powers, size]
 
 
 def problem_of(

@@ -19,7 +19,7 @@ from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, TableRule
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.exchanges import Exchange
+from sbpflow.embedding.plan.exchanges import copies
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     KernelRequest,
@@ -31,8 +31,9 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.devices import backend_of_device
+from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Split, format_nd_sbp
+from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,27 @@ class Shape:
     """
 
     sbp: str
-    exchange: Exchange
+    exchange: str
     parts: tuple[int, int] = (1, 1)
 
     @property
     def copied(self) -> bool:
         """Whether all ranks hold all of it."""
-        return self.exchange == "local"
+        return copies(self.exchange)
 
     @property
     def num_shards(self) -> int:
         """Ranks that a choice of this shape names; 1 for a copy, which names all."""
         return self.parts[0] * self.parts[1]
+
+    def layout(self, world: Placement, ranks: tuple[int, ...] = ()) -> Layout:
+        """On these ranks, or the first of a world."""
+        nd_sbp = parse_nd_sbp(self.sbp)
+        if self.copied:
+            return Layout(world, nd_sbp)
+        ranks = ranks or world.ranks[: self.num_shards]
+        shape = self.parts if len(nd_sbp) > 1 else (len(ranks),)
+        return Layout(Placement(world.device_type, ranks, shape), nd_sbp)
 
     def __str__(self) -> str:
         parts = "" if self.num_shards == 1 else " " + "x".join(map(str, self.parts))
@@ -73,7 +83,7 @@ class Choice:
         """As ``parallel.tables`` takes it."""
         shape = self.shape
         if shape.copied:
-            return TableRule(sbp="B", exchange="local")
+            return TableRule(sbp=shape.sbp, exchange=shape.exchange)
         ranks: tuple[int | tuple[int, ...], ...] = self.ranks
         if shape.sbp.startswith("("):
             width = shape.parts[1]
@@ -94,12 +104,11 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
     ranks, kinds = layout.placement.ranks, layout.nd_sbp
     if len(kinds) == 2:
         rows, columns = layout.placement.shape
-        return Choice(Shape(format_nd_sbp(kinds), "reduce", (rows, columns)), ranks)
+        return Choice(Shape(format_nd_sbp(kinds), given.exchange, (rows, columns)), ranks)
     if isinstance(kinds[0], Split):
         parts = (len(ranks), 1) if kinds[0].dim == 0 else (1, len(ranks))
         return Choice(Shape(str(kinds[0]), given.exchange, parts), ranks)
-    whole = world_size > 1 and len(ranks) == 1
-    return Choice(Shape("B", "columns" if whole else "local"), ranks)
+    return Choice(Shape("B", given.exchange if world_size > 1 else "local"), ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The columns of a prepared set as a model sees them."""
 
+from sbpflow.costs.ids import IdFrequencies
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import Field
 from sbpflow.data.stats import FieldStats, load_stats
-from sbpflow.embedding.plan.frequencies import IdFrequencies
 from sbpflow.run.model import Fields, IdField
 
 

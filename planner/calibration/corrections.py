@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from sbpflow.costs.ids import Floats
 from sbpflow.planner.calibration.judge import FLOOR_MS
 from sbpflow.planner.calibration.records import Record
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Fusion
 from sbpflow.planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
 

@@ -209,7 +209,7 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
         return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
     whole = balanced_whole(task)
     plans: dict[str, Plan] = {"all whole": whole}
-    for sbp, exchange in (
+    for kind in (
         *(("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")),
         *(("S(1)", "columns"), ("S(1)", "unique")),
     ):
@@ -218,10 +218,10 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
             fitting = [
                 shape
                 for shape in shapes_for(table, task.world_size)
-                if shape.sbp == sbp and shape.exchange == exchange
+                if (shape.sbp, shape.exchange) == kind
             ]
             plan[table.name] = Choice(fitting[0], world) if fitting else whole[table.name]
-        plans[f"all {sbp} {exchange}"] = plan
+        plans[f"all {kind[0]} {kind[1]}"] = plan
     return plans
 
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sbpflow.costs.counts import INDEX, NUM_FEATURES
+from sbpflow.costs.ids import Floats
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration.corrections import examples_of, learn_corrections
 from sbpflow.planner.calibration.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
 from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
 from sbpflow.planner.calibration.records import Record, on_one_clock
 from sbpflow.planner.calibration.time_dense import DenseTime, dense_examples
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import KernelPrices, Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
 from sbpflow.planner.costs.transfers import Transfer, examples, ms_per_byte
-from sbpflow.planner.costs.work import INDEX, NUM_FEATURES
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     COUNTS,
@@ -30,12 +30,25 @@ from sbpflow.training.step_schedule import (
     VECTORS,
 )
 
-_GROUPS = ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole")
+_GROUPS = (
+    "num_dense_groups",
+    "num_summed_groups",
+    "num_row_transfers",
+    "num_row_gathers",
+    "num_whole_groups",
+)
 _EXPANDED = ("expand_rows", "expand_elements")
 # What the time of a phase can depend on; anything else has weight 0 there.
 TERMS: Mapping[str, tuple[str, ...]] = {
-    "begin": ("always", "batch_ids", "home_sort", "home_unique", "num_unique", "num_local"),
-    "advance": ("always", "home_unique", "num_unique", "num_local"),
+    "begin": (
+        "always",
+        "batch_ids",
+        "home_sort",
+        "home_unique",
+        "num_row_transfers",
+        "num_row_gathers",
+    ),
+    "advance": ("always", "home_unique", "num_row_transfers", "num_row_gathers"),
     "look_up": (
         *("always", "seen_ids", "read_rows", "read_elements", "read_touched", "out_elements"),
         *(*_GROUPS, "num_stacks"),
@@ -52,10 +65,16 @@ TERMS: Mapping[str, tuple[str, ...]] = {
         *("whole_elements", "square_bytes", "num_stacks", "num_squares"),
     ),
     "update_dense": ("always", "dense_parameters"),
-    IDS: ("ids_bytes", "num_id_calls", "num_unique", "num_local"),
+    IDS: ("ids_bytes", "num_id_calls", "num_row_transfers", "num_row_gathers"),
     COUNTS: (),  # waited for together with the ids
-    COUNTED_IDS: ("counted_bytes", "num_unique", "num_local"),
-    VECTORS: ("vector_bytes", "vector_in_bytes", "num_columns", "num_reduce", "num_unique"),
+    COUNTED_IDS: ("counted_bytes", "num_row_transfers", "num_row_gathers"),
+    VECTORS: (
+        "vector_bytes",
+        "vector_in_bytes",
+        "num_dense_groups",
+        "num_summed_groups",
+        "num_row_transfers",
+    ),
     ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
     DENSE_GRADIENTS: ("always", "dense_parameters"),
     REST: (),  # what is left of whole steps: ``_rest``

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sbpflow.costs.ids import Floats
 from sbpflow.planner.calibration.records import AGAIN, Record, drift_of, on_one_clock
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import PHASE, step_ms
 

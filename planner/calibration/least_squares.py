@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sbpflow.planner.costs.features import Floats
+from sbpflow.costs.ids import Floats
 
 
 def nonnegative_least_squares(

@@ -7,18 +7,18 @@ more than plans differ, so a session's steps are scaled by a plan that was measu
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
 from sbpflow.config.parse import brief
-from sbpflow.embedding.plan.tables import Exchange
+from sbpflow.costs.counts import NUM_FEATURES
+from sbpflow.costs.ids import Floats
+from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES
-from sbpflow.planner.costs.work import NUM_FEATURES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.runtime.json_file import is_count, is_number, object_of
 
@@ -118,7 +118,7 @@ def plan_of_tree(tree: object) -> Plan:
         if not isinstance(given, list) or len(entry) != 4:
             raise ConfigError(f"plan: {brief(name)} is not [sbp, exchange, parts, ranks]")
         sbp, exchange, parts, ranks = entry
-        known = isinstance(sbp, str) and exchange in get_args(Exchange)
+        known = isinstance(sbp, str) and exchange in exchange_names()
         counts = [counted for counted in (parts, ranks) if _are_counts(counted)]
         if not known or len(counts) != 2 or len(parts) != 2:
             raise ConfigError(f"plan: {brief(name)} cannot be {brief(entry)}")

@@ -14,7 +14,7 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import BoxingStep, plan_boxing
-from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.planner.calibration.measure import MoveTimer, lower_quartile, through_ms
@@ -226,13 +226,13 @@ def _rows(boxing: Boxing, name: str, skew: str, size: int) -> _Case:
     step = ExchangeStep(
         id=f"planner/{name}",
         collective="all_to_all" if name == ROWS else "all_gather",
-        group=ranks,
+        groups=(ranks,),
         dtype=torch.float32,
         bound_bytes=max(sent),
         total_bound_bytes=sum(sent),
         what="rows",
     )
-    exchange, out = Exchange(world, CHANNEL), counts[world.rank]
+    exchange, out = RowTransfer(world, CHANNEL), counts[world.rank]
     into = [row[world.rank] for row in counts]
 
     def make() -> Callable[[], object]:

@@ -14,9 +14,10 @@ from typing import Literal
 
 import numpy as np
 
+from sbpflow.costs.counts import BUFFERS, FEATURES, INDEX, MEMORY, NUM_FEATURES, Key
+from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import unknown_value
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.kernels import work_factors
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import (
@@ -27,17 +28,7 @@ from sbpflow.planner.costs.simulate import (
     step_ms,
     sum_of_maxima,
 )
-from sbpflow.planner.costs.work import (
-    BUFFERS,
-    FEATURES,
-    INDEX,
-    MEMORY,
-    NUM_FEATURES,
-    Key,
-    ShapeCost,
-    base_work,
-    shape_work,
-)
+from sbpflow.planner.costs.work import ShapeCost, base_work, shape_work
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 Objective = Literal["step", "sum_of_maxima", "max_of_sums"]

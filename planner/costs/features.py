@@ -1,25 +1,20 @@
-"""What is known of a table's ids, in the one form that every cost needs.
+"""What is known of a table's ids: their curve (``sbpflow/costs/ids.py``), and features of it.
 
-However the ids are described (statistics of a prepared set, frequency bins, a Zipf-Mandelbrot law,
-a sample), what a plan costs depends on how many distinct rows a number of lookups touches. That
-curve is ``IdStats``; the frequency bins and the mass of the top rows beside it are features of
-learned models. The 17 bins are DreamShard's (utils.py and tools/gen_dlrm_data.py at 73128ed): rows
-by their lookups in one batch of 65,536 samples, bin 0 for once, bin j for (2^(j-1), 2^j], bin 16
-for more than 2^15.
+The frequency bins and the mass of the top rows are features of learned models. The 17 bins are
+DreamShard's (utils.py and tools/gen_dlrm_data.py at 73128ed): rows by their lookups in one batch of
+65,536 samples, bin 0 for once, bin j for (2^(j-1), 2^j], bin 16 for more than 2^15.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sbpflow.costs.ids import Floats, IdCurve, curve_of
 from sbpflow.errors import ConfigError
-
-Floats = NDArray[np.float64]
 
 NUM_BINS = 17
 BIN_SAMPLES = 65_536
@@ -28,57 +23,29 @@ _DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdStats:
-    """``unique[i]`` distinct rows are touched by ``draws[i]`` lookups, both rising.
+class IdStats(IdCurve):
+    """The curve of a table, and how its lookups fall on its rows.
 
-    ``distinct`` is how many rows are ever looked up. ``bin_rows`` and ``bin_lookups`` are fractions
-    (of distinct rows, of lookups) by the 17 bins; ``top_mass`` is the fraction of lookups that fall
-    on the 1, 16, 1024 and 65,536 hottest rows. Raises ConfigError for curves that cannot be.
+    ``bin_rows`` and ``bin_lookups`` are fractions (of distinct rows, of lookups) by the 17 bins;
+    ``top_mass`` is the fraction of lookups that fall on the 1, 16, 1024 and 65,536 hottest rows.
+    Raises ConfigError for values that cannot be.
     """
 
-    draws: tuple[float, ...]
-    unique: tuple[float, ...]
-    distinct: float
     bin_rows: tuple[float, ...]
     bin_lookups: tuple[float, ...]
     top_mass: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.draws) != len(self.unique) or not self.draws:
-            raise ConfigError(
-                f"ids: {len(self.draws)} draws and {len(self.unique)} unique counts; give as many "
-                "of one as of the other, for example draws [1000], unique [400]"
-            )
-        for name, values in (("draws", self.draws), ("unique", self.unique)):
-            if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
-                raise ConfigError(
-                    f"ids: {name} {list(values)} do not rise from above 0; for example "
-                    f"{name} [100, 200]"
-                )
+        IdCurve.__post_init__(self)
         for name, values in (("bin_rows", self.bin_rows), ("bin_lookups", self.bin_lookups)):
             if len(values) != NUM_BINS:
                 raise ConfigError(f"ids: {name} has {len(values)} values; it takes {NUM_BINS}")
-
-    def touched(self, draws: float) -> float:
-        """Distinct rows among ``draws`` lookups, on average: log-log between what is known."""
-        if draws <= 0:
-            return 0.0
-        x = math.log(draws)
-        xs = np.log(np.array([1.0, *self.draws]))
-        ys = np.log(np.array([1.0, *self.unique]))
-        if x > xs[-1]:
-            slope = (ys[-1] - ys[-2]) / max(float(xs[-1] - xs[-2]), 1e-9)
-            y = float(ys[-1] + slope * (x - xs[-1]))
-        else:
-            y = float(np.interp(x, xs, ys))
-        return min(math.exp(y), draws, self.distinct)
 
 
 def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
     """From groups of rows that are looked up alike: ``rows[i]`` of them share ``mass[i]``.
 
-    ``mass`` is normalised here. Draws are independent, so a row with share p of n lookups is
-    touched with probability 1 - exp(-n p).
+    ``mass`` is normalised here, and rows are touched as ``curve_of`` has it.
     """
     count = np.asarray(rows, dtype=np.float64)
     share = np.asarray(mass, dtype=np.float64)
@@ -87,16 +54,16 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
         raise ConfigError("ids: no row has any lookup; give rows [100], mass [1.0] for an even law")
     count, share = count[kept], share[kept] / share[kept].sum()
     each = share / count
-    unique = [float((count * -np.expm1(-n * each)).sum()) for n in _DRAWS]
+    curve = curve_of(count, share, _DRAWS)
     bin_rows, bin_lookups = _expected_bins(count, each, BIN_SAMPLES * ids_per_sample)
     order = np.argsort(-each)
     rows_before = np.concatenate([[0.0], np.cumsum(count[order])])
     mass_before = np.concatenate([[0.0], np.cumsum(share[order])])
     top = tuple(float(np.interp(k, rows_before, mass_before)) for k in TOP)
     return IdStats(
-        draws=_DRAWS,
-        unique=tuple(np.maximum.accumulate(unique).tolist()),
-        distinct=float(count.sum()),
+        draws=curve.draws,
+        unique=curve.unique,
+        distinct=curve.distinct,
         bin_rows=bin_rows,
         bin_lookups=bin_lookups,
         top_mass=top,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sbpflow.costs.counts import INDEX
+from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
@@ -17,9 +19,7 @@ from sbpflow.embedding.storage.choose import (
     kernel_faults,
 )
 from sbpflow.embedding.storage.measure import StackShape
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.profile import Profile
-from sbpflow.planner.costs.work import INDEX
 from sbpflow.planner.task import Choice, Shape, Task, embedding_plan
 from sbpflow.sbp.sbp import balanced_sizes
 

@@ -16,18 +16,19 @@ from typing import Annotated, Any
 import numpy as np
 
 from sbpflow.config.parse import brief, build
+from sbpflow.costs.counts import FEATURES, INDEX, NUM_FEATURES
+from sbpflow.costs.ids import Floats
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
-from sbpflow.planner.costs.features import Floats
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
-from sbpflow.planner.costs.transfers import Transfer, check_transfer
-from sbpflow.planner.costs.work import FEATURES, INDEX, NUM_FEATURES
+from sbpflow.planner.costs.transfers import BYTES, CALLS, Transfer, check_transfer
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 from sbpflow.runtime.devices import BACKENDS
 from sbpflow.runtime.json_file import JsonError, list_of, object_of, read_json
 from sbpflow.runtime.ranges import Range
+from sbpflow.training.step_schedule import COUNTED_IDS, COUNTS, DENSE_GRADIENTS
 
-FORMAT = 2
+FORMAT = 3
 MOST_BYTES = 2**26  # of a file
 Price = Annotated[float, Range(low=0, below=1e12)]  # of any count, in ms, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
@@ -264,24 +265,14 @@ class Profile:
 
 
 def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
-    counted_by = ("ids", "", "counted", "vector", "gradient", "")
-    sent: dict[str, str] = dict(zip(map(str, TRANSFERS), counted_by, strict=True))
     column[:] = 0.0
-    call = link.call_ms(world_size)
-    if sent[kind]:
-        column[INDEX[f"{sent[kind]}_bytes"]] = link.per_byte_ms(world_size)
-    if kind == "dense gradients":
+    for name in BYTES.get(kind, ())[:1]:
+        column[INDEX[name]] = link.per_byte_ms(world_size)
+    if kind == DENSE_GRADIENTS:
         column[INDEX["dense_parameters"]] = 2 * 4 * link.per_byte_ms(world_size)
-        column[INDEX["always"]] = call
-    called = {
-        "ids": ("num_id_calls",),
-        "counts": ("num_unique", "num_local"),
-        "counted ids": ("num_unique", "num_local"),
-        "vectors": ("num_columns", "num_reduce", "num_unique"),
-        "row gradients": ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole"),
-    }
-    for name in called.get(kind, ()):
-        column[INDEX[name]] = call
+    counted = COUNTED_IDS if kind == COUNTS else kind
+    for name in CALLS[counted].values():
+        column[INDEX[name]] = link.call_ms(world_size)
 
 
 def write_profile(path: Path, text: str) -> None:

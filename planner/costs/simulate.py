@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sbpflow.planner.costs.features import Floats
+from sbpflow.costs.ids import Floats
 from sbpflow.training.step_schedule import (
     COLLECT,
     COUNTED_IDS,

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import numpy as np
 
 from sbpflow.config.parse import brief, build
+from sbpflow.costs.counts import INDEX, NUM_FEATURES
+from sbpflow.costs.ids import Floats
 from sbpflow.errors import ConfigError
-from sbpflow.planner.costs.features import Floats
-from sbpflow.planner.costs.work import INDEX, NUM_FEATURES
 from sbpflow.runtime.ranges import Range
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
@@ -37,21 +37,25 @@ SKEWS: Mapping[str, tuple[str, ...]] = {
     ROWS: (EVEN, ONE_SENDS, ONE_RECEIVES),
     ROWS_TO_ALL: (EVEN, ONE_SENDS),
 }
-# {phase: {transfer: what a plan counts as one}}; a phase's bytes are in ``_BYTES``.
-_CALLS: Mapping[str, Mapping[str, str]] = {
+# {phase: {transfer: what a plan counts as one}}; a phase's bytes are in ``BYTES``.
+CALLS: Mapping[str, Mapping[str, str]] = {
     IDS: {"S(0) -> B": "num_id_calls"},
-    COUNTED_IDS: {ROWS: "num_unique", ROWS_TO_ALL: "num_local"},
-    VECTORS: {"S(1) -> S(0)": "num_columns", "P -> S(0)": "num_reduce", ROWS: "num_unique"},
+    COUNTED_IDS: {ROWS: "num_row_transfers", ROWS_TO_ALL: "num_row_gathers"},
+    VECTORS: {
+        "S(1) -> S(0)": "num_dense_groups",
+        "P -> S(0)": "num_summed_groups",
+        ROWS: "num_row_transfers",
+    },
     ROW_GRADIENTS: {
-        "S(0) -> S(1)": "num_columns",
-        "S(0) -> B": "num_reduce",
-        "P -> B": "num_whole",
-        ROWS: "num_unique",
-        ROWS_TO_ALL: "num_local",
+        "S(0) -> S(1)": "num_dense_groups",
+        "S(0) -> B": "num_summed_groups",
+        "P -> B": "num_whole_groups",
+        ROWS: "num_row_transfers",
+        ROWS_TO_ALL: "num_row_gathers",
     },
     DENSE_GRADIENTS: {"P -> B": "always"},
 }
-_BYTES: Mapping[str, tuple[str, ...]] = {
+BYTES: Mapping[str, tuple[str, ...]] = {
     IDS: ("ids_bytes",),
     COUNTED_IDS: ("counted_bytes",),
     VECTORS: ("vector_bytes", "vector_in_bytes"),
@@ -104,7 +108,7 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
 
     Those of all ranks only, for the transfers of a step are of all ranks.
     """
-    calls = _CALLS.get(phase, {})
+    calls = CALLS.get(phase, {})
     rows: list[Floats] = []
     times: list[float] = []
     for one in transfers:
@@ -114,9 +118,7 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
         row = np.zeros(NUM_FEATURES)
         row[INDEX[calls[one.name]]] = 1.0
         sent = max(one.sent_bytes)
-        for name, count in zip(
-            _BYTES.get(phase, ()), (sent, max(one.received_bytes)), strict=False
-        ):
+        for name, count in zip(BYTES.get(phase, ()), (sent, max(one.received_bytes)), strict=False):
             row[INDEX[name]] = count
         if phase == DENSE_GRADIENTS:
             # A ring passes every number on to all but one rank, to add and again to spread.

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.parse import Example, PathOr, brief
-from sbpflow.embedding.plan.exchanges import Exchange
+from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.keys import Key
@@ -47,7 +47,8 @@ class TableRule:
         Key("execution", "Rows or columns per rank, 0 for none; balanced if not given."),
     ] = None
     exchange: Annotated[
-        Exchange | None,
+        str | None,
+        Example("unique"),
         Key("execution", "How ids and vectors travel; the first that fits the layout by default."),
     ] = None
     comm_dtype: Annotated[
@@ -59,6 +60,10 @@ class TableRule:
     def check(self, key: str) -> None:
         """What needs neither a table nor the world size."""
         sbps = self.parsed(key)
+        if self.exchange not in (None, *exchange_names()):
+            raise ConfigError(
+                f"{key}.exchange: {brief(self.exchange)}; use {', '.join(exchange_names())}"
+            )
         placement = self.placement(key, "cpu", 1)
         if self.sizes is None:
             return

@@ -6,7 +6,7 @@ A batch passes in moves (``begin``, ``advance``, ``receive``, ``look_up``, ``out
 any number of batches ahead of the others. Outputs come laid out S(0) over the batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
-from sbpflow.embedding.exchange.base import AnyGroup
-from sbpflow.embedding.exchange.boxed import Received, make_group
-from sbpflow.embedding.exchange.counts import CountReader
+from sbpflow.embedding.exchange.base import AnyGroup, Given, GroupInFlight, Received, make_group
+from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdTransfer
 from sbpflow.embedding.exchange.overflow import PaddedGroups
 from sbpflow.embedding.ids.ahead import IdStream
@@ -96,11 +95,11 @@ class EmbeddingCollection:
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
         self._groups: list[AnyGroup] = [
-            make_group(group, boxing, self._make_store, received, row_capacity)
+            make_group(group, boxing, Given(self._make_store, received, row_capacity))
             for group in plan.groups
         ]
+        self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)
         self._padded = PaddedGroups(self._groups)
-        self._counts = CountReader(self._groups, world.device)
         self._stream = IdStream(world.device)
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
@@ -135,7 +134,10 @@ class EmbeddingCollection:
             self._num_begun += training
             number = self._num_begun if training else None
             groups = [group.begin(local, batch_size, number=number) for group in self._groups]
-            counts = self._counts.start(under_way, groups)
+            counts = CountsUnderWay(
+                [(under_way, under_way.sizes), *self._told(groups)],
+                at_once=self._world.device.type == "cuda",
+            )
             batch = EmbeddingsInFlight(under_way, groups, counts, check)
             if counts.are_known:  # on CUDA: ids of fixed sizes, which may be sorted from now on
                 self._go_on(batch)
@@ -161,7 +163,33 @@ class EmbeddingCollection:
                     group.sort_ahead(part)
             batch.most_named = self._padded.ask(batch.groups)
 
+    def _told(
+        self, parts: list[GroupInFlight], rounds: int = 1
+    ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
+        """The counts of the groups whose ids travel so often."""
+        return [
+            (part, partial(group.counts, part))
+            for group, part in zip(self._groups, parts, strict=True)
+            if group.plan.num_rounds >= rounds
+        ]
+
+    def _pass_on(self, batch: EmbeddingsInFlight, number: int) -> None:
+        """A round of ids after the first, for which the host waits."""
+        later = [
+            (group, part)
+            for group, part in zip(self._groups, batch.groups, strict=True)
+            if group.plan.num_rounds > number
+        ]
+        for group, part in later:
+            part.round = number
+            group.next_round(part)
+        CountsUnderWay(self._told(batch.groups, number + 1), at_once=False).finish()
+        for group, part in later:
+            group.advance(part)
+
     def _take_ids(self, batch: EmbeddingsInFlight) -> None:
+        for number in range(1, self._num_rounds):
+            self._pass_on(batch, number)
         everywhere = batch.ids.finish()
         for group, part in zip(self._groups, batch.groups, strict=True):
             part.everywhere = everywhere
@@ -375,7 +403,7 @@ class EmbeddingCollection:
                     name = f"{table.name} (optimizer state)"
                     tensors = stored.values() if stored else {}
                     kept = {k for k, size in stack.optimizer.state.items() if size == "row"}
-                    if group.exchange == "local":
+                    if group.kind.copies:
                         name, kept = table.name, tensors.keys()
                     alike = [tensor for key, tensor in tensors.items() if key in kept]
                     found.append(Copies(name, ranks, alike))
@@ -442,7 +470,7 @@ class EmbeddingCollection:
                 f"with by_key={stack.tables[0].by_key}; make a KeyedStore for by_key=True alone, "
                 "in the function given as stores"
             )
-        is_copied = group.exchange == "local" and self._world.size > 1
+        is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(
                 f"table {stack.tables[0].name}: {type(store).__name__} cannot hold a table laid "

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from glob import escape
 
 from sbpflow.config.table_rules import TableRule
+from sbpflow.costs.ids import IdFrequencies
+from sbpflow.costs.prices import Price
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
-from sbpflow.embedding.plan.price import Price, price_plan
+from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.runtime.topology import Topology
@@ -81,18 +82,11 @@ def _balanced(
     known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
     """Each table whole on one rank: the heaviest first, to the rank with the least so far."""
-    ids = {
-        feature.name: known[feature.name].per_sample if feature.name in known else feature.hotness
-        for feature in features
-    }
-
-    def rows(table: TableConfig, name: str) -> float:
-        draws = batch_size * ids[name]
-        return known[name].touched(draws) if name in known else touched(table.num_rows, draws)
+    by_name = {feature.name: feature for feature in features}
 
     def weight(table: TableConfig) -> float:
-        lookups = batch_size * sum(ids[name] for name in table.features)
-        found = sum(rows(table, name) for name in table.features)
+        lookups = batch_size * sum(ids_per_sample(by_name[name], known) for name in table.features)
+        found = curve_of_table(table, known).touched(lookups)
         return (lookups + 5 * min(found, table.num_rows)) * (8 + table.dim)
 
     loads = [0.0] * world_size

@@ -16,8 +16,8 @@ from sbpflow.config.table_layouts import resolve_dense_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
 from sbpflow.config.topology_file import read_topology
+from sbpflow.costs.ids import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.tables import (
     KernelRequest,
     OutputConfig,
@@ -264,7 +264,7 @@ def _frequencies(fields: Fields) -> dict[str, IdFrequencies]:
 
 
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
-    """By table, how its ids repeat in a batch, as ``plan.frequencies`` counts it; what is known."""
+    """By table, how its ids repeat in a batch, as ``costs.ids`` counts it; what is known."""
     known = _frequencies(fields)
     found: dict[str, float] = {}
     for table in (table for group in embeddings.groups for table in group.tables):
@@ -272,7 +272,7 @@ def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[st
         draws = [batch_size * one.per_sample for one in of_table]
         if sum(draws) > 0:
             exponents = [
-                exponent_of(one, table.num_rows, number)
+                exponent_of(one.curve, table.num_rows, number)
                 for one, number in zip(of_table, draws, strict=True)
             ]
             weighted = sum(e * n for e, n in zip(exponents, draws, strict=True)) / sum(draws)

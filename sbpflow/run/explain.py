@@ -95,7 +95,7 @@ def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
     if isinstance(step, ExchangeStep):
         return common | {
             "what": step.what,
-            "groups": [list(step.group)],
+            "groups": [list(group) for group in step.groups],
             "dtype": dtype,
             "exact": False,
             "bytes_per_rank": [step.bound_bytes] * world_size,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
 from sbpflow.config.table_rules import Scheme, TableRule
-from sbpflow.embedding.plan.frequencies import IdFrequencies
+from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.plan.tables import (
     INITIAL_RANGE,
     Combine,

@@ -75,7 +75,7 @@ class RunPlan:
     accumulate: int
     lookahead: int = 1  # batches whose ids are exchanged ahead of the one being trained
     priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
-    # By table, where it is known: how ids repeat, as ``plan.frequencies.touched`` takes it.
+    # By table, where it is known: how ids repeat, as ``costs.ids.click_curve`` takes it.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property

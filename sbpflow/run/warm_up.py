@@ -58,10 +58,7 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
 
 
 def _groups(step: Step) -> Iterator[tuple[int, ...]]:
-    if isinstance(step, BoxingStep):
-        yield from step.groups
-    elif len(step.group) > 1:
-        yield step.group
+    yield from (ranks for ranks in step.groups if len(ranks) > 1)
 
 
 def warm_up(plan: RunPlan, boxing: Boxing) -> None:

@@ -402,5 +402,5 @@ def test_fields_know_how_often_their_ids_repeat(tmp_path):
         known = field.frequencies
         assert known.per_sample == stats[field.name].lookups / manifest.splits["train"]
         of_batch = stats[field.name].unique_ratio["1024"] * 1024 * known.per_sample
-        assert known.touched(1024 * known.per_sample) == pytest.approx(of_batch, rel=0.25)
+        assert known.curve.touched(1024 * known.per_sample) == pytest.approx(of_batch, rel=0.25)
     assert 0 < fields_of(manifest).ids[3].frequencies.per_sample < 5

@@ -9,7 +9,6 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.exchanges import Exchange
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -30,7 +29,7 @@ class Spec:
     """Layout of one table as text: sbp, exchange, and optional ranks and sizes."""
 
     sbp: str
-    exchange: Exchange
+    exchange: str
     ranks: tuple[int | tuple[int, ...], ...] | None = None
     sizes: tuple[int, ...] | None = None
     grid_sizes: tuple[tuple[int, ...], tuple[int, ...]] | None = None

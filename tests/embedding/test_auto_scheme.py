@@ -3,11 +3,12 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from sbpflow.config.table_rules import TableRule
-from sbpflow.embedding.plan.frequencies import IdFrequencies, exponent_of, touched
+from sbpflow.costs.ids import IdFrequencies, click_curve, exponent_of
 from sbpflow.embedding.plan.price import price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
@@ -32,7 +33,18 @@ def test_touched_rows_are_those_of_a_draw(rows, draws):
         (torch.rand(draws, generator=generator) ** 3 * rows).long().unique().numel()
         for _ in range(200)
     ]
-    assert touched(rows, draws) == pytest.approx(sum(counts) / len(counts), rel=0.06)
+    assert click_curve(rows).touched(draws) == pytest.approx(sum(counts) / len(counts), rel=0.06)
+
+
+@pytest.mark.parametrize("exponent", [1.0, 3.0, 7.5])
+@pytest.mark.parametrize("rows", [7, 4000, 3_000_000])
+def test_a_curve_is_as_good_as_the_sum_that_it_stands_for(rows, exponent):
+    """Of slices with as many lookups each; between two points it is a line in logarithms."""
+    edges = (np.arange(41) / 40) ** exponent
+    count = np.diff(edges) * rows
+    for draws in np.geomspace(2, 1e9, 97):
+        exact = min(draws, (count * -np.expm1(-draws / 40 / count)).sum())
+        assert click_curve(rows, exponent).touched(draws) == pytest.approx(exact, rel=0.0065)
 
 
 def _bins(counts):
@@ -47,12 +59,12 @@ def test_statistics_say_how_many_rows_a_batch_names(exponent):
     rows, total, draws = 5000, 200_000, 3000
     generator = torch.Generator().manual_seed(2)
     ids = (torch.rand(total, generator=generator) ** exponent * rows).long()
-    known = IdFrequencies(_bins(torch.bincount(ids, minlength=rows)), 1.0)
+    known = IdFrequencies(_bins(torch.bincount(ids, minlength=rows)), 1.0).curve
     chosen = [ids[torch.randperm(total, generator=generator)[:draws]] for _ in range(20)]
     found = sum(one.unique().numel() for one in chosen) / len(chosen)
     assert known.touched(draws) == pytest.approx(found, rel=0.03)
     assert exponent_of(known, rows, draws) == pytest.approx(exponent, abs=0.5)
-    assert known.touched(0) == IdFrequencies(((5, 0),), 0.0).touched(9) == 0.0
+    assert known.touched(0) == IdFrequencies(((5, 0),), 0.0).curve.touched(9) == 0.0
 
 
 def test_prices_and_measurements_take_what_is_known_of_the_data():

@@ -76,7 +76,7 @@ def test_one_exchange_each_way_however_many_tables():
     plan = make_case(**mixed).plan(3)
     (group,) = plan.groups
     assert [stack.tables[0].name for stack in group.stacks] == ["deep.a", "deep.b", "deep.c"]
-    assert len(group.forward_steps(30)) == len(group.backward_steps(30)) == 1
+    assert len(group.conversion(30, "vectors")) == len(group.conversion(30, "gradients")) == 1
     assert sum(group.rank_width(rank) for rank in range(3)) == 4 * 6
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.costs.counts import INDEX, MEMORY
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import corrections, design
@@ -41,7 +42,6 @@ from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import load, weights_from
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from sbpflow.planner.costs.transfers import SKEWS, transfer_of
-from sbpflow.planner.costs.work import INDEX, MEMORY
 from sbpflow.planner.task import Choice, Shape
 from sbpflow.runtime.topology import Topology
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
@@ -332,8 +332,8 @@ def made_records(noise, samples=12):
         "look_up": {"read_rows": 4e-5, "read_elements": 3e-6, "num_stacks": 0.3},
         "push": {"home_elements": 4e-6, "expand_elements": 6e-6},
         "update": {"step_elements": 2e-5, "update_ids": 3e-5, "always": 0.2},
-        "vectors": {"vector_bytes": 4e-6, "num_unique": 0.3, "num_columns": 0.2},
-        "row gradients": {"gradient_bytes": 4e-6, "num_unique": 0.2},
+        "vectors": {"vector_bytes": 4e-6, "num_row_transfers": 0.3, "num_dense_groups": 0.2},
+        "row gradients": {"gradient_bytes": 4e-6, "num_row_transfers": 0.2},
     }
     weights = np.array(weights_from(terms))
     random = np.random.default_rng(4)

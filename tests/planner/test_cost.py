@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sbpflow.costs.counts import INDEX, MEMORY, NUM_FEATURES
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.records import count_work
 from sbpflow.planner.clusters import described
@@ -18,7 +19,6 @@ from sbpflow.planner.costs.simulate import (
     step_ms,
     sum_of_maxima,
 )
-from sbpflow.planner.costs.work import INDEX, MEMORY, NUM_FEATURES
 from sbpflow.planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
 from sbpflow.training.step_schedule import IDS, OVERLAPPED, SERIAL, VECTORS
 from tests.planner.tasks import every_shape, make_task, mixed_plan, random_plan
@@ -41,7 +41,13 @@ def test_memory_and_groups_are_those_of_the_engines_plan(seed):
     assert totals[:, MEMORY].tolist() == held  # rows, and a number of rowwise Adagrad for each
     groups = sum(
         totals[0, INDEX[name]]
-        for name in ("num_columns", "num_reduce", "num_unique", "num_local", "num_whole")
+        for name in (
+            "num_dense_groups",
+            "num_summed_groups",
+            "num_row_transfers",
+            "num_row_gathers",
+            "num_whole_groups",
+        )
     )
     assert groups == len(engine.groups)
     assert totals[0, INDEX["num_stacks"]] == sum(len(group.stacks) for group in engine.groups)
@@ -53,7 +59,7 @@ def test_groups_are_apart_by_columns_and_kernels_as_in_the_engine():
     turned = Choice(columns, (3, 2, 1, 0))
     plan = {"t0": Choice(columns, (0, 1, 2, 3)), "t1": turned, "t2": turned}
     totals, engine = count_work(task, plan), embedding_plan(task, plan)
-    assert totals[0, INDEX["num_unique"]] == len(engine.groups) == 2
+    assert totals[0, INDEX["num_row_transfers"]] == len(engine.groups) == 2
     assert totals[0, INDEX["num_squares"]] == 2
 
     first = replace(task.tables[0], kernel="torch")
@@ -64,7 +70,7 @@ def test_groups_are_apart_by_columns_and_kernels_as_in_the_engine():
         totals, engine = count_work(asked, plan), embedding_plan(asked, plan)
         stacks = sum(len(group.stacks) for group in engine.groups)
         assert totals[0, INDEX["num_stacks"]] == stacks == 2
-        groups = totals[0, INDEX["num_unique"]] + totals[0, INDEX["num_columns"]]
+        groups = totals[0, INDEX["num_row_transfers"]] + totals[0, INDEX["num_dense_groups"]]
         assert groups == len(engine.groups)
 
 
@@ -252,10 +258,10 @@ def test_what_is_no_profile_says_what_makes_one(tmp_path, content):
 
 
 def test_calls_cost_more_among_more_ranks_and_nothing_alone():
-    weights = weights_from({"vectors": {"num_unique": 0.5, "vector_bytes": 1e-6}})
+    weights = weights_from({"vectors": {"num_row_transfers": 0.5, "vector_bytes": 1e-6}})
     profile = Profile(weights=weights, world_size=2, backend="gloo")
     column = PHASE["vectors"]
-    assert profile.weights_for(4)[INDEX["num_unique"], column] == pytest.approx(1.5)
+    assert profile.weights_for(4)[INDEX["num_row_transfers"], column] == pytest.approx(1.5)
     assert profile.weights_for(4)[INDEX["vector_bytes"], column] == pytest.approx(1e-6)
     assert profile.weights_for(1)[:, column].sum() == 0
     alone = replace(profile, world_size=1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.costs.counts import INDEX
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, missing_kernels
 from sbpflow.planner.calibration.records import empty_profile
@@ -13,7 +14,6 @@ from sbpflow.planner.calibration.time_kernels import measure_kernels
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.kernels import kernel_ms, kernels_of
 from sbpflow.planner.costs.profile import load, weights_from
-from sbpflow.planner.costs.work import INDEX
 from sbpflow.planner.task import Choice, Shape
 from tests.planner.tasks import make_task
 

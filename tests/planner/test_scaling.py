@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from sbpflow.costs.counts import INDEX
 from sbpflow.errors import ConfigError
 from sbpflow.planner.__main__ import main
 from sbpflow.planner.clusters import MACHINES, crowded, described, link_of, with_link
 from sbpflow.planner.costs.profile import Link, Profile, weights_from
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE
-from sbpflow.planner.costs.work import INDEX
 from sbpflow.planner.scaling import clusters, communication_share
 
 TABLES = {
@@ -123,7 +123,7 @@ def test_ethernet_is_shared_by_the_ranks_of_a_node():
 
 def test_ranks_beyond_the_cores_take_turns(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    weights = weights_from({"update": {"always": 1.0}, "vectors": {"num_unique": 2.0}})
+    weights = weights_from({"update": {"always": 1.0}, "vectors": {"num_row_transfers": 2.0}})
     profile = Profile(weights=weights, world_size=2, backend="gloo")
     assert crowded(profile, 2) is profile
     assert crowded(profile, 1) is profile

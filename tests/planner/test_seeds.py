@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from sbpflow.costs.counts import NUM_FEATURES
 from sbpflow.planner.calibration.picks import NEAR, to_measure
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import Fusion
-from sbpflow.planner.costs.work import NUM_FEATURES
 from sbpflow.planner.planners import UNCORRECTED, UNSPLIT, make_plan, published_seeds, seeds_of
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import Effort, search

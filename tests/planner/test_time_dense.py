@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.costs.counts import INDEX
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import fit
@@ -16,7 +17,6 @@ from sbpflow.planner.calibration.time_dense import (
     time_dense,
 )
 from sbpflow.planner.costs.simulate import PHASE
-from sbpflow.planner.costs.work import INDEX
 from sbpflow.planner.task import DenseWork, dense_work
 from tests.planner.test_calibrate import made_records
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.costs.counts import INDEX
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import fit
@@ -25,7 +26,6 @@ from sbpflow.planner.costs.transfers import (
     ms_per_byte,
     transfer_of,
 )
-from sbpflow.planner.costs.work import INDEX
 from tests.planner.test_calibrate import made_records
 
 SIZES = (4096, 16384)
@@ -112,7 +112,7 @@ def test_a_transfer_is_an_example_of_the_phases_that_make_it():
     transfers = [made(ROWS, skew, 800) for skew in SKEWS[ROWS]]
     x, ms = examples(transfers, "vectors", 2)
     assert x.shape == (2, len(INDEX))  # even, and one owner of most rows
-    assert x[:, INDEX["num_unique"]].tolist() == [1.0, 1.0]
+    assert x[:, INDEX["num_row_transfers"]].tolist() == [1.0, 1.0]
     assert x[:, INDEX["vector_bytes"]].tolist() == [800.0, 800.0]
     assert ms.tolist() == [transfers[0].ms] * 2
     assert len(examples(transfers, "row gradients", 2)[1]) == 2
@@ -135,7 +135,7 @@ def test_a_table_tells_the_calls_and_the_speed():
 def test_a_fit_takes_bytes_beyond_those_of_the_plans_from_transfers():
     """The plans carry so little that a fit of them alone takes bytes to be free."""
     records = made_records(0.0, samples=3)
-    place, counts = PHASE["vectors"], ("num_columns", "num_reduce", "num_unique")
+    place, counts = PHASE["vectors"], ("num_dense_groups", "num_summed_groups", "num_row_transfers")
     calls = [INDEX[name] for name in counts]
     for one in records:
         one.totals[:, [INDEX["vector_bytes"], INDEX["vector_in_bytes"]]] *= 1e-4

@@ -22,8 +22,10 @@ from sbpflow.config.load import load_config
 from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.read.loaders import open_loaders
+from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.planner.choose import choose
+from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import load as load_profile
 from sbpflow.planner.tables_file import read_tables
@@ -273,9 +275,10 @@ def test_exported_tensors_are_those_of_the_checkpoint():
             assert torch.equal(half[name], tensor.half()), name
 
 
-def test_an_old_calibration_plans_and_an_old_plan_is_priced():
-    profile = load_profile(OLD / "profile.json")
-    cost = CostModel(profile).of(read_tables(OLD / "tables.json").task(2))
+def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
+    with pytest.raises(ConfigError, match=r"format 2, this version has 3.*run sbpflow calibrate"):
+        load_profile(OLD / "profile.json")
+    cost = CostModel(described("h100-dgx")).of(read_tables(OLD / "tables.json").task(2))
     given = plan_from_yaml(OLD / "plan.yaml", cost.task)
     old, new = cost.predict(given).step_ms, cost.predict(choose(cost)).step_ms
     assert 0 < old < 1000

@@ -47,8 +47,12 @@ def profile(step_row=1e-3, vector_byte=1e-6):
     terms = {
         "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
         "look_up": {"read_rows": 1e-5},
-        "vectors": {"vector_bytes": vector_byte, "num_unique": 0.3, "num_columns": 0.2},
-        "row gradients": {"gradient_bytes": vector_byte, "num_unique": 0.3, "num_local": 0.1},
+        "vectors": {"vector_bytes": vector_byte, "num_row_transfers": 0.3, "num_dense_groups": 0.2},
+        "row gradients": {
+            "gradient_bytes": vector_byte,
+            "num_row_transfers": 0.3,
+            "num_row_gathers": 0.1,
+        },
         "forward": {"always": 1.0},
     }
     return Profile(weights=weights_from(terms), world_size=2, backend="gloo")

@@ -10,7 +10,7 @@ import torch
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
-from sbpflow.embedding.exchange.all_to_all import Exchange
+from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.run.build_plan import plan_run
 from sbpflow.run.explain import describe
 from sbpflow.runtime.world import World
@@ -174,8 +174,8 @@ EXPECTED_FAULTS = tuple(
 def step_without(world: World, config: Config, step_id: str) -> int:
     """Train with one conversion disabled: its input is passed on as it is. Returns steps made."""
     job = make_job(world, config)
-    real_issue, real_start = Boxing._issue, Exchange.start
-    real_for_all = Exchange.start_for_all
+    real_issue, real_start = Boxing._issue, RowTransfer.start
+    real_for_all = RowTransfer.start_for_all
     skipped = []
 
     def issue(self, step, part, *args, **kwargs):
@@ -196,15 +196,15 @@ def step_without(world: World, config: Config, step_id: str) -> int:
             return Pending(lambda: send, world)
         return real_for_all(self, step, send, into)
 
-    Boxing._issue, Exchange.start = issue, start
-    Exchange.start_for_all = start_for_all
+    Boxing._issue, RowTransfer.start = issue, start
+    RowTransfer.start_for_all = start_for_all
     try:
         for batch in make_batches(4, config.data.batch_size)[:3]:
             job.trainer.step(batch.part(world.rank, world.size))
         check_replicas(job.model.parameters, job.embeddings, job.boxing)
     finally:
-        Boxing._issue, Exchange.start = real_issue, real_start
-        Exchange.start_for_all = real_for_all
+        Boxing._issue, RowTransfer.start = real_issue, real_start
+        RowTransfer.start_for_all = real_for_all
         assert skipped, f"{step_id} never ran"
     return 3
 
@@ -270,8 +270,8 @@ def die_at(world: World, config: Config, step_id: str) -> None:
     job = make_job(world, config)
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])
-    real_issue, real_start = Boxing._issue, Exchange.start
-    real_for_all = Exchange.start_for_all
+    real_issue, real_start = Boxing._issue, RowTransfer.start
+    real_for_all = RowTransfer.start_for_all
 
     def leave_at(step):
         if world.rank == 1 and step.id == step_id:
@@ -289,13 +289,13 @@ def die_at(world: World, config: Config, step_id: str) -> None:
         leave_at(step)
         return real_for_all(self, step, *args)
 
-    Boxing._issue, Exchange.start = issue, start
-    Exchange.start_for_all = start_for_all
+    Boxing._issue, RowTransfer.start = issue, start
+    RowTransfer.start_for_all = start_for_all
     try:
         job.trainer.step(batches[1])
     finally:
-        Boxing._issue, Exchange.start = real_issue, real_start
-        Exchange.start_for_all = real_for_all
+        Boxing._issue, RowTransfer.start = real_issue, real_start
+        RowTransfer.start_for_all = real_for_all
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ from sbpflow.runtime.comm_log import CommRecord
 from sbpflow.runtime.world import World, broken, refused
 
 
-class Exchange:
-    """Transfers of rows, counted by rank, on one channel."""
+class RowTransfer:
+    """Transfers of rows on one channel, counted by rank of a step's group."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
         self._channel = channel
 
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
-        """Tell every rank a number, of [ranks] int64: ``wait()`` gives what each told this one."""
+        """Tell every rank of the group a number, of [ranks] int64; ``wait()`` gives each one's."""
         ones = [1] * counts.numel()
         return self.start(step, counts, ones, ones)
 
@@ -43,19 +43,19 @@ class Exchange:
             raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *row)
-        group = world.group(step.group, self._channel, step.id)
+        ranks, group = self._group(step)
         send = send.contiguous()
         try:
             if len(world.topology.hosts) > 1 and send.device.type == "cpu":
                 sizes = (into, out)
-                work = pairs.all_to_all(received, send, sizes, step.group, world.rank, group)
+                work = pairs.all_to_all(received, send, sizes, ranks, world.rank, group)
             else:
                 work = dist.all_to_all_single(
                     received, send, list(into), list(out), group=group, async_op=True
                 )
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
-        self._log(step, send, sum(out) - out[world.rank])
+        self._log(step, ranks, send, sum(out) - out[ranks.index(world.rank)])
         return Pending(partial(_arrived, step, work, received, send), world)
 
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
@@ -68,25 +68,31 @@ class Exchange:
         if send.dtype != step.dtype:
             raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
         world.check(step.id, step.collective)
-        send, group = send.contiguous(), world.group(step.group, self._channel, step.id)
+        send, (ranks, group) = send.contiguous(), self._group(step)
         received = send.new_empty(sum(into), *send.shape[1:])
-        parts = received.split(list(into))
+        parts = dict(zip(ranks, received.split(list(into)), strict=True))
         parts[world.rank].copy_(send)
-        others = [rank for rank in step.group if rank != world.rank]
+        others = [rank for rank in ranks if rank != world.rank]
         sends, receives = dict.fromkeys(others, send), {rank: parts[rank] for rank in others}
         try:
             messages = pairs.pass_messages(sends, receives, group)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
-        self._log(step, send, len(others) * send.shape[0])
+        self._log(step, ranks, send, len(others) * send.shape[0])
         return Pending(partial(_arrived, step, messages, received, send), world)
 
-    def _log(self, step: ExchangeStep, send: Tensor, rows: int) -> None:
+    def _group(self, step: ExchangeStep) -> tuple[tuple[int, ...], dist.ProcessGroup]:
+        """This rank's, by ranks; all ranks make all of a step's groups, in one order."""
+        mine = step.group_of(self._world.rank)
+        made = {r: self._world.group(r, self._channel, step.id) for r in step.groups}
+        return mine, made[mine]
+
+    def _log(self, step: ExchangeStep, ranks: tuple[int, ...], send: Tensor, rows: int) -> None:
         """Of ``send``, this many rows went to others."""
         log = self._world.log
         if log.enabled:
             sent = rows * send.shape[1:].numel() * send.itemsize
-            log.add(CommRecord(step.id, step.collective, self._channel, step.group, sent))
+            log.add(CommRecord(step.id, step.collective, self._channel, ranks, sent))
 
 
 def _arrived(

@@ -2,6 +2,7 @@
 
     begin      ids are at hand: addresses, deduplication, first transfer of its own
     advance    sizes are known: the transfer that needed them
+    next_round ids came that are passed on: deduplication, counts, and ``advance`` again
     receive    ids are where they are looked up: addresses there, final
     announce   the stores learn which rows a training batch needs
     look_up    rows out of the stores, vectors on their way
@@ -15,8 +16,9 @@ overlap. The moves up to ``receive`` depend on ids alone, so they may run batche
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -56,6 +58,7 @@ class GroupInFlight:
     accesses: list[Access] = field(default_factory=list[Access])
     pending: Pending | None = None
     counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
+    round: int = 0  # how often ids were passed on
 
     @property
     def training(self) -> bool:
@@ -82,13 +85,33 @@ class GroupInFlight:
         return pending
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Where the ids that a rank looks up for the whole batch lie, as it receives them."""
+
+    columns: Mapping[int, int]
+    places: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a group is made with: its stores, where the ids of the whole batch lie, and for single
+    rows the share of ``padded.Capacity``.
+    """
+
+    make_store: MakeStore
+    received: Received
+    row_capacity: float | None = None
+
+
 BatchT = TypeVar("BatchT", bound=GroupInFlight)
 
 
 class Group(ABC, Generic[BatchT]):
     """One group on one rank. Every rank makes the same moves in the same order."""
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
+    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
+        del given
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
         self._collected: list[tuple[GroupInFlight, list[Access], list[Tensor]]] = []
         self._merged: Collected | None = None
@@ -115,6 +138,10 @@ class Group(ABC, Generic[BatchT]):
     @abstractmethod
     def advance(self, batch: BatchT) -> None:
         """Take what the ranks counted, and send the ids themselves where they travel."""
+
+    def next_round(self, batch: BatchT) -> None:
+        """Take the ids of the round before ``batch.round``, and count those to be passed on."""
+        raise NotImplementedError(f"{self.plan.name}: its ids travel once")
 
     @abstractmethod
     def receive(self, batch: BatchT) -> None:
@@ -169,7 +196,7 @@ class Group(ABC, Generic[BatchT]):
         """
         _, _, merged = self._merged = self._merged or self._merge()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if self.plan.exchange == "local" and self.world.rank != self.plan.world.ranks[0]:
+        if self.plan.kind.copies and self.world.rank != self.plan.world.ranks[0]:
             return total
         for (access, grads), (_, store) in zip(merged, self.stores(), strict=True):
             total += sum_of_squares(store.kernel, access, grads)
@@ -224,3 +251,11 @@ class Group(ABC, Generic[BatchT]):
 
 
 AnyGroup = Group[Any]  # a batch goes back to the group that began it
+
+
+def make_group(plan: GroupPlan, boxing: Boxing, given: Given) -> AnyGroup:
+    """What runs a plan's exchange."""
+    kind: object = resolve_name(plan.kind.runs)
+    if not (isinstance(kind, type) and issubclass(kind, Group)):
+        raise SbpError(f"exchange {plan.exchange}: {plan.kind.runs} is not a class of Group")
+    return kind(plan, boxing, given)

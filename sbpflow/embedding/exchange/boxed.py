@@ -1,8 +1,7 @@
-"""What each exchange does with a batch, forward and backward; one class per exchange."""
+"""Groups whose transfers are conversions: those of ``plan/boxed_exchanges.py``."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,30 +11,18 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.exchange.base import (
     GRADIENTS,
     VECTORS,
-    AnyGroup,
     BatchT,
+    Given,
     Group,
     GroupInFlight,
-    MakeStore,
 )
-from sbpflow.embedding.exchange.rows import LocalRowsGroup, UniqueColumnsGroup, UniqueGroup
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import LocalAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, GroupPlan
+from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.store import RowStore
-from sbpflow.errors import unknown_value
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Where the ids that a rank looks up for the whole batch lie, as it receives them."""
-
-    columns: Mapping[int, int]
-    places: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +36,20 @@ class Member:
 
 
 class AddressedGroup(Group[BatchT]):
-    """A group whose ranks look ids up in their own stores, member by member.
-
-    ``received`` is where the whole batch's ids lie; ``None`` to look up the local samples.
+    """A group whose ranks look ids up in their own stores, member by member: those of the whole
+    batch, or of the local samples.
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        boxing: Boxing,
-        make: MakeStore,
-        received: Received | None,
-    ) -> None:
-        super().__init__(plan, boxing)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
+        super().__init__(plan, boxing, given)
         self._state = SharedState(plan, boxing)
+        self._everywhere = plan.kind.looks_up_all
+        received = given.received if self._everywhere else None
         self.members = [
             Member(
                 index,
                 stack,
-                make(plan, index, self._state.sum_of(index)),
+                given.make_store(plan, index, self._state.sum_of(index)),
                 LocalAddresses(
                     stack,
                     self.world.rank,
@@ -78,15 +60,8 @@ class AddressedGroup(Group[BatchT]):
                 ),
             )
             for index, stack in enumerate(plan.stacks)
-            if self.takes_part(stack)
+            if plan.takes_part(index, self.world.rank)
         ]
-        self._everywhere = received is not None
-
-    def takes_part(self, stack: Stack) -> bool:
-        """Whether this rank looks up ids of the stack; in a row split even one without rows."""
-        if self.plan.exchange == "columns":
-            return bool(stack.shards(self.world.rank))
-        return self.world.rank in self.plan.owners
 
     def advance(self, batch: BatchT) -> None:
         """Nothing to do: the ids are all there is to know."""
@@ -168,7 +143,7 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
 
     @cached_property
     def _steps(self) -> tuple[BoxingStep, ...]:
-        return self.plan.backward_steps(0)  # of a size that no batch changes
+        return self.plan.conversion(0, "gradients")  # of a size that no batch changes
 
     def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> LocalInFlight:
         return LocalInFlight(local=local, batch_size=batch_size, number=number)
@@ -248,37 +223,29 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
     S(0) gives terms that sum at home, P; a grid gives (P, S(1)).
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        boxing: Boxing,
-        make: MakeStore,
-        received: Received,
-    ) -> None:
-        super().__init__(plan, boxing, make, received)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
+        super().__init__(plan, boxing, given)
         self._order = ColumnOrder(plan, self.world.device)
-        self._forward_steps = lru_cache(MAX_BATCH_SIZES)(plan.forward_steps)
-        self._backward_steps = lru_cache(MAX_BATCH_SIZES)(plan.backward_steps)
 
     def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> GroupInFlight:
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
     def look_up(self, batch: GroupInFlight) -> None:
-        part: Tensor | None = None
+        steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
             part = self.rows_of(batch)
-        elif self.plan.exchange == "columns":
+        elif self.world.rank in steps[0].src.placement:  # which has no columns here
             part = torch.empty(
                 batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device
             )
-        batch.pending = self.start(self._forward_steps(batch.batch_size), part, VECTORS)
+        batch.pending = self.start(steps, part, VECTORS)
 
     def vectors(self, batch: GroupInFlight) -> Tensor:
-        out = self.arrived(self._forward_steps(batch.batch_size), batch.take_pending())
+        out = self.arrived(self.plan.conversion(batch.batch_size, "vectors"), batch.take_pending())
         return self._order.to_uses(out)
 
     def push(self, batch: GroupInFlight, grad: Tensor) -> None:
-        steps = self._backward_steps(batch.batch_size)
+        steps = self.plan.conversion(batch.batch_size, "gradients")
         batch.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
     def collect(self, batch: GroupInFlight) -> None:
@@ -287,25 +254,5 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
             pending.wait()
             self.keep(batch, [], [])
             return
-        grad = self.arrived(self._backward_steps(batch.batch_size), pending)
+        grad = self.arrived(self.plan.conversion(batch.batch_size, "gradients"), pending)
         self.keep(batch, batch.accesses, self.split(grad))
-
-
-def make_group(
-    plan: GroupPlan,
-    boxing: Boxing,
-    make: MakeStore,
-    received: Received,
-    row_capacity: float | None = None,
-) -> AnyGroup:
-    """The class for a plan's exchange; ``row_capacity`` is for those whose single rows travel."""
-    if plan.exchange == "unique":
-        kind = UniqueColumnsGroup if plan.unique_columns else UniqueGroup
-        return kind(plan, boxing, make, row_capacity)
-    if plan.exchange == "local" and boxing.world.size > 1 and not plan.whole_gradients:
-        return LocalRowsGroup(plan, boxing, make, row_capacity)
-    if plan.exchange == "local":
-        return LocalGroup(plan, boxing, make, None)
-    if plan.exchange in ("columns", "reduce"):
-        return BoxedGroup(plan, boxing, make, received)
-    raise unknown_value("exchange", plan.exchange, Exchange)

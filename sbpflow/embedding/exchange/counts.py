@@ -7,45 +7,34 @@ host nor the batch before waits; on CPU they are read where they are needed, for
 there is the host's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
-from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
 from sbpflow.runtime.late_read import LateRead
 
 
-class CountReader:
-    """Reads the counts of batch after batch, for the groups of a collection."""
+class Counted(Protocol):
+    """What is given its numbers as the host has read them."""
 
-    def __init__(self, groups: Sequence[AnyGroup], device: torch.device) -> None:
-        self._groups = groups
-        self._at_once = device.type == "cuda"
-
-    def start(self, ids: IdsUnderWay, parts: Sequence[GroupInFlight]) -> "CountsUnderWay":
-        """After the ids' and the groups' ``begin``."""
-        under_way = CountsUnderWay(self, ids, parts)
-        if self._at_once:
-            under_way.copy()
-        return under_way
-
-    def counts_of(self, ids: IdsUnderWay, parts: Sequence[GroupInFlight]) -> list[Tensor | None]:
-        """Of the lists of ids, then of each group, as its ranks told them."""
-        groups = zip(self._groups, parts, strict=True)
-        return [ids.sizes(), *(group.counts(part) for group, part in groups)]
+    counts: list[int]
 
 
 class CountsUnderWay:
-    """One batch's counts."""
+    """One batch's counts: of each of ``sources`` as its ranks told them, taken by a call of what
+    stands beside it.
+    """
 
     def __init__(
-        self, reader: CountReader, ids: IdsUnderWay, parts: Sequence[GroupInFlight]
+        self, sources: Sequence[tuple[Counted, Callable[[], Tensor | None]]], *, at_once: bool
     ) -> None:
-        self._reader, self._ids, self._parts = reader, ids, parts
+        self._sources = sources
         self._late: LateRead | None = None
         self._found: list[Tensor | None] | None = None
+        if at_once:
+            self.copy()
 
     @property
     def are_known(self) -> bool:
@@ -54,17 +43,17 @@ class CountsUnderWay:
 
     def copy(self) -> None:
         """Send them to the host."""
-        self._found = self._reader.counts_of(self._ids, self._parts)
+        self._found = [take() for _, take in self._sources]
         told = [counts for counts in self._found if counts is not None]
         self._late = LateRead(torch.cat(told)) if told else None
 
     def finish(self) -> None:
-        """Give the ids and every group's part their ``counts``."""
+        """Give every source its ``counts``."""
         if self._found is None:
             self.copy()
         numbers: list[int] = [] if self._late is None else self._late.wait().tolist()
         at = 0
-        for part, counts in zip((self._ids, *self._parts), self._found or [], strict=True):
+        for (source, _), counts in zip(self._sources, self._found or [], strict=True):
             size = 0 if counts is None else counts.numel()
-            part.counts, at = numbers[at : at + size], at + size
+            source.counts, at = numbers[at : at + size], at + size
         self._found = self._late = None

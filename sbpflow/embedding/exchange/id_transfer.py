@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
-from sbpflow.embedding.exchange.all_to_all import Exchange, received
+from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import MAX_BATCH_SIZES, ExchangeStep
@@ -37,7 +37,7 @@ class IdTransfer:
         for rank, places in enumerate(plan.needed_lists):
             self.needs[list(places), rank] = 1
         self.needs = self.needs.to(self.world.device)  # [lists, ranks]: which looks up which
-        self.exchange = Exchange(self.world, IDS)
+        self.exchange = RowTransfer(self.world, IDS)
 
     def begin(self, ids: BatchIds, batch_size: int) -> "IdsUnderWay":
         """Start; every rank calls it for the same batches in the same order."""

@@ -1,25 +1,23 @@
-"""Groups whose single rows travel, deduplicated: unique (S(0), S(1)) and local (B)."""
+"""Groups whose single rows travel, deduplicated: those of ``plan/row_exchanges.py``."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
-from sbpflow.embedding.exchange.all_to_all import Exchange, received
-from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight, MakeStore
+from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
+from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Given, Group, GroupInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import (
-    MAX_BATCH_SIZES,
     ExchangeStep,
     GroupPlan,
-    RowSteps,
+    Purpose,
 )
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.storage.access import Access, sum_bags
@@ -52,20 +50,14 @@ class RowsInFlight(GroupInFlight):
 class RowGroup(Group[RowsInFlight]):
     """One stack, whose rows have job-wide addresses; who wants which is told once per batch.
 
-    ``row_capacity`` is the share of a ``Capacity``, for the buffers of training batches.
+    ``Given.row_capacity`` is for the buffers of training batches.
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        boxing: Boxing,
-        make: MakeStore,
-        row_capacity: float | None = None,
-    ) -> None:
-        super().__init__(plan, boxing)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
+        super().__init__(plan, boxing, given)
         (self._stack,) = plan.stacks
         self._state = SharedState(plan, boxing)
-        self._store = make(plan, 0, self._state.sum_of(0))
+        self._store = given.make_store(plan, 0, self._state.sum_of(0))
         self._addresses = OwnerAddresses(
             self._stack,
             self.num_parts,
@@ -80,14 +72,14 @@ class RowGroup(Group[RowsInFlight]):
         ).unbind()
         self._layout = Layout(self._bases, self._lasts)
         self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.num_addresses)
-        self._steps = lru_cache(MAX_BATCH_SIZES)(self._planned_steps)
-        self._ids = Exchange(self.world, IDS)
-        self._vectors = Exchange(self.world, VECTORS)
-        self._gradients = Exchange(self.world, GRADIENTS)
+        self._ids = RowTransfer(self.world, IDS)
+        self._vectors = RowTransfer(self.world, VECTORS)
+        self._gradients = RowTransfer(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
         on_cuda = self.world.device.type == "cuda"  # where what did not fit is asked for
-        if row_capacity is not None and on_cuda and self._store.kernel.absent is not None:
-            self.capacity = Capacity(row_capacity, plan)
+        share = given.row_capacity
+        if share is not None and on_cuda and self._store.kernel.absent is not None:
+            self.capacity = Capacity(share, plan)
 
     @property
     @abstractmethod
@@ -126,11 +118,12 @@ class RowGroup(Group[RowsInFlight]):
         self.begin_counted(again)
         return again
 
-    def _planned_steps(self, batch_size: int) -> RowSteps:
-        steps = self.plan.row_steps(batch_size)
-        if steps is None:
-            raise RuntimeError(f"{self.plan.name}: no rows travel, by its plan")
-        return steps
+    def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
+        """The transfer for a purpose, of the batch's round."""
+        for stage in self.plan.stages(batch.batch_size):
+            if (stage.purpose, stage.round) == (purpose, batch.round):
+                return stage.rows
+        raise RuntimeError(f"{self.plan.name}: no {purpose} travel, by its plan")
 
     def stores(self) -> list[tuple[Stack, RowStore]]:
         return [(self._stack, self._store)]
@@ -141,15 +134,8 @@ class RowGroup(Group[RowsInFlight]):
         """
         if batch.pending is None or batch.named is None:
             return batch.named
-        step = self._steps(batch.batch_size).counts
+        step = self.step(batch, "counts")
         return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
-
-    def vector_step(self, batch: RowsInFlight) -> ExchangeStep:
-        """The transfer of rows from where they are stored."""
-        step = self._steps(batch.batch_size).vectors
-        if step is None:
-            raise RuntimeError(f"{self.plan.name}: no vectors travel, by its plan")
-        return step
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
         """Expand ``batch.rows`` to the samples' vectors."""
@@ -174,7 +160,7 @@ class RowGroup(Group[RowsInFlight]):
         return sums.to(self.plan.grad_comm_dtype)
 
     def receive(self, batch: RowsInFlight) -> None:
-        step, count = self._steps(batch.batch_size).ids, sum(batch.into)
+        step, count = self.step(batch, "ids"), sum(batch.into)
         if batch.slots is None:
             batch.accesses = [Access(received(step, batch.take_pending(), count))]
             return
@@ -185,7 +171,7 @@ class RowGroup(Group[RowsInFlight]):
             batch.most = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
 
     def collect(self, batch: RowsInFlight) -> None:
-        step, count = self._steps(batch.batch_size).gradients, batch.accesses[0].num_bags
+        step, count = self.step(batch, "gradients"), batch.accesses[0].num_bags
         sums = received(step, batch.take_pending(), count).to(self.plan.dtype)
         self.keep(batch, batch.accesses, [sums])
 
@@ -198,54 +184,46 @@ class RowGroup(Group[RowsInFlight]):
 class UniqueGroup(RowGroup):
     """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        boxing: Boxing,
-        make: MakeStore,
-        row_capacity: float | None = None,
-    ) -> None:
-        super().__init__(plan, boxing, make, row_capacity)
-        self._zero = torch.zeros(1, dtype=torch.int64, device=self.world.device)
-
     @property
     def num_parts(self) -> int:
         return self.world.size
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        batch.named = batch.wanted.unique_up_to(self._lasts).diff(prepend=self._zero)
-        step = self._steps(batch.batch_size).counts
+        batch.named = batch.wanted.unique_up_to(self._lasts).diff(
+            prepend=self._lasts.new_zeros(1, dtype=torch.int64)
+        )
+        step = self.step(batch, "counts")
         batch.pending = self._ids.start_counts(step, batch.named)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         sizes = [buffers.shape[1]] * self.world.size
-        return self._ids.start(self._steps(batch.batch_size).ids, buffers.view(-1), sizes, sizes)
+        return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
     def advance(self, batch: RowsInFlight) -> None:
         if batch.slots is not None:
             return
-        steps, size = self._steps(batch.batch_size), self.world.size
+        size = self.world.size
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = sum(batch.asked)
         unique = batch.wanted.rows()
         owner = torch.searchsorted(self._lasts, unique)
         rows = unique - self._bases.index_select(0, owner)
-        batch.pending = self._ids.start(steps.ids, rows, batch.asked, batch.into)
+        batch.pending = self._ids.start(self.step(batch, "ids"), rows, batch.asked, batch.into)
 
     def look_up(self, batch: RowsInFlight) -> None:
         asked, into = batch.asked, batch.into
         lr = self._stack.optimizer.lr
         rows = batch.look_up(self._store, batch.accesses[0], lr)
-        step = self.vector_step(batch)
+        step = self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows.to(self.plan.comm_dtype), into, asked)
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
-        rows = received(self.vector_step(batch), batch.take_pending(), sum(batch.asked))
+        rows = received(self.step(batch, "vectors"), batch.take_pending(), sum(batch.asked))
         batch.rows = rows.to(self.plan.dtype)
         return super().vectors(batch)
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
-        step = self._steps(batch.batch_size).gradients
+        step = self.step(batch, "gradients")
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
 
@@ -268,12 +246,12 @@ class ToldToAllGroup(RowGroup):
         # Each rank is told all of them.
         batch.named = batch.wanted.unique_up_to(self._lasts).repeat(self.world.size)
         if self.is_told(batch):
-            step = self._steps(batch.batch_size).counts
+            step = self.step(batch, "counts")
             batch.pending = self._ids.start_counts(step, batch.named)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         sizes = [buffers.shape[1]] * self.world.size
-        return self._ids.start_for_all(self._steps(batch.batch_size).ids, buffers.view(-1), sizes)
+        return self._ids.start_for_all(self.step(batch, "ids"), buffers.view(-1), sizes)
 
     def advance(self, batch: RowsInFlight) -> None:
         if batch.slots is not None:
@@ -282,8 +260,8 @@ class ToldToAllGroup(RowGroup):
         batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
         batch.wanted.num_unique = batch.asked[0]
         if self.is_told(batch):
-            steps = self._steps(batch.batch_size)
-            batch.pending = self._ids.start_for_all(steps.ids, batch.wanted.rows(), batch.into)
+            step, rows = self.step(batch, "ids"), batch.wanted.rows()
+            batch.pending = self._ids.start_for_all(step, rows, batch.into)
 
     def receive(self, batch: RowsInFlight) -> None:
         if self.is_told(batch):
@@ -297,14 +275,8 @@ class UniqueColumnsGroup(ToldToAllGroup):
     dimension, since ranks may hold unequal widths.
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        boxing: Boxing,
-        make: MakeStore,
-        row_capacity: float | None = None,
-    ) -> None:
-        super().__init__(plan, boxing, make, row_capacity)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
+        super().__init__(plan, boxing, given)
         self._columns = self._stack.columns_by_rank()  # ascending from rank to rank or not
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
@@ -312,12 +284,12 @@ class UniqueColumnsGroup(ToldToAllGroup):
         lr = self._stack.optimizer.lr
         rows = batch.look_up(self._store, batch.accesses[0], lr).to(self.plan.comm_dtype)
         wanted, held = self._sizes(batch)
-        step = self.vector_step(batch)
+        step = self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
 
     def vectors(self, batch: RowsInFlight) -> Tensor:
         wanted, _ = self._sizes(batch)
-        flat = received(self.vector_step(batch), batch.take_pending(), sum(wanted))
+        flat = received(self.step(batch, "vectors"), batch.take_pending(), sum(wanted))
         rows = flat.new_empty(batch.asked[0], self._stack.dim, dtype=self.plan.dtype)
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
             here = rows[:, columns]
@@ -332,12 +304,12 @@ class UniqueColumnsGroup(ToldToAllGroup):
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
             here = sums[:, columns]
             part.view(here.shape).copy_(here)
-        step = self._steps(batch.batch_size).gradients
+        step = self.step(batch, "gradients")
         batch.pending = self._gradients.start(step, flat, wanted, held)
 
     def collect(self, batch: RowsInFlight) -> None:
         _, held = self._sizes(batch)
-        flat = received(self._steps(batch.batch_size).gradients, batch.take_pending(), sum(held))
+        flat = received(self.step(batch, "gradients"), batch.take_pending(), sum(held))
         sums = flat.view(sum(batch.into), self._widths[self.world.rank])
         self.keep(batch, batch.accesses, [sums.to(self.plan.dtype)])
 
@@ -360,6 +332,6 @@ class LocalRowsGroup(ToldToAllGroup):
         batch.rows = self._store.peek(Access(rows))
 
     def push(self, batch: RowsInFlight, grad: Tensor) -> None:
-        step = self._steps(batch.batch_size).gradients
+        step = self.step(batch, "gradients")
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start_for_all(step, sums, batch.into)

@@ -12,7 +12,8 @@ import torch
 
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, RowSteps, Step
+from sbpflow.embedding.plan.exchanges import check_exchange
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
 from sbpflow.embedding.plan.tables import (
     HALF_DTYPES,
@@ -22,7 +23,6 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
     check_by_key,
     check_cover,
-    check_exchange,
     shards_of,
 )
 from sbpflow.embedding.rules.base import SparseOptimizer
@@ -32,6 +32,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
 
 OutOfRange = Literal["error", "clamp", "hash"]
+IDS: tuple[Purpose, ...] = ("counts", "ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class EmbeddingPlan:
             ExchangeStep(
                 id=id,
                 collective="all_to_all",
-                group=self.world.ranks,
+                groups=(self.world.ranks,),
                 dtype=dtype,
                 bound_bytes=of_one * dtype.itemsize,
                 total_bound_bytes=of_all * dtype.itemsize,
@@ -117,37 +118,42 @@ class EmbeddingPlan:
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Every transfer of a training batch's ids; none depends on what an update changes."""
-        rows = [steps for _, steps in self._row_steps(batch_size) if steps is not None]
+        later = [
+            step
+            for number in range(1, max((group.num_rounds for group in self.groups), default=1))
+            for purpose in IDS
+            for step in self._steps(batch_size, purpose, number)
+        ]
         return (
             *self.id_steps(batch_size),
             *self.length_steps(batch_size),
-            *(steps.counts for steps in rows),
+            *self._steps(batch_size, "counts"),
             *self.list_steps(batch_size),
-            *(steps.ids for steps in rows),
+            *self._steps(batch_size, "ids"),
+            *later,
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """The transfers of a lookup that follow those of the ids, in the order they start."""
-        steps: list[Step] = []
-        for group, rows in self._row_steps(batch_size):
-            if rows is not None and rows.vectors is not None:
-                steps.append(rows.vectors)
-            steps += group.forward_steps(batch_size)
-        return tuple(steps)
+        return self._steps(batch_size, "vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Gradients on their way to the rows, in the order they start."""
-        steps: list[Step] = []
-        for group, rows in self._row_steps(batch_size):
-            if rows is not None:
-                steps.append(rows.gradients)
-            steps += group.backward_steps(batch_size)
-        return tuple(steps)
+        return self._steps(batch_size, "gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Of ``ahead_steps``, those of rows that are counted first."""
-        found = [steps for _, steps in self._row_steps(batch_size) if steps is not None]
-        return tuple(step for steps in found for step in steps.ahead)
+        return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
+
+    def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
+        """Of all groups; ``None``: of every round."""
+        return tuple(
+            step
+            for group in self.groups
+            for stage in group.stages(batch_size)
+            if stage.purpose == purpose and number in (None, stage.round)
+            for step in stage.steps
+        )
 
     def update_steps(self, batch_size: int) -> tuple[Step, ...]:
         """What an update of rows itself sends, in the order it runs."""
@@ -156,9 +162,6 @@ class EmbeddingPlan:
             for index in group.shared_state:
                 steps += group.row_state_bounds(index, batch_size)
         return tuple(steps)
-
-    def _row_steps(self, batch_size: int) -> list[tuple[GroupPlan, RowSteps | None]]:
-        return [(group, group.row_steps(batch_size)) for group in self.groups]
 
     def _spread(
         self, batch_size: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str

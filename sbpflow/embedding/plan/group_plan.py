@@ -1,27 +1,35 @@
-"""What a group of tables is and which transfers it makes. Pure data and pure functions.
+"""What a group of tables is, what an exchange says of one, and which transfers follow from that.
 
 A group is the tables of one output that share an exchange; it makes one exchange each way per
-batch whatever its number of tables.
+batch whatever its number of tables. Pure data and pure functions: an ``Exchange`` is a description
+(``boxed_exchanges``, ``row_exchanges``), and the class that its ``runs`` names executes it.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch
 
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.embedding.plan.exchanges import Exchange
+from sbpflow.costs.counts import Counts, Cut, Facts
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
-from sbpflow.errors import unknown_value
+from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
+Cuts = Sequence[tuple[str, tuple[int, int]]]  # (sbp, parts of rows and of columns)
+Purpose = Literal["counts", "ids", "vectors", "gradients"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStep:
-    """A transfer whose size the batch decides.
+    """A transfer whose size the batch decides, within each of ``groups``: disjoint sets of ranks.
 
     ``bound_bytes`` is what one rank sends at most, ``total_bound_bytes`` what all ranks together
     do: not every rank can be the one that owns all rows.
@@ -29,51 +37,147 @@ class ExchangeStep:
 
     id: str
     collective: str
-    group: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     bound_bytes: int
     total_bound_bytes: int
     what: str
 
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` passes rows to and takes them from, itself among them."""
+        return next(ranks for ranks in self.groups if rank in ranks)
+
 
 Step = BoxingStep | ExchangeStep
+MAX_BATCH_SIZES = 64  # whose steps are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSteps:
-    """The transfers of single rows; ``vectors`` only where rows are read at their owners.
+class Stage:
+    """One transfer of a group, of which every rank makes the ``steps``.
 
-    How many rows each rank names to each other one, which, their values, their gradients.
+    Counts and ids travel ahead of a lookup, vectors go home and gradients come back. In an exchange
+    of several rounds ranks pass on what the round before brought, and each has stages of its own.
     """
 
-    counts: ExchangeStep
-    ids: ExchangeStep
-    vectors: ExchangeStep | None
-    gradients: ExchangeStep
+    purpose: Purpose
+    steps: tuple[Step, ...]
+    round: int = 0
 
     @property
-    def ahead(self) -> tuple[ExchangeStep, ...]:
-        """Those that depend on ids alone."""
-        return (self.counts, self.ids)
-
-
-MAX_BATCH_SIZES = 64  # whose steps are kept; others are planned again
+    def rows(self) -> ExchangeStep:
+        """The step of a stage that moves rows."""
+        (step,) = self.steps
+        if not isinstance(step, ExchangeStep):
+            raise TypeError(f"{step.id}: moves parts of known sizes, not rows")
+        return step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What decides with which tables of its output a table travels, and is stored.
+
+    ``columns`` is equal for two tables exactly if every rank stores equally many columns of both,
+    ``None`` for whole rows; ``stored`` is what tables of one stack must have in common beside that.
+    """
+
+    ranks: tuple[int, ...]
+    grid: tuple[int, ...]
+    columns: Hashable
+    sums: bool
+    stored: tuple[Hashable, ...]
+
+    @property
+    def stack_key(self) -> tuple[Hashable, ...]:
+        return (self.columns, *self.stored)
+
+
+class Exchange(ABC):
+    """How ids, vectors and gradients of a group travel: a description without state.
+
+    Several may share a ``name``, as a configuration has it: then layouts, or the world's size, say
+    which is meant. ``runs`` names the class that executes it, as ``package.module:Class``, and
+    ``calls`` the features of ``costs.counts`` that a group of it adds one to, for each round.
+    """
+
+    name: ClassVar[str]
+    runs: ClassVar[str]
+    calls: ClassVar[tuple[str, ...]]
+    pools: ClassVar[bool] = False  # vectors of a sample can be summed before they travel
+    copies: ClassVar[bool] = False  # every rank has all of a table, and its updates
+    looks_up_all: ClassVar[bool] = False  # owners look up the whole batch, whose ids they need
+    adds_terms: ClassVar[bool] = False  # all owners look up, and what they find is added up
+    shares_lookups: ClassVar[bool] = False  # an owner reads its share of the lookups alone
+    is_default: ClassVar[bool] = False  # where others accept a layout too
+    whole_gradients: ClassVar[bool] = False  # those of whole tables are added up over the ranks
+
+    @abstractmethod
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        """Whether a table may be laid out so."""
+
+    def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
+        """Why a table cannot have a layout that is accepted for others; "" if it can."""
+        return ""
+
+    def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
+        """Whether it is the one to take among those of its name, for so many lookups a batch."""
+        return True
+
+    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+        """Ways to lay a table out that a planner tries: an sbp, parts of rows and of columns."""
+        return ()
+
+    def group_key(self, member: Member) -> tuple[Hashable, ...]:
+        """Equal for two tables of an output that can travel together."""
+        return ()
+
+    @abstractmethod
+    def stages(self, group: "GroupPlan", batch_size: int) -> tuple[Stage, ...]:
+        """Every transfer of a group with a batch, in the order they start."""
+
+    @abstractmethod
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        """What a table adds to every rank, for its samples."""
+
+    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
+        """What a shard of so many rows and columns adds to the rank that holds it."""
+        return {}
+
+
+ALONE = "alone"  # the name of what is done in a world of one, whatever was asked for
+EXCHANGES: list[Exchange] = []
+"""In the order in which they are tried."""
+
+
+def register(*exchanges: Exchange) -> None:
+    """Make exchanges known by their names; ``exchanges`` does it for sbpflow's own."""
+    EXCHANGES.extend(one for one in exchanges if one not in EXCHANGES)
+
+
+def exchange_of(
+    name: str, layout: Layout, world_size: int, *, whole_gradients: bool = False
+) -> Exchange:
+    """The one of that name that runs a layout; ConfigError if there is none."""
+    for one in EXCHANGES:
+        fits = one.name == name and one.accepts(layout, world_size)
+        if fits and one.whole_gradients == whole_gradients:
+            return one
+    raise ConfigError(f"exchange {name!r}: none of that name runs {layout} on {world_size} ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupPlan:
     """The tables of one output that travel together.
 
-    ``pooled`` says that the vectors of a sample are summed before they travel (possible where the
-    exchange is linear in whole vectors: local and reduce). ``shared_state`` are the stacks whose
-    optimizer state is one number per row while ranks share the row: their squares are added up.
-    ``whole_gradients`` lets a local group all-reduce the gradients of whole tables, where that is
-    less than the touched rows'. Vectors travel as ``comm_dtype``, gradients as ``grad_comm_dtype``.
+    ``shared_state`` are the stacks whose optimizer state is one number per row while ranks share
+    the row: their squares are added up. ``whole_gradients`` lets a local group all-reduce the
+    gradients of whole tables, where that is less than the touched rows'. Vectors travel as
+    ``comm_dtype``, gradients as ``grad_comm_dtype``.
     """
 
     name: str
     output: OutputConfig
-    exchange: Exchange
+    exchange: str
     stacks: tuple[Stack, ...]
     shared_state: tuple[int, ...]
     world: Placement
@@ -81,6 +185,13 @@ class GroupPlan:
     comm_dtype: torch.dtype
     backend: str
     whole_gradients: bool = False
+
+    @cached_property
+    def kind(self) -> Exchange:
+        """What is done for ``exchange`` in this world, for these layouts."""
+        layout, size = self.stacks[0].layouts[0], self.world.size
+        name = ALONE if size == 1 else self.exchange
+        return exchange_of(name, layout, size, whole_gradients=self.whole_gradients)
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
@@ -98,7 +209,8 @@ class GroupPlan:
 
     @property
     def pooled(self) -> bool:
-        return self.output.sums and self.exchange in ("local", "reduce")
+        """Whether the vectors of a sample are summed before they travel."""
+        return self.output.sums and self.kind.pools
 
     @property
     def width(self) -> int:
@@ -115,19 +227,14 @@ class GroupPlan:
         return tuple(sorted(ranks))
 
     @property
-    def unique_columns(self) -> bool:
-        """Whether unique rows travel and every rank holds columns of each."""
-        return self.exchange == "unique" and self.stacks[0].is_column_split
-
-    @property
     def grid(self) -> Placement | None:
-        """The rows x columns grid of ranks that a reduce group's tables lie on, if they do."""
+        """The rows x columns grid of ranks that the group's tables lie on, if they do."""
         placement = self.stacks[0].layouts[0].placement
-        return placement if self.exchange == "reduce" and placement.ndim == 2 else None
+        return placement if placement.ndim == 2 else None
 
     def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that must hold equal bits of a stack: whole tables, or row state."""
-        if self.exchange == "local":
+        if self.kind.copies:
             return (self.world.ranks,)
         if index not in self.shared_state:
             return ()
@@ -139,11 +246,15 @@ class GroupPlan:
 
     def looks_up_everything(self, rank: int) -> tuple[Use, ...]:
         """The uses that ``rank`` looks up for the whole batch, whose ids it therefore needs."""
-        if self.exchange in ("local", "unique"):
+        if not self.kind.looks_up_all:
             return ()
-        if self.exchange in ("columns", "reduce"):
-            return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
-        raise unknown_value("exchange", self.exchange, Exchange)
+        return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
+
+    def takes_part(self, index: int, rank: int) -> bool:
+        """Whether ``rank`` looks up ids of a stack; where terms are added up, even without rows."""
+        if self.kind.adds_terms:
+            return rank in self.owners
+        return bool(self.stacks[index].shards(rank))
 
     def rank_width(self, rank: int) -> int:
         """Columns that ``rank`` computes for every sample."""
@@ -157,7 +268,7 @@ class GroupPlan:
         Ranks that hold different columns follow one another: all of them, or the first row of a
         grid. In order already if the columns are not split, or are summed over the tables.
         """
-        if self.pooled or (self.exchange == "reduce" and self.grid is None):
+        if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
         ranks = self.world.ranks if self.grid is None else self.grid.ranks[: self.grid.shape[1]]
         starts: dict[tuple[str, int], int] = {}
@@ -178,45 +289,37 @@ class GroupPlan:
                         order += range(start + part[1].start, start + part[1].stop)
         return tuple(order)
 
-    def vector_layouts(self) -> tuple[Layout, Layout] | None:
-        """(layout of the looked-up vectors, layout at home) where boxing moves them, else None."""
-        home = Layout(self.world, (Split(0),))
-        if self.exchange == "columns":
-            sizes = tuple(self.rank_width(rank) for rank in self.world.ranks)
-            return Layout(self.world, (Split(1, sizes),)), home
-        if self.exchange in ("local", "unique"):
-            return None
-        if self.exchange == "reduce":
-            return self._layout_of_terms(), home
-        raise unknown_value("exchange", self.exchange, Exchange)
+    def stages(self, batch_size: int) -> tuple[Stage, ...]:
+        """Every transfer with a global batch of ``batch_size``, in the order they start."""
+        kept = self._planned
+        if batch_size not in kept:
+            if len(kept) == MAX_BATCH_SIZES:
+                kept.clear()
+            kept[batch_size] = self.kind.stages(self, batch_size)
+        return kept[batch_size]
 
-    def _layout_of_terms(self) -> Layout:
-        if self.grid is None:
-            return Layout(Placement.of(self.world.device_type, self.owners), (Partial(),))
-        first_row = self.grid.ranks[: self.grid.shape[1]]
-        sizes = tuple(self.rank_width(rank) for rank in first_row)
-        return Layout(self.grid, (Partial(), Split(1, sizes)))
+    @cached_property
+    def _planned(self) -> dict[int, tuple[Stage, ...]]:
+        return {}
 
-    def forward_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Vectors to the samples' home ranks, for a global batch of ``batch_size``."""
-        layouts = self.vector_layouts()
-        if layouts is None:
-            return ()
-        return self._plan(*layouts, (batch_size, self.width), "fwd/vectors", self.comm_dtype)
+    def steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
+        """Those of the stages for these purposes."""
+        stages = self.stages(batch_size)
+        return tuple(s for stage in stages if stage.purpose in purposes for s in stage.steps)
 
-    def backward_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Gradients to the ranks that update: the adjoint of ``forward_steps``."""
-        if self.exchange == "local" and self.whole_gradients:
-            terms = Layout(self.world, (Partial(),))
-            whole = Layout(self.world, (Broadcast(),))
-            shape = (self.whole_numel(),)
-            return self._plan(terms, whole, shape, "bwd/gradients", self.grad_comm_dtype)
-        layouts = self.vector_layouts()
-        if layouts is None:
-            return ()
-        src, dst = layouts
-        shape = (batch_size, self.width)
-        return self._plan(dst.dual(), src.dual(), shape, "bwd/vectors", self.grad_comm_dtype)
+    def conversion(self, batch_size: int, purpose: Purpose) -> tuple[BoxingStep, ...]:
+        """Those whose sizes follow from the batch's."""
+        return tuple(s for s in self.steps(batch_size, purpose) if isinstance(s, BoxingStep))
+
+    def last_ids(self, batch_size: int) -> ExchangeStep | None:
+        """The transfer of single rows' ids that reaches the stores; ``None`` if there is none."""
+        found = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
+        return found[-1] if found else None
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """How often ids travel before a lookup."""
+        return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
         """Numbers of a gradient of whole tables: their elements, and each row's count of uses."""
@@ -224,9 +327,10 @@ class GroupPlan:
             table.num_rows * (table.dim + 1) for stack in self.stacks for table in stack.tables
         )
 
-    def _plan(
+    def boxing(
         self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str, dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
+        """The steps of a conversion whose sizes follow from the batch's."""
         id = f"{self.name}/{what}"
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
@@ -240,14 +344,7 @@ class GroupPlan:
             most *= self.grid.shape[0]
             src = Layout(self.grid, (Split(0), Partial()))
             dst = Layout(self.grid, (Split(0), Broadcast()))
-        return plan_boxing(
-            src,
-            dst,
-            (most,),
-            self.dtype,
-            id=f"{self.name}/bwd/row_state.{index}",
-            backend=self.backend,
-        )
+        return self.boxing(src, dst, (most,), f"bwd/row_state.{index}", self.dtype)
 
     def most_squares(self, index: int, batch_size: int) -> int:
         """Rows of stack ``index`` that a batch of ``batch_size`` can touch, at most."""
@@ -278,7 +375,7 @@ class GroupPlan:
             ExchangeStep(
                 id=step.id,
                 collective=step.collective,
-                group=step.groups[0],
+                groups=step.groups,
                 dtype=step.dtype,
                 bound_bytes=max(step.bytes_sent(rank) for rank in step.groups[0]),
                 total_bound_bytes=step.total_bytes,
@@ -293,93 +390,16 @@ class GroupPlan:
         total = sum(table.num_ids + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
-    def row_steps(self, batch_size: int) -> RowSteps | None:
-        """The transfers of single rows with their bounds, ``None`` where none travel.
-
-        Unique: to and from the owners, which are all ranks where columns are split. Local: each to
-        all other ranks.
-        """
-        size, dim = self.world.size, self.stacks[0].dim
-        if size == 1 or self.exchange not in ("unique", "local") or self.whole_gradients:
-            return None
-        lookups = sum(stack.lookups() for stack in self.stacks)
-        mine = -(-batch_size // size) * lookups  # of one rank, at most
-        rows = batch_size * lookups  # of all ranks together: each lookup moves one row, at most
-        others = (batch_size - batch_size // size) * lookups  # of all ranks but one
-        to_all = self.exchange == "local" or self.unique_columns
-        fans = size - 1 if to_all else 1  # each rank's ids go to all others
-        told = "all_gather" if to_all else "all_to_all"
-        pushed = "all_gather" if self.exchange == "local" else "all_to_all"
-        # Columns that leave the owner of a row, and that leave the rank that wants it.
-        from_owner, from_home = dim, dim * (size - 1 if self.exchange == "local" else 1)
-        if self.unique_columns:
-            widths = [self.stacks[0].width(rank) for rank in self.world.ranks]
-            from_owner, from_home = max(widths), dim - min(widths)
-        ids = self.address_dtype()
-        counts = self._row_step(
-            "fwd/counts",
-            "all_to_all",
-            torch.int64,
-            8 * (size - 1),
-            8 * size * (size - 1),
-            "row counts",
-        )
-        asked = self._row_step(
-            "fwd/ids",
-            told,
-            ids,
-            mine * fans * ids.itemsize,
-            rows * fans * ids.itemsize,
-            "each rank's unique rows",
-        )
-        vectors = self._row_step(
-            "fwd/vectors",
-            "all_to_all",
-            self.comm_dtype,
-            others * from_owner * self.comm_dtype.itemsize,  # of an owner of all rows
-            rows * (from_home if self.unique_columns else dim) * self.comm_dtype.itemsize,
-            "the rows others asked for",
-        )
-        gradients = self._row_step(
-            "bwd/vectors",
-            pushed,
-            self.grad_comm_dtype,
-            mine * from_home * self.grad_comm_dtype.itemsize,
-            rows * from_home * self.grad_comm_dtype.itemsize,
-            "unique rows' gradients",
-        )
-        return RowSteps(
-            counts=counts,
-            ids=asked,
-            vectors=vectors if self.exchange == "unique" else None,
-            gradients=gradients,
-        )
-
-    def _row_step(
-        self,
-        suffix: str,
-        collective: str,
-        dtype: torch.dtype,
-        of_one: int,
-        of_all: int,
-        what: str,
+    def row_step(
+        self, what: str, collective: str, dtype: torch.dtype, of_one: int, of_all: int, says: str
     ) -> ExchangeStep:
+        """A transfer of rows among all ranks; at most so many numbers of one rank, and of all."""
         return ExchangeStep(
-            id=f"{self.name}/{suffix}",
+            id=f"{self.name}/{what}",
             collective=collective,
-            group=self.world.ranks,
+            groups=(self.world.ranks,),
             dtype=dtype,
-            bound_bytes=of_one,
-            total_bound_bytes=of_all,
-            what=what,
+            bound_bytes=of_one * dtype.itemsize,
+            total_bound_bytes=of_all * dtype.itemsize,
+            what=says,
         )
-
-
-def whole_gradients_are_less(table: TableConfig, lookups: int, world_size: int) -> bool:
-    """Whether all-reducing a B table's whole gradient sends less than its touched rows would.
-
-    An all-reduce moves 2 (P - 1) R rows. Each rank's touched rows, at most min(R, lookups / P),
-    go to P - 1 others: P (P - 1) min(R, lookups / P).
-    """
-    touched = min(world_size * table.num_rows, lookups)
-    return 2 * table.num_rows <= touched

@@ -4,14 +4,13 @@ Few of each are fast: a group is one collective each way, a stack one kernel cal
 only where something about them must differ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.group_plan import GroupPlan, whole_gradients_are_less
+from sbpflow.embedding.plan.exchanges import exchange_for
+from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan, Member
 from sbpflow.embedding.plan.stack import Stack, Use
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
@@ -20,7 +19,7 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
 )
 from sbpflow.embedding.rules.base import SparseOptimizer
-from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
@@ -111,15 +110,15 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
     for table in output.tables:
         members.setdefault(_group_key(table, output, context), []).append(table)
     groups: list[GroupPlan] = []
-    for key, tables in members.items():
-        same = sum(1 for other in members if other.exchange == key.exchange)
-        number = f".{sum(1 for g in groups if g.exchange == key.exchange)}" if same > 1 else ""
-        stacks = _stacks_of(tables, context)
+    for (exchange, kind, comm_dtype, _), tables in members.items():
+        same = sum(other[0] == exchange for other in members)
+        number = f".{sum(g.exchange == exchange for g in groups)}" if same > 1 else ""
+        stacks = _stacks_of(tables, output, context)
         groups.append(
             GroupPlan(
-                name=f"{output.name}/{key.exchange}{number}",
+                name=f"{output.name}/{exchange}{number}",
                 output=output,
-                exchange=key.exchange,
+                exchange=exchange,
                 stacks=stacks,
                 shared_state=tuple(
                     i
@@ -128,85 +127,65 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                 ),
                 world=context.world,
                 dtype=context.dtype,
-                comm_dtype=key.comm_dtype,
+                comm_dtype=comm_dtype,
                 backend=context.backend,
-                whole_gradients=key.whole_gradients,
+                whole_gradients=kind.whole_gradients,
             )
         )
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupKey:
-    """Tables of one output with equal keys travel together; ``alike`` has what else decides.
-
-    Optimizers differ between the stacks of a group. Only where rows travel is there one stack to a
-    group, whose rows have one numbering, and so one optimizer.
-    """
-
-    exchange: Exchange
-    comm_dtype: torch.dtype
-    whole_gradients: bool = False
-    alike: tuple[object, ...] = ()
+# (name of the exchange, the one that is run, what vectors travel as, what the exchange asks for):
+# tables of one output with equal keys travel together.
+_GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 
 
 def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
-    given = context.layouts[table.name]
-    comm_dtype = given.comm_dtype or context.dtype
-    if context.world.size == 1:
-        return _GroupKey("local", context.dtype)
-    if given.exchange == "reduce":
-        placement = given.layout.placement
-        split = _column_split(given.layout) if output.sums else None
-        return _GroupKey("reduce", comm_dtype, alike=(placement.ranks, placement.shape, split))
-    if given.exchange == "local":
-        lookups = context.batch_size * sum(
-            feature.hotness for feature in context.features if feature.name in table.features
-        )
-        if whole_gradients_are_less(table, lookups, context.world.size):
-            return _GroupKey("local", comm_dtype, whole_gradients=True)
-    if given.exchange in ("local", "unique"):  # rows travel, of one width, found in one way
-        alike = (
-            table.dim,
-            _column_split(given.layout),
-            table.name in context.ragged,
-            _rule_of(table, context),
-            table.kernel,
-            table.by_key and table.name,
-        )
-        return _GroupKey(given.exchange, comm_dtype, alike=alike)
-    if given.exchange == "columns":
-        return _GroupKey("columns", comm_dtype)
-    raise unknown_value("exchange", given.exchange, Exchange)
+    given, size = context.layouts[table.name], context.world.size
+    lookups = context.batch_size * sum(
+        feature.hotness for feature in context.features if feature.name in table.features
+    )
+    kind = exchange_for(table, given.layout, given.exchange, lookups, size)
+    key = kind.group_key(_member(table, output, context))
+    if size == 1:  # nothing travels
+        return "local", kind, context.dtype, key
+    return given.exchange, kind, given.comm_dtype or context.dtype, key
 
 
-def _rule_of(table: TableConfig, context: _Context) -> SparseOptimizer:
-    return table.optimizer or context.optimizer
-
-
-def _stacks_of(tables: list[TableConfig], context: _Context) -> tuple[Stack, ...]:
-    stacks: dict[tuple[object, ...], list[TableConfig]] = {}
-    for table in tables:
-        split = _column_split(context.layouts[table.name].layout)
-        rule = _rule_of(table, context)
-        alone = table.by_key and table.name  # one map for all rows of a storage
-        key = (table.dim, split, table.name in context.ragged, rule, table.kernel, alone)
-        stacks.setdefault(key, []).append(table)
-    return tuple(
-        Stack(
-            tables=tuple(members),
-            layouts=tuple(context.layouts[table.name].layout for table in members),
-            uses=tuple(use for table in members for use in _uses_of(table, ragged, context)),
-            optimizer=_rule_of(members[0], context),
-            ragged=ragged,
-        )
-        for (_, _, ragged, *_), members in cast(
-            "dict[tuple[object, object, bool, object, object], list[TableConfig]]", stacks
-        ).items()
+def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Member:
+    layout = context.layouts[table.name].layout
+    ragged, rule = table.name in context.ragged, table.optimizer or context.optimizer
+    alone = table.by_key and table.name  # one map for all rows of a store
+    return Member(
+        ranks=layout.placement.ranks,
+        grid=layout.placement.shape,
+        columns=_column_split(layout),
+        sums=output.sums,
+        stored=(table.dim, ragged, rule, table.kernel, alone),
     )
 
 
-def _column_split(layout: Layout) -> object:
+def _stacks_of(
+    tables: list[TableConfig], output: OutputConfig, context: _Context
+) -> tuple[Stack, ...]:
+    stacks: dict[tuple[Hashable, ...], list[TableConfig]] = {}
+    for table in tables:
+        stacks.setdefault(_member(table, output, context).stack_key, []).append(table)
+    found: list[Stack] = []
+    for members in stacks.values():
+        ragged = members[0].name in context.ragged
+        stack = Stack(
+            tables=tuple(members),
+            layouts=tuple(context.layouts[table.name].layout for table in members),
+            uses=tuple(use for table in members for use in _uses_of(table, ragged, context)),
+            optimizer=members[0].optimizer or context.optimizer,
+            ragged=ragged,
+        )
+        found.append(stack)
+    return tuple(found)
+
+
+def _column_split(layout: Layout) -> Hashable:
     """Equal for two layouts exactly if every rank stores equally many columns of both."""
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:

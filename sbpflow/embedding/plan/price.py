@@ -1,75 +1,29 @@
-"""What a step of an embedding plan costs, from its groups, its bytes and how often ids repeat.
+"""What a step of an embedding plan costs by the built-in weights of ``sbpflow/costs``.
 
 Meant to rank whole plans before anything runs; no calibration is needed. How often ids repeat is
-told by the statistics of the data; without any they repeat as click data do (``plan.frequencies``).
+known from the statistics of the data; without any they repeat as click data do (``costs.ids``).
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
+import numpy as np
+
+from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, vector_of
+from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
+from sbpflow.costs.prices import Price, price_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.exchanges import Exchange
-from sbpflow.embedding.plan.frequencies import IdFrequencies, touched
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
-from sbpflow.embedding.plan.stack import Stack, Use
-from sbpflow.errors import unknown_value
-from sbpflow.runtime.topology import Link, Topology
+from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan
+from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.runtime.topology import Topology
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.sbp import Split
 
-# Nanoseconds on one core, and milliseconds per call. The first five lines are rounded readings:
-# compiled kernels, rowwise Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX),
-# 2026-11. The others and the passes below were set so that the plans of eight tasks rank as they
-# ran on loopback (``benchmarks.schemes``; docs/decisions/engine.md has the tasks held out), and so
-# were the defaults of ``Link``. What ranks plans is how these numbers stand to one another.
-INDEX_NS = 4.0  # find the place of an id among the unique ones
-READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
-SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
-STEP_NS, STEP_NS_PER_COLUMN = 8.0, 0.6  # read, rule, write of a row
-COPY_NS_PER_BYTE = 0.06
-GROUP_MS, STACK_MS = 2.5, 0.5
-# How often memory is gone through, beside what is counted by rows: of a row on its way, of the
-# gradient of a whole table (made of zeros, filled, joined, added up, looked through), and of an
-# output that several groups have parts of (joined and put in order, its gradient taken apart).
-ROW_PASSES, WHOLE_PASSES, JOIN_PASSES = 1, 25, 5
-
-
-@dataclass(slots=True)
-class Price:
-    """Milliseconds of the busiest rank's work, and of its transfers; the bytes it sends."""
-
-    work_ms: float = 0.0
-    transfer_ms: float = 0.0
-    sent_bytes: int = 0
-
-    @property
-    def ms(self) -> float:
-        return self.work_ms + self.transfer_ms
-
-
-@dataclass(slots=True)
-class _Rank:
-    work_ns: float = 0.0
-    sent_bytes: float = 0.0
-    sent_ns: float = 0.0
-
-    def add(self, other: "_Rank", link: Link) -> None:
-        self.work_ns += other.work_ns
-        self.send(other.sent_bytes, link)
-
-    def send(self, num_bytes: float, link: Link) -> None:
-        self.sent_bytes += num_bytes
-        self.sent_ns += num_bytes / link.gb_per_s
-
-    def read(self, rows: float, width: float) -> None:
-        self.work_ns += rows * (READ_NS + READ_NS_PER_COLUMN * width)
-
-    def index_and_sum(self, ids: float, width: float) -> None:
-        self.work_ns += ids * (INDEX_NS + SUM_NS + SUM_NS_PER_COLUMN * width)
-
-    def step(self, rows: float, width: float, states: int) -> None:
-        self.work_ns += rows * (STEP_NS + STEP_NS_PER_COLUMN * width * max(1, states))
-
-    def copy(self, num_bytes: float) -> None:
-        self.work_ns += COPY_NS_PER_BYTE * num_bytes
+# How often an output that several groups have parts of is gone through: joined and put in order,
+# its gradient taken apart.
+JOIN_PASSES = 5
 
 
 def price_plan(
@@ -80,147 +34,108 @@ def price_plan(
 ) -> Price:
     """The price of a step over a global batch of ``batch_size``; ``frequencies`` are by feature.
 
-    Ranks of several hosts send over the slower link; without a ``topology`` all are on one host.
+    Every transfer is among all ranks, so those of several hosts send over the slower link; without
+    a ``topology`` all are on one host.
     """
-    known, topology = frequencies or {}, topology or Topology.one_host(plan.world.size)
-    of_use = {n: known[one.name] for n, one in enumerate(plan.features) if one.name in known}
-    ranks = {rank: _Rank() for rank in plan.world.ranks}
+    link = (topology or Topology.one_host(plan.world.size)).link(plan.world.ranks)
+    return price_of(
+        plan_totals(plan, batch_size, frequencies or {}), link.gb_per_s, link.latency_ms
+    )
+
+
+def plan_totals(
+    plan: EmbeddingPlan, batch_size: int, frequencies: Mapping[str, IdFrequencies]
+) -> Floats:
+    """[ranks, F]: what a whole plan asks of each rank."""
+    totals = np.zeros((plan.world.size, NUM_FEATURES))
+    ids = {one.name: batch_size * ids_per_sample(one, frequencies) for one in plan.features}
+    shared = Counter(  # features whose ids travel once for all tables that owners look up
+        name
+        for group in plan.groups
+        if group.kind.looks_up_all
+        for table in group.tables
+        for name in table.features
+    )
+    place = {rank: number for number, rank in enumerate(plan.world.ranks)}
     for group in plan.groups:
-        link = topology.link(group.world.ranks)
-        for index, stack in enumerate(group.stacks):
-            shared = index in group.shared_state
-            for use in stack.uses:
-                _add_use(ranks, group, stack, use, batch_size, of_use, link, shared=shared)
-        _add_vectors(ranks, group, batch_size)
+        for stack in group.stacks:
+            for table, layout in zip(stack.tables, stack.layouts, strict=True):
+                curve, mine = curve_of_table(table, frequencies), table.features
+                facts = _facts(
+                    plan, group, stack, table, curve, sum(ids[name] for name in mine), batch_size
+                )
+                sent = sum(ids[name] / max(1, shared[name]) for name in mine)
+                facts = replace(facts, sent_ids=sent)
+                _add_table(totals, place, group.kind, layout, stack.held(table), facts)
+        for name in group.kind.calls:
+            totals[:, INDEX[name]] += 1.0
+        totals[:, INDEX["num_stacks"]] += len(group.stacks)
+        totals[:, INDEX["num_squares"]] += len(group.shared_state)
+    totals[:, INDEX["num_id_calls"]] = bool(plan.sent_columns) + bool(plan.sent_lists)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
-            num_bytes = batch_size / plan.world.size * output.width * plan.dtype.itemsize
-            for cost in ranks.values():
-                cost.copy(JOIN_PASSES * num_bytes)
-    steps = (
-        *plan.ahead_steps(batch_size),
-        *plan.forward_steps(batch_size),
-        *plan.push_steps(batch_size),
-        *plan.update_steps(batch_size),
-    )
-    calls_ms = sum(_add_step(ranks, step, topology) for step in steps)
-    stacks = sum(len(group.stacks) for group in plan.groups)
-    busiest = max(ranks.values(), key=lambda cost: cost.work_ns)
-    return Price(
-        work_ms=1e-6 * busiest.work_ns + GROUP_MS * len(plan.groups) + STACK_MS * stacks,
-        transfer_ms=1e-6 * max(cost.sent_ns for cost in ranks.values()) + calls_ms,
-        sent_bytes=int(max(cost.sent_bytes for cost in ranks.values())),
-    )
+            joined = batch_size / plan.world.size * output.width * plan.dtype.itemsize
+            totals[:, INDEX["copied_bytes"]] += JOIN_PASSES * joined
+    return totals
 
 
-def _add_step(ranks: dict[int, _Rank], step: Step, topology: Topology) -> float:
-    """The ms of its call; adds its bytes, unless the batch decides: ``_price_use`` counted them."""
-    if isinstance(step, ExchangeStep):
-        return topology.link(step.group).latency_ms
-    links = [topology.link(group) for group in step.groups]
-    for group, link in zip(step.groups, links, strict=True):
-        for rank in group:
-            ranks[rank].send(step.bytes_sent(rank), link)
-    return max((link.latency_ms for link in links), default=0.0)
+def _add_table(
+    totals: Floats,
+    place: Mapping[int, int],
+    exchange: Exchange,
+    layout: Layout,
+    held: Mapping[int, tuple[int, int]],
+    facts: Facts,
+) -> None:
+    rows = columns = 1
+    for parts, sbp in zip(layout.placement.shape, layout.nd_sbp, strict=True):
+        if isinstance(sbp, Split):
+            rows, columns = (parts, columns) if sbp.dim == 0 else (rows, parts)
+    totals += vector_of(exchange.home(facts, (rows, columns)))
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for rank, size in () if exchange.copies else held.items():
+        by_size.setdefault(size, []).append(place[rank])
+    for (num_rows, width), ranks in by_size.items():
+        cut = (facts.num_rows / num_rows, columns)  # parts may be uneven
+        totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
 
 
-def _touched(use: Use, draws: float, known: Mapping[int, IdFrequencies]) -> float:
-    found = known.get(use.feature)
-    if found is None:
-        return touched(use.table.num_rows, draws)
-    return min(found.touched(draws), float(use.table.num_rows))
-
-
-def _add_use(
-    ranks: Mapping[int, _Rank],
+def _facts(
+    plan: EmbeddingPlan,
     group: GroupPlan,
     stack: Stack,
-    use: Use,
+    table: TableConfig,
+    curve: IdCurve,
+    lookups: float,
     batch_size: int,
-    known: Mapping[int, IdFrequencies],
-    link: Link,
-    *,
-    shared: bool,
-) -> None:
-    """What each rank does for a use, priced once for all that hold as much of its table."""
-    size, found = group.world.size, known.get(use.feature)
-    lookups = batch_size * (use.hotness if found is None else found.per_sample)
-    everywhere, mine = (_touched(use, draws, known) for draws in (lookups, lookups / size))
-    held = stack.held(use.table)
-    priced: dict[tuple[int, int], _Rank] = {}
-    for rank, cost in ranks.items():
-        part = held.get(rank, (0, stack.dim))
-        if part not in priced:
-            load = _Load(lookups, everywhere, mine, part[0] / use.table.num_rows, part[1])
-            priced[part] = _price_use(group, stack, use, load, shared=shared)
-        cost.add(priced[part], link)
+) -> Facts:
+    vectors = float(len(table.features))
+    return Facts(
+        world_size=plan.world.size,
+        batch_size=batch_size,
+        num_rows=table.num_rows,
+        dim=table.dim,
+        vectors=vectors / len(group.uses) if group.pooled else vectors,
+        lookups=lookups,
+        sent_ids=lookups,
+        touched=min(curve.touched(lookups), table.num_rows),
+        wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
+        item=plan.dtype.itemsize,
+        row_item=plan.row_dtype.itemsize,
+        vector_item=group.comm_dtype.itemsize,
+        gradient_item=group.grad_comm_dtype.itemsize,
+        state=stack.optimizer.state_counts,
+        shares_state=stack.optimizer.shares_row_state,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Ids of a use in a batch, the rows of its table that they name and that one rank's name, and
-    what a rank holds: a share of the rows, and columns.
-    """
-
-    lookups: float
-    touched: float
-    mine: float
-    held: float
-    width: int
+def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:
+    """As the statistics say, or at most."""
+    found = known.get(feature.name)
+    return float(feature.hotness) if found is None else found.per_sample
 
 
-def _price_use(group: GroupPlan, stack: Stack, use: Use, load: _Load, *, shared: bool) -> _Rank:
-    """What a rank does for a use: its own samples' ids, and the rows that it holds, whose squares
-    are added up over the ranks if their state is ``shared``.
-    """
-    cost = _Rank()
-    size = group.world.size
-    table, lookups, mine, width = use.table, load.lookups, load.mine, load.width
-    all_touched = load.touched * load.held
-    if size > 1 and group.exchange in ("local", "unique") and not group.whole_gradients:
-        item = group.grad_comm_dtype.itemsize
-        cost.index_and_sum(lookups / size, stack.dim)
-        cost.read(lookups / size, stack.dim)  # expanding them
-        if group.unique_columns:
-            received = mine * size
-            cost.sent_bytes += mine * (size - 1) * (4 + 2 * width * item)
-            cost.copy(2 * (1 + ROW_PASSES) * mine * stack.dim * item)  # into columns and out
-        elif group.exchange == "unique":
-            received = mine * size * load.held
-            cost.sent_bytes += mine * (size - 1) / size * (4 + stack.dim * 2 * item)
-            cost.copy(2 * ROW_PASSES * mine * stack.dim * item)
-        elif group.exchange == "local":
-            received = mine * size
-            cost.sent_bytes += mine * (size - 1) * (4 + stack.dim * item)
-            cost.copy(mine * size * stack.dim * item)
-        else:
-            raise unknown_value("exchange", group.exchange, Exchange)
-        cost.read(received if group.exchange == "unique" else mine, width)
-        cost.index_and_sum(received, width)
-    else:
-        here = lookups / size if group.exchange == "local" and size > 1 else lookups * load.held
-        cost.read(here, width)
-        cost.index_and_sum(here, width)
-        if group.exchange == "reduce" and size > 1:
-            cost.work_ns += lookups * INDEX_NS  # which of them are here
-    if group.whole_gradients and size > 1:
-        num_bytes = table.num_rows * (table.dim + 1) * group.grad_comm_dtype.itemsize
-        cost.copy(WHOLE_PASSES * num_bytes)
-    cost.step(all_touched, width, len(stack.optimizer.state))
-    if shared:
-        cost.sent_bytes += 2 * (size - 1) / size * all_touched * group.dtype.itemsize
-    return cost
-
-
-def _add_vectors(ranks: Mapping[int, _Rank], group: GroupPlan, batch_size: int) -> None:
-    """Copies of vectors and gradients into and out of the buffers of boxed exchanges."""
-    size = group.world.size
-    if size == 1 or group.exchange not in ("columns", "reduce"):
-        return
-    owners = frozenset(group.owners)
-    home = batch_size / size * group.width
-    terms = len(owners) if group.exchange == "reduce" else 1
-    both_ways = group.comm_dtype.itemsize + group.grad_comm_dtype.itemsize
-    for rank, cost in ranks.items():
-        there = batch_size * group.rank_width(rank) if rank in owners else 0
-        cost.copy(both_ways * (2 * there + (1 + terms) * home))
+def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
+    """Of its features that with most distinct ids: all are taken to touch the same rows."""
+    curves = [known[name].curve for name in table.features if name in known]
+    return max(curves, key=lambda one: one.distinct, default=click_curve(table.num_rows))

@@ -12,13 +12,12 @@ from typing import Literal
 
 import torch
 
-from sbpflow.embedding.plan.exchanges import Exchange, legal_exchanges
 from sbpflow.embedding.plan.numbering import NUMBERINGS, Numbering
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial, Split
+from sbpflow.sbp.sbp import Broadcast, Partial
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
 Combine = Literal["concat", "sum"]
@@ -113,7 +112,7 @@ class TableLayout:
     """
 
     layout: Layout
-    exchange: Exchange
+    exchange: str
     comm_dtype: torch.dtype | None = None
     key: str = ""
 
@@ -288,24 +287,3 @@ def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
                 return other, one
         crossed.insert(at, (one.col_start, number))
     return None
-
-
-def check_exchange(table: TableConfig, given: TableLayout, world: Placement) -> None:
-    """Raise ConfigError unless the layout is of this world and can run its exchange."""
-    layout = given.layout
-    if outside := [rank for rank in layout.placement.ranks if rank not in world]:
-        raise ConfigError(f"table {table.name}: {layout} names ranks {outside} outside {world}")
-    legal = legal_exchanges(layout, world.size)
-    if given.exchange not in legal:
-        use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1) or (S(0), S(1))"
-        raise ConfigError(
-            f"table {table.name}: {given.exchange} does not go with {layout} in a world of "
-            f"{world.size}; {use}"
-        )
-    first = layout.nd_sbp[0]
-    if given.exchange == "unique" and isinstance(first, Split) and first.dim == 1:
-        if len(shards_of(table, layout)) < world.size:
-            raise ConfigError(
-                f"table {table.name}: unique of {layout} asks every rank for its columns, and of "
-                f"{table.dim} some rank has none; use columns, or a dim of {world.size} or more"
-            )

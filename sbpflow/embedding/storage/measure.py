@@ -2,7 +2,7 @@
 
 What is timed is what a rank does with a batch: deduplication where the exchange does it, lookup and
 update, on ids that repeat as the statistics of the data say, or as click data do where there are
-none (``plan.frequencies``). Kernels take turns and the least time of each counts.
+none (``costs.ids``). Kernels take turns and the least time of each counts.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.plan.frequencies import CLICKS
+from sbpflow.costs.ids import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.stack import Stack
 from sbpflow.embedding.plan.tables import Shard, TableConfig
@@ -53,7 +53,7 @@ class StackShape:
 
     ``home_ids`` are deduplicated before they travel, of one rank, 0 where none are; ``lists`` is
     from how many ranks unique rows come, 0 where ids come as the batch has them, and ``ids`` how
-    many ids that is, in bags of ``per_bag``. ``skew`` is how ids repeat (``plan.frequencies``).
+    many ids that is, in bags of ``per_bag``. ``skew`` is how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -84,12 +84,10 @@ class StackShape:
         whole = batch_size * sum(use.hotness for use in stack.uses_on(rank))
         if not whole:
             return None
-        alone = size == 1 or group.whole_gradients
-        lists = size if group.exchange in ("unique", "local") and not alone else 0
-        ids = whole
-        if group.exchange == "reduce" or (alone and size > 1):
-            ids = whole // size
-        elif group.exchange == "local" or group.unique_columns:
+        ids = whole // size if group.kind.shares_lookups else whole
+        asked = group.last_ids(batch_size)
+        lists = 0 if asked is None else len(asked.groups[0])
+        if asked is not None and asked.collective == "all_gather":
             ids = whole * lists  # every rank's rows come to all ranks
         return StackShape(
             rows=stack.num_rows(rank),

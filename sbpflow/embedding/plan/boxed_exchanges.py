@@ -1,0 +1,219 @@
+"""Exchanges whose transfers are conversions of known sizes: dense vectors, or whole gradients.
+
+Their execution is ``exchange/boxed.py``.
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable
+
+from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.embedding.plan.group_plan import ALONE, Cuts, Exchange, GroupPlan, Member, Stage
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
+
+LEAST_COLUMNS = 4  # of a column shard: 16 bytes of float32, a quarter of a cache line
+
+
+class Alone(Exchange):
+    """All tables in a world of one rank: nothing travels."""
+
+    name = ALONE
+    runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
+    calls = ("num_dense_groups",)
+    pools = copies = True
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        return world_size == 1
+
+    def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
+        return ()
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        out = facts.batch_size * facts.dim * facts.vectors
+        return {
+            "memory_bytes": facts.stored(facts.num_rows, facts.dim),
+            "buffer_bytes": 24 * facts.lookups + 3 * out * facts.item,
+            **_looked_up(facts.lookups, facts.dim, facts.touched, out),
+            "home_elements": out,
+            **facts.steps(facts.touched, facts.dim),
+        }
+
+
+class WholeGradients(Exchange):
+    """B tables so small that all-reducing whole gradients sends less than touched rows would."""
+
+    name = "local"
+    runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
+    calls = ("num_whole_groups",)
+    pools = copies = shares_lookups = whole_gradients = True
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        return is_copied(layout, world_size)
+
+    def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
+        """An all-reduce moves 2 (P - 1) R rows. Each rank's touched rows, at most
+        min(R, lookups / P), go to P - 1 others: P (P - 1) min(R, lookups / P).
+        """
+        return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
+
+    def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
+        terms, whole = Layout(group.world, (Partial(),)), Layout(group.world, (Broadcast(),))
+        shape = (group.whole_numel(),)
+        steps = group.boxing(terms, whole, shape, "bwd/gradients", group.grad_comm_dtype)
+        return (Stage(purpose="gradients", steps=steps),)
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        out = facts.batch_size / facts.world_size * facts.dim * facts.vectors
+        numbers = facts.num_rows * (facts.dim + 1.0)
+        sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.gradient_item
+        return {
+            "memory_bytes": facts.stored(facts.num_rows, facts.dim),
+            **facts.steps(facts.touched, facts.dim),
+            **_looked_up(facts.mine, facts.dim, facts.wanted, out),
+            "home_elements": out,
+            "whole_elements": numbers,
+            # Made of zeros, filled, joined, added up, looked through.
+            "copied_bytes": 25 * numbers * facts.gradient_item,
+            "gradient_bytes": sent,
+            "gradient_in_bytes": sent,
+            "buffer_bytes": 24 * facts.mine
+            + 3 * out * facts.item
+            + 4 * numbers * facts.gradient_item,
+        }
+
+
+class _Boxed(Exchange):
+    """Owners look up the whole batch; boxing brings vectors home and gradients back."""
+
+    runs = "sbpflow.embedding.exchange.boxed:BoxedGroup"
+    looks_up_all = True
+
+    @abstractmethod
+    def vector_layouts(self, group: GroupPlan) -> tuple[Layout, Layout]: ...
+
+    def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
+        src, dst = self.vector_layouts(group)
+        shape = (batch_size, group.width)
+        there = group.boxing(src, dst, shape, "fwd/vectors", group.comm_dtype)
+        back = group.boxing(dst.dual(), src.dual(), shape, "bwd/vectors", group.grad_comm_dtype)
+        return Stage(purpose="vectors", steps=there), Stage(purpose="gradients", steps=back)
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        samples = facts.samples
+        come = samples * facts.dim * facts.vectors * cut[0]
+        return {
+            "home_elements": come,
+            "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
+            "buffer_bytes": come * facts.both_ways
+            + 2 * samples * facts.dim * facts.vectors * facts.item,
+            "vector_in_bytes": come * facts.vector_item,
+            "gradient_bytes": come * facts.gradient_item,
+            "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
+        }
+
+    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
+        size, reads, touched = facts.world_size, facts.lookups / cut[0], facts.touched / cut[0]
+        others, out = (size - 1) / size, facts.batch_size * width * facts.vectors
+        return {
+            "memory_bytes": facts.stored(rows, width),
+            "buffer_bytes": facts.window * 8 * facts.lookups
+            + 16 * reads
+            + out * (facts.both_ways + facts.item),
+            "seen_ids": facts.lookups,
+            **_looked_up(reads, width, touched, out),
+            "copied_bytes": 2 * facts.both_ways * out,
+            "vector_bytes": others * out * facts.vector_item,
+            "gradient_in_bytes": others * out * facts.gradient_item,
+            # Its own samples' gradients need not leave this rank.
+            "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
+            "vector_in_bytes": -facts.samples * width * facts.vectors * facts.vector_item,
+            "ids_bytes": -4.0 * facts.sent_ids / size,
+            **facts.steps(touched, width),
+            **facts.squares(touched, cut),
+        }
+
+
+class Columns(_Boxed):
+    """Whole tables, and S(1): the vectors are one uneven S(1) in rank order."""
+
+    name = "columns"
+    calls = ("num_dense_groups",)
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        kind = layout.nd_sbp[0]
+        if len(layout.nd_sbp) > 1 or isinstance(kind, Partial):
+            return False
+        return layout.placement.size == 1 or is_column_split(layout)
+
+    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+        columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
+        return [("B", (1, 1)), *(("S(1)", (1, cut)) for cut in columns)]
+
+    def vector_layouts(self, group: GroupPlan) -> tuple[Layout, Layout]:
+        sizes = tuple(group.rank_width(rank) for rank in group.world.ranks)
+        return Layout(group.world, (Split(1, sizes),)), Layout(group.world, (Split(0),))
+
+
+class Reduce(_Boxed):
+    """S(0): owners give terms of vectors that are summed at home, P; a grid gives (P, S(1))."""
+
+    name = "reduce"
+    calls = ("num_summed_groups",)
+    pools = adds_terms = shares_lookups = is_default = True
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in layout.nd_sbp]
+        return dims in ([0], [0, 1])
+
+    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+        columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
+        rows = [cut for cut in powers(world_size) if cut <= num_rows]
+        grids = [(r, c) for r in rows for c in columns if r * c <= world_size]
+        return [
+            *(("S(0)", (cut, 1)) for cut in (1, *rows)),
+            *(("(S(0), S(1))", grid) for grid in grids),
+        ]
+
+    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
+        return {**super().part(facts, cut, rows, width), "searched_ids": facts.lookups}
+
+    def group_key(self, member: Member) -> tuple[Hashable, ...]:
+        return member.ranks, member.grid, member.columns if member.sums else None
+
+    def vector_layouts(self, group: GroupPlan) -> tuple[Layout, Layout]:
+        home = Layout(group.world, (Split(0),))
+        if group.grid is None:
+            return Layout(Placement.of(group.world.device_type, group.owners), (Partial(),)), home
+        first_row = group.grid.ranks[: group.grid.shape[1]]
+        sizes = tuple(group.rank_width(rank) for rank in first_row)
+        return Layout(group.grid, (Partial(), Split(1, sizes))), home
+
+
+def is_copied(layout: Layout, world_size: int) -> bool:
+    """B on all ranks."""
+    return layout.nd_sbp == (Broadcast(),) and layout.placement.size == world_size
+
+
+def is_column_split(layout: Layout) -> bool:
+    """S(1), of any sizes."""
+    kind = layout.nd_sbp[0]
+    return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 1
+
+
+def powers(size: int) -> list[int]:
+    """2, 4, 8, .. below ``size``, and ``size``."""
+    return [*(2**n for n in range(1, size.bit_length()) if 2**n < size), size]
+
+
+def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
+    """``ids`` read where they are stored and updated there, ``out`` numbers of vectors made."""
+    return {
+        "read_rows": ids,
+        "read_elements": ids * width,
+        "read_touched": touched * width,
+        "out_elements": out,
+        "update_ids": ids,
+        "update_elements": ids * width,
+    }

@@ -1,0 +1,243 @@
+"""Exchanges that deduplicate ids first, so that single rows travel, each once.
+
+Their execution is ``exchange/rows.py``.
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from typing import ClassVar
+
+import torch
+
+from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.embedding.plan.boxed_exchanges import (
+    LEAST_COLUMNS,
+    is_column_split,
+    is_copied,
+    powers,
+)
+from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Stage
+from sbpflow.embedding.plan.tables import TableConfig, shards_of
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
+
+Stages = tuple[Stage, ...]
+
+
+class RowExchange(Exchange):
+    """One stack to a group, whose rows have one numbering, and so one optimizer and one width."""
+
+    to_all: ClassVar[bool]  # each rank's ids go to all others
+
+    def group_key(self, member: Member) -> tuple[Hashable, ...]:
+        return member.stack_key
+
+    @abstractmethod
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
+        """Vectors and gradients. One rank wants ``most`` rows, all together ``rows``, and all
+        but one ``others``, at most.
+        """
+
+    def stages(self, group: GroupPlan, batch_size: int) -> Stages:
+        size, lookups = group.world.size, sum(stack.lookups() for stack in group.stacks)
+        most, rows = -(-batch_size // size) * lookups, batch_size * lookups
+        others = (batch_size - batch_size // size) * lookups
+        fans, told = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
+        to_others = (size - 1, size * (size - 1))
+        counts = group.row_step("fwd/counts", "all_to_all", torch.int64, *to_others, "row counts")
+        sent, says = (most * fans, rows * fans), "each rank's unique rows"
+        ids = group.row_step("fwd/ids", told, group.address_dtype(), *sent, says)
+        return (
+            Stage(purpose="counts", steps=(counts,)),
+            Stage(purpose="ids", steps=(ids,)),
+            *self.row_stages(group, most, rows, others),
+        )
+
+
+def _vectors(group: GroupPlan, of_one: int, of_all: int) -> Stage:
+    says = "the rows others asked for"
+    step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, of_one, of_all, says)
+    return Stage(purpose="vectors", steps=(step,))
+
+
+def _gradients(group: GroupPlan, collective: str, of_one: int, of_all: int) -> Stage:
+    dtype, says = group.grad_comm_dtype, "unique rows' gradients"
+    step = group.row_step("bwd/vectors", collective, dtype, of_one, of_all, says)
+    return Stage(purpose="gradients", steps=(step,))
+
+
+class CopiedRows(RowExchange):
+    """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
+
+    name = "local"
+    runs = "sbpflow.embedding.exchange.rows:LocalRowsGroup"
+    calls = ("num_row_gathers",)
+    pools = copies = to_all = True
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        return is_copied(layout, world_size)
+
+    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+        return [("B", (1, 1))]
+
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
+        to_others = group.stacks[0].dim * (group.world.size - 1)
+        return (_gradients(group, "all_gather", most * to_others, rows * to_others),)
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        size, dim, wanted, item = facts.world_size, facts.dim, facts.wanted, facts.item
+        out = facts.batch_size / size * dim * facts.vectors
+        return {
+            "memory_bytes": facts.stored(facts.num_rows, dim),
+            **facts.steps(facts.touched, dim),
+            **_expanded(facts),
+            "read_rows": wanted,
+            "read_elements": wanted * dim,
+            "read_touched": wanted * dim,
+            "repeat_elements": wanted * dim * size,
+            "copied_bytes": wanted * dim * size * facts.gradient_item,
+            "counted_bytes": 4.0 * wanted * (size - 1),
+            "gradient_bytes": wanted * dim * (size - 1) * facts.gradient_item,
+            "gradient_in_bytes": wanted * dim * (size - 1) * facts.gradient_item,
+            "update_ids": wanted * size,
+            "update_elements": wanted * size * dim,
+            "buffer_bytes": facts.window * 24 * facts.mine
+            + 3 * out * item
+            + wanted * size * (12 + dim * 3 * item),
+        }
+
+
+class Unique(RowExchange):
+    """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
+
+    name = "unique"
+    runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
+    calls = ("num_row_transfers",)
+    to_all = False
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        kind = layout.nd_sbp[0]
+        return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 0
+
+    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+        rows = [cut for cut in powers(world_size) if cut <= num_rows]
+        return [("S(0)", (cut, 1)) for cut in (1, *rows)]
+
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
+        dim = group.stacks[0].dim
+        return (
+            _vectors(group, others * dim, rows * dim),  # of an owner of all rows
+            _gradients(group, "all_to_all", most * dim, rows * dim),
+        )
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        return {**_expanded(facts), **_asked(facts), "counted_bytes": 4.0 * facts.wanted}
+
+    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
+        size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
+        asked = size * wanted / cut[0]  # of one owner, by all ranks
+        sent = (size - 1) / size * asked * width
+        kept = -wanted / cut[0]
+        return {
+            **_given(facts, asked, touched, rows, width),
+            "vector_bytes": sent * facts.vector_item,
+            "gradient_in_bytes": sent * facts.gradient_item,
+            "counted_bytes": 4.0 * kept,
+            "gradient_bytes": kept * width * facts.gradient_item,
+            "vector_in_bytes": kept * width * facts.vector_item,
+        }
+
+
+class UniqueColumns(RowExchange):
+    """S(1), skewed: unique rows are asked of all ranks, each of which has columns of every row."""
+
+    name = "unique"
+    runs = "sbpflow.embedding.exchange.rows:UniqueColumnsGroup"
+    calls = ("num_row_transfers",)
+    to_all = True
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        return is_column_split(layout) and layout.placement.size == world_size
+
+    def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
+        if len(shards_of(table, layout)) == world.size:
+            return ""
+        return (
+            f"asks every rank for its columns, and of {table.dim} some rank has none; use columns, "
+            f"or a dim of {world.size} or more"
+        )
+
+    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+        return [("S(1)", (1, world_size))] if dim // world_size >= LEAST_COLUMNS else []
+
+    def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
+        dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
+        leaving = dim - min(widths)  # columns of a row that leave the rank which wants it
+        return (
+            _vectors(group, others * max(widths), rows * leaving),
+            _gradients(group, "all_to_all", most * leaving, rows * leaving),
+        )
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        sides = facts.wanted * facts.dim  # columns of each rank put side by side
+        asked = _asked(facts)
+        return {
+            **_expanded(facts),
+            **asked,
+            "buffer_bytes": asked["buffer_bytes"] + sides * facts.both_ways,
+            "home_elements": sides,
+            "copied_bytes": 2 * sides * facts.both_ways,
+            "counted_bytes": 4.0 * facts.wanted * (facts.world_size - 1),
+        }
+
+    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
+        size, wanted = facts.world_size, facts.wanted
+        return {
+            **_given(facts, size * wanted, facts.touched, rows, width),
+            "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
+            "gradient_in_bytes": (size - 1) * wanted * width * facts.gradient_item,
+            # What a rank keeps of its own rows does not travel.
+            "gradient_bytes": -wanted * width * facts.gradient_item,
+            "vector_in_bytes": -wanted * width * facts.vector_item,
+            **facts.squares(facts.touched, cut),
+        }
+
+
+def _expanded(facts: Facts) -> dict[str, float]:
+    """A rank's own ids, deduplicated; their rows become its samples' vectors."""
+    return {
+        "home_sort": facts.mine,
+        "home_unique": facts.wanted,
+        "expand_rows": facts.mine,
+        "expand_elements": facts.mine * facts.dim,
+    }
+
+
+def _asked(facts: Facts) -> dict[str, float]:
+    """Rows that come home, and their gradients that leave."""
+    elements = facts.wanted * facts.dim
+    return {
+        "gradient_bytes": elements * facts.gradient_item,
+        "vector_in_bytes": elements * facts.vector_item,
+        "copied_bytes": elements * facts.both_ways,
+        "buffer_bytes": facts.window * 24 * facts.mine
+        + elements * (facts.both_ways + 2 * facts.item)
+        + 3 * facts.item * facts.dim * facts.batch_size / facts.world_size * facts.vectors,
+    }
+
+
+def _given(
+    facts: Facts, asked: float, touched: float, rows: float, width: float
+) -> dict[str, float]:
+    """A shard of which ``asked`` rows are read and updated, ``touched`` of them distinct."""
+    return {
+        "memory_bytes": facts.stored(rows, width),
+        "buffer_bytes": asked * (12 + width * (facts.both_ways + 2 * facts.item)),
+        "read_rows": asked,
+        "read_elements": asked * width,
+        "read_touched": touched * width,
+        "update_ids": asked,
+        "update_elements": asked * width,
+        **facts.steps(touched, width),
+    }

@@ -1,0 +1,108 @@
+"""An exchange of a user's own: rows are asked for in two hops, through a rank that merges.
+
+Ranks 2h and 2h + 1 stand for host h. A rank asks the one of its host with the owner's place there,
+which merges what both ask for and passes it on to the owners of that place on all hosts. Each id
+travels with the number of its lookups. ``own_exchange_group`` runs it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from sbpflow.embedding.plan.group_plan import EXCHANGES, Exchange, ExchangeStep, Stage, register
+from sbpflow.sbp.sbp import Split
+
+HOST = 2  # ranks
+
+
+class TwoHops(Exchange):
+    """S(0) on all ranks of two or more hosts, in order."""
+
+    name = "two_hops"
+    runs = "tests.embedding.own_exchange_group:TwoHopGroup"
+    calls = ("num_row_transfers", "num_row_transfers")
+
+    def accepts(self, layout, world_size):
+        in_order = layout.placement.ranks == tuple(range(world_size))
+        return layout.nd_sbp == (Split(0),) and in_order and world_size % HOST == 0
+
+    def cuts(self, num_rows, dim, world_size):
+        return [("S(0)", (world_size, 1))] if world_size % HOST == 0 else []
+
+    def group_key(self, member):
+        return member.stack_key
+
+    def stages(self, group, batch_size):
+        hosts, dim = group.world.size // HOST, group.stacks[0].dim
+        near = tuple(tuple(range(HOST * h, HOST * (h + 1))) for h in range(hosts))
+        far = tuple(tuple(range(place, group.world.size, HOST)) for place in range(HOST))
+        lookups = batch_size * group.stacks[0].lookups()
+
+        def stage(purpose, number, dtype, width, says):
+            ranks = (near, far)[number]
+            direction = "fwd" if purpose != "gradients" else "bwd"
+            step = ExchangeStep(
+                id=f"{group.name}/{direction}/{purpose}.{number}",
+                collective="all_to_all",
+                groups=ranks,
+                dtype=dtype,
+                bound_bytes=lookups * width * dtype.itemsize,
+                total_bound_bytes=lookups * width * dtype.itemsize,
+                what=says,
+            )
+            return Stage(purpose=purpose, steps=(step,), round=number)
+
+        ids = [
+            stage(purpose, number, torch.int64, width, says)
+            for number in (0, 1)
+            for purpose, width, says in (
+                ("counts", group.world.size, "row counts"),
+                ("ids", 2, "rows and their lookups"),
+            )
+        ]
+        vectors = [stage("vectors", n, group.comm_dtype, dim, "rows") for n in (1, 0)]
+        dtype = group.grad_comm_dtype
+        gradients = [stage("gradients", n, dtype, dim, "gradients of rows") for n in (0, 1)]
+        return (*ids, *vectors, *gradients)
+
+    def home(self, facts, cut):
+        merged = min(HOST * facts.wanted, facts.touched)  # a host's, which its ranks share out
+        far = merged / HOST * (facts.world_size - HOST) / facts.world_size
+        rows = facts.wanted * (HOST - 1) / HOST + far
+        return {
+            "home_sort": facts.mine + facts.wanted,
+            "home_unique": facts.wanted + merged / HOST,
+            "expand_rows": facts.mine + facts.wanted,
+            "expand_elements": (facts.mine + facts.wanted) * facts.dim,
+            "counted_bytes": 16.0 * rows,
+            "gradient_bytes": rows * facts.dim * facts.gradient_item,
+            "vector_in_bytes": rows * facts.dim * facts.vector_item,
+            "copied_bytes": 2 * rows * facts.dim * facts.both_ways,
+            "buffer_bytes": 2 * rows * facts.dim * facts.item,
+        }
+
+    def part(self, facts, cut, rows, width):
+        asked = facts.world_size / HOST * min(HOST * facts.wanted, facts.touched) / cut[0]
+        return {
+            "memory_bytes": facts.stored(rows, width),
+            "read_rows": asked,
+            "read_elements": asked * width,
+            "read_touched": facts.touched / cut[0] * width,
+            "vector_bytes": asked * width * facts.vector_item,
+            "gradient_in_bytes": asked * width * facts.gradient_item,
+            "update_ids": asked,
+            "update_elements": asked * width,
+            **facts.steps(facts.touched / cut[0], width),
+        }
+
+
+@contextmanager
+def two_hops() -> Iterator[Exchange]:
+    """Known inside."""
+    made = TwoHops()
+    register(made)
+    try:
+        yield made
+    finally:
+        EXCHANGES.remove(made)
