@@ -13,7 +13,7 @@ from sbpflow.models.registry import MODELS
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text().replace("\\\n", " ")
 EXPLAIN = re.findall(r"`sbpflow (explain [^`]*)`", TEXT)
-TRAIN = re.findall(r"train_wdl\.py (--config .*)", TEXT)
+TRAIN = re.findall(r"^torchrun [^`\n]*train_wdl\.py (--config [^`\n]*)$", TEXT, re.M)
 
 
 def _words(command: str) -> list[str]:
