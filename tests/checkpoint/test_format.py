@@ -195,7 +195,7 @@ def test_no_cut_missing_or_foreign_file_is_ever_loaded(tmp_path):
     assert reads_right_or_raises(path)
     with pytest.raises(CheckpointError, match=r"holds no index\.json"):
         open_checkpoint(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="does not exist; give the folder"):
         open_checkpoint(tmp_path / "nowhere")
 
 
