@@ -28,7 +28,7 @@ URLS += ("simplecache::s3://bucket/x", "memory://x")
 
 # Keys and options whose text is no path: names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
-NAMES |= {"parallel.tables.*.sbp", "parallel.dense.*"}
+NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
 OTHER_OPTIONS = {
     *("--model", "--forms", "--rows", "--part", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot"),

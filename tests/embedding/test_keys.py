@@ -212,7 +212,7 @@ def test_a_table_with_rows_by_key_is_stored_alone():
         (TABLE, Spec("S(1)", "unique"), {}, r"would keep the map of a key; use S\(0\)"),
         (TABLE, Spec("B", "local"), {}, r"laid out B.*use S\(0\)"),
         (TABLE, Spec("S(0)", "reduce", ranks=(2, 0)), {}, "name its ranks in ascending order"),
-        (TABLE, Spec("S(0)", "unique", ranks=(0, 2)), {}, "has rows on 2 of 3 ranks; unique asks"),
+        (TABLE, Spec("S(0)", "unique", ranks=(0, 2)), {}, "and 1 of 3 have none; use all ranks"),
         (replace(TABLE, num_rows=2), Spec("S(0)", "unique"), {}, "num_rows of 3 or more"),
         (TABLE, Spec("S(0)", "reduce"), {"row_dtype": torch.bfloat16}, "rounding goes by row num"),
     ],

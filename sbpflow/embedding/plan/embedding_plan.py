@@ -222,7 +222,7 @@ def plan_embeddings(
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
         check_exchange(table, layouts[table.name], world)
-        check_by_key(table, layouts[table.name], world)
+        check_by_key(table, layout, world)
         if table.by_key and row_dtype not in (None, dtype):
             raise ConfigError(
                 f"table {table.name}: has its rows by key and row_dtype {row_dtype}, whose "

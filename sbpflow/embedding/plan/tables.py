@@ -245,12 +245,11 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
         raise ConfigError(f"table {table.name}: shards {both[0]} and {both[1]} overlap")
 
 
-def check_by_key(table: TableConfig, given: TableLayout, world: Placement) -> None:
+def check_by_key(table: TableConfig, layout: Layout, world: Placement) -> None:
     """Raise ConfigError for a table with rows by key that is not split by rows, or not on a CPU."""
     if not table.by_key:
         return
-    layout, shards = given.layout, shards_of(table, given.layout)
-    ranks, why = layout.placement.ranks, ""
+    shards, ranks, why = shards_of(table, layout), layout.placement.ranks, ""
     if world.device_type != "cpu":
         why = f"is on {world.device_type}, where buffers need an address of no row; use device cpu"
     elif any(shard.width < table.dim for shard in shards) or (
@@ -259,9 +258,6 @@ def check_by_key(table: TableConfig, given: TableLayout, world: Placement) -> No
         why = f"is laid out {layout}, where several ranks would keep the map of a key; use S(0)"
     elif list(ranks) != sorted(ranks):
         why = f"is laid out {layout}; name its ranks in ascending order"
-    elif given.exchange == "unique" and len(shards) < world.size:
-        why = f"has rows on {len(shards)} of {world.size} ranks; unique asks all: use ranks {world}"
-        why += f" and num_rows of {world.size} or more, or exchange reduce"
     if why:
         raise ConfigError(f"table {table.name}: has its rows by key and {why}")
 
