@@ -198,6 +198,7 @@ def test_a_folder_that_is_none_is_said_alike_by_a_run_and_by_stats(tmp_path, cap
     assert main(["stats", str(path)]) == 2
     text = str(of_run.value)
     assert text == str(of_manifest.value)
-    assert capsys.readouterr().err == f"error: {text}\n"
+    said = text.replace("data.path:", "DIR:", 1)  # which is what the command calls it
+    assert capsys.readouterr().err == f"error: {said}\n"
     what = "does not exist" if kind == "nothing" else "is not a folder"
     assert text.startswith(f"data.path: {path} {what}; make a set with `sbpflow prepare")
