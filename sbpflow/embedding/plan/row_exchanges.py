@@ -125,8 +125,8 @@ class Unique(RowExchange):
         if not table.by_key or held == world.size:
             return ""
         return (
-            f"has its rows by key and asks every rank, but {world.size - held} of {world.size} have "
-            f"none; use all ranks and num_rows of {world.size} or more, or exchange reduce"
+            f"has its rows by key and asks every rank, but {world.size - held} of {world.size} "
+            f"have none; use all ranks and num_rows of {world.size} or more, or exchange reduce"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
