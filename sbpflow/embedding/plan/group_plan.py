@@ -56,8 +56,7 @@ MAX_BATCH_SIZES = 64  # whose steps are kept
 class Stage:
     """One transfer of a group, of which every rank makes the ``steps``.
 
-    Counts and ids travel ahead of a lookup, vectors go home and gradients come back. In an exchange
-    of several rounds ranks pass on what the round before brought, and each has stages of its own.
+    Counts and ids travel ahead of a lookup. In a further round ranks pass on what the last brought.
     """
 
     purpose: Purpose
