@@ -207,6 +207,10 @@ class Task:
         )
         return self.batch_size * per_sample
 
+    def most_lookups(self, table: TableConfig) -> int:
+        """Ids of a batch at most, as the engine counts them."""
+        return self.batch_size * sum(self._feature[name].hotness for name in table.features)
+
     def ragged(self, table: TableConfig) -> bool:
         """Whether its ids come as lists."""
         return any(

@@ -7,7 +7,7 @@ DreamShard's (utils.py and tools/gen_dlrm_data.py at 73128ed): rows by their loo
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -122,13 +122,10 @@ def from_bins(
     rows = np.where(np.asarray(bin_rows) > 0, share * lookups / per_row, 0.0)
     found = from_histogram(rows.tolist(), share.tolist(), ids_per_sample)
     fractions = np.asarray(bin_rows, dtype=np.float64)
-    return IdStats(
-        draws=found.draws,
-        unique=found.unique,
-        distinct=found.distinct,
+    return replace(
+        found,
         bin_rows=tuple((fractions / max(float(fractions.sum()), 1e-300)).tolist()),
         bin_lookups=tuple(share.tolist()),
-        top_mass=found.top_mass,
     )
 
 
@@ -141,13 +138,11 @@ def from_sample(ids: Sequence[int] | NDArray[np.int64], ids_per_sample: float) -
     unique = [float(len(np.unique(drawn[:n]))) for n in sizes]
     _, times = np.unique(drawn, return_counts=True)
     found = from_histogram([1.0] * len(times), times.tolist(), ids_per_sample)
-    return IdStats(
+    return replace(
+        found,
         draws=tuple(float(n) for n in sizes),
         unique=tuple(np.maximum.accumulate(unique).tolist()),
         distinct=math.inf,
-        bin_rows=found.bin_rows,
-        bin_lookups=found.bin_lookups,
-        top_mass=found.top_mass,
     )
 
 

@@ -46,7 +46,7 @@ def base_work(task: Task) -> Floats:
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     """What ``table`` in ``shape`` asks of the ranks of ``task``."""
     size = task.world_size
-    layout, most = shape.layout(task.world), _most_lookups(task, table)
+    layout, most = shape.layout(task.world), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
     facts = _facts(task, table)
     shards, home = work_of(exchange, facts, shape.parts)
@@ -75,12 +75,6 @@ def _facts(task: Task, table: TableConfig) -> Facts:
         state=rule.state_counts,
         shares_state=rule.shares_row_state,
     )
-
-
-def _most_lookups(task: Task, table: TableConfig) -> int:
-    """As the engine counts them, by ``hotness``."""
-    hotness = {feature.name: feature.hotness for feature in task.features}
-    return task.batch_size * sum(hotness[name] for name in table.features)
 
 
 def _keys(

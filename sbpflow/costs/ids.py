@@ -53,14 +53,18 @@ class IdCurve:
         if draws <= 0:
             return 0.0
         x = math.log(draws)
-        xs = np.log(np.array([1.0, *self.draws]))
-        ys = np.log(np.array([1.0, *self.unique]))
+        xs, ys = _logarithms(self.draws), _logarithms(self.unique)
         if x > xs[-1]:
             slope = (ys[-1] - ys[-2]) / max(float(xs[-1] - xs[-2]), 1e-9)
             y = float(ys[-1] + slope * (x - xs[-1]))
         else:
             y = float(np.interp(x, xs, ys))
         return min(math.exp(y), draws, self.distinct)
+
+
+@lru_cache(4096)  # a planner asks for the same curves in shape after shape
+def _logarithms(values: tuple[float, ...]) -> Floats:
+    return np.log(np.array([1.0, *values]))
 
 
 def curve_of(

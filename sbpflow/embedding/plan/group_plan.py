@@ -1,8 +1,8 @@
 """What a group of tables is, what an exchange says of one, and which transfers follow from that.
 
-A group is the tables of one output that share an exchange; it makes one exchange each way per
-batch whatever its number of tables. Pure data and pure functions: an ``Exchange`` is a description
-(``boxed_exchanges``, ``row_exchanges``), and the class that its ``runs`` names executes it.
+A group is the tables of one output that share an exchange, one each way per batch. Pure data and
+pure functions: an ``Exchange`` describes (``boxed_exchanges``, ``row_exchanges``), and the class
+that its ``runs`` names executes.
 """
 
 from abc import ABC, abstractmethod
@@ -56,8 +56,7 @@ MAX_BATCH_SIZES = 64  # whose steps are kept
 class Stage:
     """One transfer of a group, of which every rank makes the ``steps``.
 
-    Counts and ids travel ahead of a lookup, vectors go home and gradients come back. In an exchange
-    of several rounds ranks pass on what the round before brought, and each has stages of its own.
+    Counts and ids travel ahead of a lookup. In a further round ranks pass on what the last brought.
     """
 
     purpose: Purpose
@@ -170,9 +169,8 @@ class GroupPlan:
     """The tables of one output that travel together.
 
     ``shared_state`` are the stacks whose optimizer state is one number per row while ranks share
-    the row: their squares are added up. ``whole_gradients`` lets a local group all-reduce the
-    gradients of whole tables, where that is less than the touched rows'. Vectors travel as
-    ``comm_dtype``, gradients as ``grad_comm_dtype``.
+    the row: their squares are added up. ``whole_gradients`` of tables are all-reduced where that is
+    less than touched rows. Vectors travel as ``comm_dtype``, gradients as ``grad_comm_dtype``.
     """
 
     name: str
@@ -252,9 +250,8 @@ class GroupPlan:
 
     def takes_part(self, index: int, rank: int) -> bool:
         """Whether ``rank`` looks up ids of a stack; where terms are added up, even without rows."""
-        if self.kind.adds_terms:
-            return rank in self.owners
-        return bool(self.stacks[index].shards(rank))
+        holds = bool(self.stacks[index].shards(rank))
+        return rank in self.owners if self.kind.adds_terms else holds
 
     def rank_width(self, rank: int) -> int:
         """Columns that ``rank`` computes for every sample."""
@@ -323,9 +320,7 @@ class GroupPlan:
 
     def whole_numel(self) -> int:
         """Numbers of a gradient of whole tables: their elements, and each row's count of uses."""
-        return sum(
-            table.num_rows * (table.dim + 1) for stack in self.stacks for table in stack.tables
-        )
+        return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
         self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str, dtype: torch.dtype
