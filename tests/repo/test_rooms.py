@@ -95,7 +95,8 @@ def test_collectives_are_called_where_they_may_be():
 
 # JSON that is no file: messages between ranks, and a value that was text a moment ago.
 MESSAGES = set(
-    "sbpflow/runtime/exit_messages.py sbpflow/runtime/startup.py sbpflow/training/health.py "
+    "sbpflow/runtime/exit_messages.py sbpflow/runtime/hosts.py sbpflow/runtime/startup.py "
+    "sbpflow/training/health.py "
     "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/checkpoints.py "
     "planner/calibration/calibrate.py planner/calibration/measure.py "
     "planner/calibration/time_dense.py planner/calibration/time_transfers.py".split()

@@ -276,7 +276,9 @@ def test_exported_tensors_are_those_of_the_checkpoint():
 
 
 def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
-    with pytest.raises(ConfigError, match=r"format 2, this version has 3.*run sbpflow calibrate"):
+    with pytest.raises(
+        ConfigError, match=r"format is 2, this version has 3.*run sbpflow calibrate"
+    ):
         load_profile(OLD / "profile.json")
     cost = CostModel(described("h100-dgx")).of(read_tables(OLD / "tables.json").task(2))
     given = plan_from_yaml(OLD / "plan.yaml", cost.task)

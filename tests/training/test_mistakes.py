@@ -163,6 +163,7 @@ def training_run(synth_set: Path, folder: Path) -> Run:
     return run
 
 
+@pytest.mark.alone  # ranks that are seconds apart are named
 def test_a_mistake_is_said_once_by_two_ranks(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
