@@ -109,7 +109,7 @@ def cost_of_half(world, share):
         def emit(self, record):
             lines.append(record.getMessage())
 
-    handler, logger = Handler(), logging.getLogger("models.layered")
+    handler, logger = Handler(), logging.getLogger("sbpflow.models.layered")
     real, layered.half_time = layered.half_time, lambda half: share
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
