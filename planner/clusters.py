@@ -105,8 +105,8 @@ def profile_of(name: str | None) -> Profile:
         )
     if name is None and not default_path().is_file():
         raise ConfigError(
-            f"--profile: not given, and there is no calibration at {default_path()}; run python -m "
-            "planner calibrate (under five minutes), or plan by data sheets, for example --profile "
+            f"--profile: not given, and there is no calibration at {default_path()}; run sbpflow "
+            "calibrate (under five minutes), or plan by data sheets, for example --profile "
             f"{next(iter(MACHINES))}"
         )
     return load(None if name is None else Path(name))

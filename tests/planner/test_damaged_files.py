@@ -8,6 +8,7 @@ import pytest
 
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import Journal
+from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import load
 from sbpflow.planner.kept_plans import chosen_once
@@ -21,7 +22,8 @@ from tests.planner.test_calibrate import ENTRY
 
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 TASK = read_tables(OLD / "tables.json").task(2)
-COST = CostModel(load(OLD / "profile.json")).of(TASK)
+PROFILE = described("h100-dgx").as_json()
+COST = CostModel(described("h100-dgx")).of(TASK)
 PLAN = make_plan("dim", COST).plan
 
 
@@ -39,7 +41,7 @@ def refusal(read) -> str:
 
 def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
     file, refused = tmp_path / "profile.json", 0
-    raw = (OLD / "profile.json").read_bytes()
+    raw = PROFILE.encode()
 
     def price() -> None:
         profile = load(file)
@@ -70,11 +72,11 @@ def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
         ("about", {"ranks on a machine": "many"}, "'many' is not a number of ranks"),
         ("link", {"within_gb_per_s": 0.0}, r"link\.within_gb_per_s: 0 is not a bandwidth"),
         ("members", [{"idle": {}}], "members"),
-        ("format", 3, "format is 3, this version has 2"),
+        ("format", 2, "format is 2, this version has 3"),
     ],
 )
 def test_the_key_of_a_profile_that_is_wrong_is_named(tmp_path, key, value, says):
-    tree = json.loads((OLD / "profile.json").read_text())
+    tree = json.loads(PROFILE)
     if key == "weights":
         tree[key][3][4] = value
     else:
@@ -87,7 +89,7 @@ def test_the_key_of_a_profile_that_is_wrong_is_named(tmp_path, key, value, says)
 
 
 def test_a_key_that_a_profile_has_not_is_named(tmp_path):
-    file, tree = tmp_path / "profile.json", json.loads((OLD / "profile.json").read_text())
+    file, tree = tmp_path / "profile.json", json.loads(PROFILE)
     del tree["members"]
     file.write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match="it has no members"):
@@ -97,7 +99,7 @@ def test_a_key_that_a_profile_has_not_is_named(tmp_path):
 def test_damaged_tables_are_refused_or_priced(tmp_path):
     file, refused = tmp_path / "tables.json", 0
     raw = (OLD / "tables.json").read_bytes()
-    model = CostModel(load(OLD / "profile.json"))
+    model = CostModel(described("h100-dgx"))
     for copy in damaged(raw, 150):
         file.write_bytes(copy)
         said = refusal(lambda: model.of(read_tables(file).task(2)))
@@ -127,7 +129,7 @@ def test_lines_of_a_damaged_journal_are_measured_again(tmp_path):
     task = make_task(2)
     plan = {table.name: ["S(0)", "unique", [2, 1], [0, 1]] for table in task.tables}
     entries = [{**ENTRY, "name": f"again {n} a", "plan": plan, "facts": facts} for n in range(6)]
-    old = json.loads((OLD / "profile.json").read_text())["transfers"][:3]
+    old = json.loads(PROFILE)["transfers"][:3]
     lines = [*entries, {"transfers": old, "facts": facts}]
     raw = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.write_bytes(raw)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from sbpflow.__main__ import checkpoint as checkpoint_command
-from sbpflow.__main__ import predict, report
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import RunFacts, read_run, write_run
+from sbpflow.commands.checkpoint import checkpoint as checkpoint_command
+from sbpflow.commands.predict import predict
+from sbpflow.commands.report import report
 from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.format.manifest import check_unchanged, load_manifest
 from sbpflow.data.prepare.workspace import read_record, write_record
