@@ -48,9 +48,10 @@ COMMANDS: dict[str, Command] = {
 
 def main() -> int:
     """Dispatch on the first word."""
-    # As ``python -m`` does, so that a class of the user's own in this folder is found by name.
+    # A class of the user's own in this folder is found by name. Last, so that no file here takes
+    # the place of an installed module.
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 

@@ -7,16 +7,20 @@ from typing import Never, get_args
 
 
 class _OneLineError(ValueError):
-    """Its message is one line: a newline or another character that is not printable is escaped.
+    """Its message is one line, and one for each of ``details``.
 
-    Keys, values, paths and names of columns are quoted in messages, and may hold anything.
+    A newline or another character in them that is not printable is escaped: keys, values, paths and
+    names of columns are quoted in messages, and may hold anything.
     """
 
-    def __init__(self, message: str = "") -> None:
-        if not message.isprintable():
-            shown = (c if c.isprintable() else repr(c)[1:-1] for c in message)
-            message = "".join(shown)
-        super().__init__(message)
+    def __init__(self, message: str = "", *details: str) -> None:
+        super().__init__("\n  ".join(map(_printable, (message, *details))))
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class ConfigError(_OneLineError):

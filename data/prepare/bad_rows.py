@@ -45,15 +45,18 @@ def check_bad(staged: Sequence[Staged], options: PrepareOptions, early: float = 
         raise DataError(f"--input {files}: has no rows; name files with one row a line")
     if num_lines - num_bad == 0:
         raise DataError(
-            f"--input: no usable row in {num_lines} lines{describe_bad(staged)}"
-            f"{_advice(staged, options)}"
+            f"--input: no usable row in {num_lines} lines",
+            *bad_lines(staged),
+            *_advice(staged, options),
         )
     limit = options.max_bad_fraction
     if num_bad > max(limit, early) * num_lines:
         so_far = "of the first " if early else "of "
         raise DataError(
             f"--input: {num_bad} {so_far}{num_lines} lines are bad, more than --max-bad-fraction "
-            f"{limit:g}{describe_bad(staged)}{_advice(staged, options)}"
+            f"{limit:g}",
+            *bad_lines(staged),
+            *_advice(staged, options),
         )
 
 
@@ -66,21 +69,21 @@ def bad_counts(staged: Sequence[Staged]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def describe_bad(staged: Sequence[Staged], shown: int = 5) -> str:
+def bad_lines(staged: Sequence[Staged], shown: int = 5) -> list[str]:
     """Counts per reason and the first bad lines with file and line number; empty if none."""
-    text = "".join(f"\n  {count} x {reason}" for reason, count in bad_counts(staged).items())
+    found = [f"{count} x {reason}" for reason, count in bad_counts(staged).items()]
     line_of_file: dict[InputPath, int] = {}
     for piece in staged:
         first = line_of_file.get(piece.file, 1) + piece.num_names
         line_of_file[piece.file] = first + piece.num_lines
         for number, reason, line in piece.bad.examples[:shown]:
-            text += f"\n  {piece.file}:{first + number}: {reason}: {line!r}"
+            found.append(f"{piece.file}:{first + number}: {reason}: {line!r}")
         shown -= min(shown, len(piece.bad.examples))
-    return text
+    return found
 
 
-def _advice(staged: Sequence[Staged], options: PrepareOptions) -> str:
-    """What in the schema may not fit the first bad lines, as a line of its own; "" if nothing."""
+def _advice(staged: Sequence[Staged], options: PrepareOptions) -> list[str]:
+    """What in the schema may not fit the first bad lines, as one line; empty if nothing."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
     text = next((line for _, reason, line in examples if _WRONG_NUMBER in reason), None)
@@ -100,13 +103,13 @@ def _advice(staged: Sequence[Staged], options: PrepareOptions) -> str:
     keys = " and ".join(f"`{key}`" for key in found)
     if options.like is not None:
         if text is None and not found:
-            return ""
+            return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
-        return f"\n  the rows are read as those of --like, which has {columns}"
+        return [f"the rows are read as those of --like, which has {columns}"]
     if schema == CRITEO and (text is not None or found):
         needs = f", here probably with {keys}" if found else ""
-        return (
-            "\n  without --schema every line is read as Criteo's: 40 cells, tab separated, no "
+        return [
+            "without --schema every line is read as Criteo's: 40 cells, tab separated, no "
             f"names; describe any other table in a --schema file{needs} (docs/data.md)"
-        )
-    return f"\n  the --schema file probably needs {keys}" if found else ""
+        ]
+    return [f"the --schema file probably needs {keys}"] if found else []

@@ -22,7 +22,7 @@ from sbpflow.data.format.ids import Counts, HashedIds
 from sbpflow.data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, write_manifest
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.format.vocabulary import vocabulary_content
-from sbpflow.data.prepare.bad_rows import describe_bad
+from sbpflow.data.prepare.bad_rows import bad_lines
 from sbpflow.data.prepare.content import manifest_content
 from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
 from sbpflow.data.prepare.encode import FieldIds, all_records, encode_all
@@ -149,8 +149,8 @@ def _build(
         others = range(2, part.count + 1)
         part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
         records = all_records(staged)
-    if bad := describe_bad(staged):
-        _LOG.warning("lines were left out:%s", bad)
+    if bad := bad_lines(staged):
+        _LOG.warning("\n  ".join(["lines were left out:", *bad]))
     fields = [field_entry(name, options, kept, fitted) for name in options.fields]
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
     report_values(content, has_own_ids=like is None)

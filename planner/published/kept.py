@@ -7,10 +7,12 @@ measurements, the number of ranks, the batch, and the seed. Weights and numbers 
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # torch's; nothing is unpickled here
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -23,6 +25,11 @@ from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.problem import Assignment
 from sbpflow.runtime.cache_dir import cache_dir, make_private
 
+_LOG = logging.getLogger(__name__)
+_DAMAGED = (
+    *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
+    UnpicklingError,
+)
 VERSION = 1  # of how planners learn: raised when the same arguments would learn something else
 
 
@@ -61,12 +68,23 @@ def keep(model: Learned, path: Path) -> None:
 
 
 def recall(model: Learned, path: Path) -> bool:
-    """Fill a blank model from the file; False if there is none or it is of another shape."""
+    """Fill a blank model from the file; False if there is none, or it is damaged or of another
+    shape.
+    """
     if not path.is_file():
         return False
-    state = torch.load(path, weights_only=True)
-    if set(state) != set(_state(model)):
+    try:
+        state = torch.load(path, weights_only=True)
+        _fill(model, state)
+    except _DAMAGED as error:
+        _LOG.warning("%s: is not a kept planner (%s); it is trained again", path, error)
         return False
+    return True
+
+
+def _fill(model: Learned, state: dict[str, Any]) -> None:
+    if set(state) != set(_state(model)):
+        raise ValueError(f"it has {sorted(state)}")
     for name, value in state.items():
         mine = getattr(model, name)
         if isinstance(mine, nn.Module):
@@ -75,7 +93,6 @@ def recall(model: Learned, path: Path) -> bool:
             setattr(model, name, Scaling(value[0].numpy(), value[1].numpy()))
         else:
             setattr(model, name, value)
-    return True
 
 
 def _state(model: Learned) -> dict[str, Any]:

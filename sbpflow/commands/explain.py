@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from sbpflow.runtime.launch import ArgumentParser
 from sbpflow.runtime.local_path import local_path
 
+_MOST_RANKS = 65_536
+
 
 def explain(argv: Sequence[str]) -> int:
     """Print what a run would do, without starting its ranks."""
@@ -33,8 +35,10 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.kernels import with_known_kernels
     from sbpflow.runtime.world import device_type_of
 
-    if args.world_size < 1:
-        raise ConfigError(f"--world-size: {args.world_size} ranks; for example --world-size 2")
+    if not 1 <= args.world_size <= _MOST_RANKS:
+        raise ConfigError(
+            f"--world-size: {args.world_size} ranks; use 1 to {_MOST_RANKS}, for example 2"
+        )
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     fields = fields_of(manifest)

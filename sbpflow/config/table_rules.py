@@ -230,7 +230,9 @@ class ParallelConfig:
         ),
     ] = None
     timeout_s: Annotated[
-        float, Range(above=0), Key("execution", "Seconds after which a rank that waits gives up.")
+        float,
+        Range(above=0, high=1e6),
+        Key("execution", "Seconds after which a rank that waits gives up."),
     ] = 300.0
     checked: Annotated[
         bool,

@@ -142,6 +142,7 @@ def test_the_largest_numbers_make_a_plan_or_are_refused(value):
             r"beyond 64 bits; use a whole number of at most 9223372036854775807",
         ),
         ("data.batch_size=3000000000", r"not >= 1 and < 2.14748e\+09"),
+        ("parallel.timeout_s=1e30", r"not > 0 and <= 1e\+06"),
         ("model.hidden=&a [*a]", r"\*a is inside what it stands for"),
         ("model={[1]: 2}", "line 1: a key is a list; use text"),
         ("run.dir=2026-13-45", "month must be in 1..12"),

@@ -245,7 +245,9 @@ def test_a_gzip_cut_short_is_refused(tmp_path, cut):
 def test_a_table_of_another_kind_is_refused_before_its_end(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("a,b,c\n" * 2_000_000)
-    with pytest.raises(DataError, match=r"no usable row in \d{5} lines"):
+    with pytest.raises(
+        DataError, match=r"no usable row in \d{5} lines\n  \d+ x .*\n  .*rows.csv:1: "
+    ):
         run_prepare(tmp_path / "set", path)
 
 

@@ -23,6 +23,7 @@ from sbpflow.planner.planners import (
 )
 from sbpflow.planner.published import autoshard, dreamshard, neuroshard
 from sbpflow.planner.published.embark import embark
+from sbpflow.planner.published.kept import recall
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.report import as_html, as_text, infeasible_text, report_of
 from sbpflow.planner.search.auto import Effort
@@ -135,6 +136,14 @@ def test_what_a_planner_learned_is_kept_for_the_same_arguments(tmp_path, monkeyp
         assert published(name, [one.problem.pricing], 3)(one) == learned
         with pytest.raises(pytest.fail.Exception, match="learned again"):
             published(name, [one.problem.pricing], 4)
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x80\x04.", b"junk" * 99])
+def test_a_damaged_file_of_a_learned_planner_is_as_none(tmp_path, caplog, damage):
+    path = tmp_path / "dreamshard.pt"
+    path.write_bytes(damage)
+    assert not recall(dreamshard.DreamShard.blank(2), path)
+    assert f"{path}: is not a kept planner" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_the_wheel_holds_all_packages_and_nothing_else(wheel):
 def test_what_is_installed_runs_in_any_folder(wheel, tmp_path):
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
+    (elsewhere / "numpy.py").write_text("raise RuntimeError('a file of this folder was run')")
     zipfile.ZipFile(wheel).extractall(installed)
     words = ["synth", "--rows", "2000", "--vocab-scale", "0.001", "--output", "set"]
     code = (

@@ -100,6 +100,8 @@ def test_a_cross_of_no_column_is_told_before_one_that_could_be_made():
 def test_explain_needs_a_positive_world(synth_set):
     with pytest.raises(ConfigError, match="--world-size: 0 ranks"):
         explain(["--config", CONFIG, "--world-size", "0", f"data.path={synth_set}"])
+    with pytest.raises(ConfigError, match="--world-size: 1000000000 ranks; use 1 to 65536"):
+        explain(["--config", CONFIG, "--world-size", "1000000000", f"data.path={synth_set}"])
 
 
 def test_a_wrong_pair_of_torch_and_fbgemm_is_named(monkeypatch, four_ranks, synth_set):
