@@ -318,7 +318,7 @@ def test_explain_says_what_is_wrong_with_a_plan(tmp_path, text, says):
 
 def test_without_a_profile_both_ways_to_one_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"planner calibrate .*--profile h100-dgx"):
+    with pytest.raises(ConfigError, match=r"sbpflow calibrate .*--profile h100-dgx"):
         profile_of(None)
     with pytest.raises(ConfigError, match=r"--profile: h100 is no file.*use h100-dgx, a100-dgx"):
         profile_of("h100")
