@@ -202,10 +202,12 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
 
 def _make_room(config: Config) -> None:
     """Move what another run left in checkpoint.dir aside; within run.dir its report does."""
-    folder = config.checkpoint.dir
-    if folder is None or not folder.is_dir():
+    folder = checkpoint_dir(config)
+    if not folder.is_dir():
         return
     tidy(folder)
+    if config.checkpoint.dir is None:
+        return
     names = [path.name for path in list_checkpoints(folder)]
     aside = set_aside(folder, [*names, RUN_FILE, DATA_FOLDER])
     if aside is not None:

@@ -235,8 +235,10 @@ def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeyp
 
 def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
+    (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()  # of a save that was killed
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
     assert (tmp_path / "previous-1" / "checkpoints" / "step-4" / "index.json").is_file()
+    assert not list(tmp_path.rglob(".step-*"))
     assert run(synth_set, tmp_path, "train.max_steps=5") == 0
     assert (tmp_path / "previous-2" / "checkpoints" / "step-5" / "index.json").is_file()
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
