@@ -1,0 +1,76 @@
+"""docs/tutorial.md: its files and commands work in the order in which a reader meets them."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.deadlines import run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+FILES = {match[1]: text for _, text in BLOCKS if (match := re.match(r"# ([\w.]+)\n", text))}
+COMMANDS = [
+    line
+    for language, text in BLOCKS
+    if not language
+    for line in text.replace("\\\n", " ").splitlines()
+    if line.startswith(("sbpflow ", "python "))
+]
+PROGRAMS = {"sbpflow": [sys.executable, "-m", "sbpflow"], "python": [sys.executable]}
+
+
+def test_the_page_has_what_the_test_runs():
+    assert list(FILES) == ["make_clicks.py", "schema.yaml", "clicks.yaml"]
+    words = [shlex.split(command)[1] for command in COMMANDS]
+    assert words == [
+        *("make_clicks.py", "prepare", "stats", "explain", "train", "train"),
+        *("report", "predict", "export"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder in which a reader has followed the page to its end."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for command in COMMANDS:
+        program, *words = shlex.split(command)
+        done = run(
+            [*PROGRAMS[program], *words],
+            180,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return folder
+
+
+def test_the_sample_is_the_start_of_the_table(folder):
+    (sample,) = [text for language, text in BLOCKS if not language and text.startswith("visit,")]
+    table = (folder / "clicks.csv").read_text()
+    assert table.startswith(sample)
+    assert "clicked" not in (folder / "tomorrow.csv").read_text()
+
+
+def test_every_new_row_has_a_score(folder):
+    scores = pl.read_parquet(folder / "scores.parquet")
+    assert scores.columns == ["visit", "score"]
+    assert scores["visit"].to_list() == list(range(20_000, 21_000))
+    assert scores["score"].is_between(0, 1).all()
+
+
+def test_the_model_has_learned_something(folder):
+    last = pl.read_ndjson(folder / "runs/clicks/metrics.jsonl", infer_schema_length=None)
+    assert last.filter(pl.col("event") == "final")["auc"].item() > 0.7
+
+
+def test_the_files_that_the_page_names_are_there(folder):
+    assert (folder / "runs/clicks/report.html").is_file()
+    assert (folder / "out/model/model.pt2").is_file()
