@@ -50,7 +50,7 @@ def _rows(title):
 
 @pytest.mark.parametrize("p", [2, 4])
 def test_the_table_of_conversions_holds(p):
-    rows = _rows("What happens from X to Y")
+    rows = _rows("Conversions")
     assert len(rows) == 10
     size = 64 * 64 * 4
     formulas = {
@@ -94,7 +94,7 @@ def test_the_table_of_signatures_holds(monkeypatch):
     seen = []
     deduce = dispatch.deduce
     monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
-    for op, shown in _rows("Ops choose their layouts"):
+    for op, shown in _rows("How ops choose layouts"):
         seen.clear()
         call, shapes_of = _call_of(op)
         everywhere = [parse_nd_sbp("B")] * len(test_ops.OPS[shapes_of][2])
