@@ -1,0 +1,116 @@
+"""The pages of results name the records of their figures, and show what those say."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "benchmarks" / "results"
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
+# A row of the last table of a page: record, CPU, commits.
+NAMED = [
+    (page, *row)
+    for page, text in PAGES.items()
+    for row in re.findall(r"^\| `(\w+\.jsonl)` \| ([^|]+) \| ([\da-f, ]+) \|$", text, re.M)
+]
+
+
+def read(record: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RECORDS / record).read_text().splitlines()]
+
+
+def rows(page: str, record: str) -> list[list[str]]:
+    """The cells of the rows that end with the name of a record."""
+    lines = re.findall(rf"^\| (.+) \| `{record}` \|$", PAGES[page], re.M)
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+@pytest.mark.parametrize(("page", "record", "cpu", "commits"), NAMED)
+def test_a_record_has_the_cpu_and_the_commits_that_its_page_states(page, record, cpu, commits):
+    lines = read(record)
+    assert {line["commit"] for line in lines} == set(commits.split(", "))
+    for device in {line["device"] for line in lines}:
+        assert cpu.split(" (")[0] in device.replace("(R)", "")
+
+
+def test_every_record_is_on_one_page():
+    named = [record for _, record, _, _ in NAMED]
+    assert len(set(named)) == len(named) > 40
+    readme = (ROOT / "README.md").read_text()
+    records = [path.name for path in RECORDS.glob("*.jsonl")]
+    assert [r for r in records if r not in named and f"results/{r}" not in readme] == []
+
+
+COMPARED = [record for page, record, _, _ in NAMED if record.startswith("vs_torchrec_")]
+
+
+@pytest.mark.parametrize("record", COMPARED)
+def test_the_comparison_with_torchrec_is_the_recorded_one(record):
+    expected, times = [], {}
+    for line in read(record):
+        if "system" in line:
+            times[line["system"]] = line
+            continue
+        theirs, ours = times[line["against"]], times["sbpflow"]
+        low, high = line["spread"]
+        expected.append(
+            [
+                line["wire"],
+                f"{theirs['step_ms']:.1f}",
+                f"{ours['step_ms']:.1f}",
+                f"{line['times_faster']:.2f} ({low:.2f} to {high:.2f})",
+                f"{theirs['cpu_ms']:.0f} and {ours['cpu_ms']:.0f}",
+            ]
+        )
+    assert [cells[1:] for cells in rows("torchrec", record)] == expected
+
+
+STAGES = ("+ overlap", "+ layout per table", "+ unique rows", "every table whole", "scheme: auto")
+
+
+@pytest.mark.parametrize("record", [r for _, r, _, _ in NAMED if r.startswith("stages_")])
+def test_the_stages_are_the_recorded_ones(record):
+    stages = {line["stage"]: line for line in read(record)}
+    (cells,) = rows("engine", record)
+    faster = [f"{stages[s]['times_faster']:.2f}" if s in stages else "" for s in STAGES]
+    first, last = stages["serial, S(0) reduce"], stages["+ unique rows"]
+    expected = [*faster, f"{first['step_ms']:.0f} to {last['step_ms']:.0f} ms"]
+    assert cells[1:] == expected
+
+
+def test_the_models_have_the_recorded_scores():
+    means = {
+        line["benchmark"].removeprefix("criteo_"): line["means"]
+        for line in read("criteo_models.jsonl")
+        if "means" in line
+    }
+    shown = re.findall(
+        r"^\| `(\w+)` \| (0\.\d+) \| (0\.\d+) \| \S+ \| (0\.\d+) \|", PAGES["models"], re.M
+    )
+    assert len(shown) == len(means) == 4
+    for model, *scores in shown:
+        systems = ("sbpflow float32", "plain torch", "sbpflow bf16")
+        assert scores == [f"{means[model][system]:.5f}" for system in systems]
+
+
+def test_the_job_of_the_planner_took_the_recorded_times():
+    table = PAGES["planner"].split("## A job by the clock")[1].split("\n## ")[0]
+    names = {"`auto`": "auto", "EMBark": "embark", "NeuroShard": "neuroshard"}
+    names |= {"DreamShard": "dreamshard", "AutoShard": "autoshard"}
+    plans = [
+        next(line["plans"] for line in read(f"planner_job_{link}.jsonl") if "plans" in line)
+        for link in ("loopback", "1gbit")
+    ]
+    shown = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", table, re.M))
+    for row, plan in names.items():
+        expected = [
+            f"{found[plan]['ms']:.1f} ms"
+            if plan == "auto"
+            else f"{100 * found[plan]['slower_than_auto']:+.1f} % "
+            f"+- {100 * found[plan]['plus_minus']:.1f}"
+            for found in plans
+        ]
+        assert shown[row] == " | ".join(expected), row
