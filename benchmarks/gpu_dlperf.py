@@ -2,7 +2,7 @@
 
 The setting of OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
 rows): published for one V100-16GB: 56.6 to 57.0 ms at every size up to 51.2M rows; see
-docs/decisions.md for the source. Runs until memory ends. Random batches on the device, so that the
+docs/benchmarks.md. Runs until memory ends. Random batches on the device, so that the
 figure is the step alone; ids are Zipf-like over whole tables.
 
     python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=true]
