@@ -109,7 +109,7 @@ def test_the_job_of_the_planner_took_the_recorded_times():
         expected = [
             f"{found[plan]['ms']:.1f} ms"
             if plan == "auto"
-            else f"{100 * found[plan]['slower_than_auto']:+.1f} % "
+            else f"{100 * found[plan]['slower_than_auto']:+.1f}% "
             f"+- {100 * found[plan]['plus_minus']:.1f}"
             for found in plans
         ]
