@@ -56,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_the_sample_is_the_start_of_the_table(folder):
-    (sample,) = [text for language, text in BLOCKS if language == "csv"]
+    (sample,) = [text for language, text in BLOCKS if language == "none"]
     table = (folder / "clicks.csv").read_text()
     assert table.startswith(sample)
     assert "clicked" not in (folder / "tomorrow.csv").read_text()
