@@ -14,9 +14,9 @@ from benchmarks.peer_torchrec_planner import torchrec_plan
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.costs.ids import IdFrequencies
+from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.calibration.design import Law, Sample
 from sbpflow.planner.calibration.measure import dense_work_of
-from sbpflow.planner.calibration.picks import to_measure
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
 from sbpflow.planner.costs.profile import Profile

@@ -20,7 +20,7 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="processes on this machine; 2 by default")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seconds", type=float, help="for all of it; 270 by default")
-    parser.add_argument("--rounds", type=int, help="of plans that the model picks; 2 by default")
+    parser.add_argument("--rounds", type=int, help="of candidates of the model; 2 by default")
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="of the tables")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="seconds and small tables, for tests")

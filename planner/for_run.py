@@ -21,7 +21,7 @@ from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import CostModel, Prediction
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
 from sbpflow.planner.costs.profile import Profile, load
-from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.task import (
     Choice,
     DenseWork,

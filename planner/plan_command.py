@@ -14,7 +14,7 @@ import torch
 
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import plan_of_tree, plan_tree
-from sbpflow.planner.calibration.picks import to_measure
+from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.choose import checked
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
 from sbpflow.planner.costs.cost import CostModel, TaskCost

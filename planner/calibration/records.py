@@ -65,7 +65,7 @@ def record_of(entry: Mapping[str, Any], task: Task) -> Record:
 
 
 def session_of(name: str) -> int:
-    """0 for drawn plans, else the round of picks."""
+    """0 for drawn plans, else the round of candidates."""
     if not name.startswith((PICKED, AGAIN)):
         return 0
     return int(name.split()[1].partition(".")[0])

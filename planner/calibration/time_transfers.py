@@ -106,9 +106,9 @@ def _timed(boxing: Boxing, case: _Case) -> tuple[float, float]:
     """ms that this rank packs and that it then waits, all having begun together."""
     run = case.make()
     with MoveTimer(boxing) as timer:
-        with timer.move("look_up"):  # a move whose waits are those of vectors
+        with timer.move("lookup"):  # a move whose waits are those of vectors
             run()
-    return round(timer.times["look_up"], 4), round(timer.times[VECTORS], 4)
+    return round(timer.times["lookup"], 4), round(timer.times[VECTORS], 4)
 
 
 def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Transfer:

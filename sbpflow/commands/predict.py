@@ -43,7 +43,7 @@ def predict(argv: Sequence[str]) -> int:
     )
     from sbpflow.run.start import plan_for_ranks, start_world
     from sbpflow.runtime.world import device_type_of, world_size_of_environment
-    from sbpflow.training.health import on_all_or_none
+    from sbpflow.training.health import run_on_all_ranks
     from sbpflow.training.report import setup_logging
 
     checkpoint, config = saved_run(args)
@@ -68,7 +68,7 @@ def predict(argv: Sequence[str]) -> int:
     world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
     setup_logging(world.rank)
     boxing = Boxing(world)
-    on_all_or_none(boxing, lambda: scoring.open(world.rank))
+    run_on_all_ranks(boxing, lambda: scoring.open(world.rank))
     request = config.parallel.kernel
     kept = saved_plan(checkpoint, plan, request)
     plan = kept or with_measured_kernels(plan, request, boxing)
@@ -90,6 +90,6 @@ def predict(argv: Sequence[str]) -> int:
     for probabilities, labels in predictions(job.trainer, loader, boxing):
         scoring.write(probabilities, labels)
     loader.close()
-    on_all_or_none(boxing, scoring.close)
+    run_on_all_ranks(boxing, scoring.close)
     world.close()
     return 0

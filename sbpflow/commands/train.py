@@ -97,7 +97,7 @@ def run_rank(
     world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
     setup_logging(world.rank)
     boxing = Boxing(world)
-    lock = health.on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
+    lock = health.run_on_all_ranks(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
     data = resume.DataFacts(
         path=str(manifest.path),
         fingerprint=manifest.fingerprint,
@@ -162,7 +162,7 @@ def _fit(
 ) -> None:
     """Train, score and report; the job is as it was left, where it goes on."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
-    from sbpflow.data.format.keep import keep_without_rows
+    from sbpflow.data.format.metadata import copy_metadata
     from sbpflow.run.checkpoints import Checkpoints
     from sbpflow.run.explain import format_plan
     from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
@@ -197,7 +197,7 @@ def _fit(
             loaders["train"],
             resumed=run,
             metrics_bytes=lambda: report.metrics_bytes,
-            keep_set=lambda folder: keep_without_rows(manifest, folder / DATA_FOLDER),
+            keep_set=lambda folder: copy_metadata(manifest, folder / DATA_FOLDER),
         )
         result = fit(
             job.trainer,

@@ -47,6 +47,13 @@ class PathOr:
 
 
 @dataclass(frozen=True, slots=True)
+class Aliases:
+    """Other words for some values: {word: value}."""
+
+    words: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Tagged:
     """The dataclasses that a group may be, by their ``name``, given the name that a user gave."""
 
@@ -154,6 +161,9 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             given: object = value.get("name") if isinstance(value, Mapping) else None
             default = None if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
+    for mark in args[1:]:
+        if isinstance(mark, Aliases) and isinstance(value, str):
+            value = mark.words.get(value, value)
     parsed: Any = parse(value, args[0], key, example)
     if parsed is None:
         return None

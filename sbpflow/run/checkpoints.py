@@ -15,14 +15,14 @@ from sbpflow.config.checks import writable_folder
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.errors import ConfigError
-from sbpflow.run.agreed_stop import AgreedStop
+from sbpflow.run.coordinated_stop import CoordinatedStop
 from sbpflow.run.job import Job
 from sbpflow.run.plan_file import plan_to_json
 from sbpflow.run.resume import Resumed, relevant_facts
-from sbpflow.runtime.gentle_stop import GentleStop
+from sbpflow.runtime.graceful_shutdown import GracefulShutdown
 from sbpflow.runtime.versions import summary as version_summary
 from sbpflow.training.batch import Batch
-from sbpflow.training.health import gather_facts, on_all_or_none
+from sbpflow.training.health import gather_facts, run_on_all_ranks
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.run_folder import RunLock
 
@@ -64,19 +64,19 @@ class Checkpoints:
         self._world = job.boxing.world
         self._best: dict[str, Any] | None = dict(start.best) if start.best else None
         self._saver: Saver | None = None
-        self._signals: GentleStop | None = None
-        self._stop: AgreedStop | None = None
+        self._signals: GracefulShutdown | None = None
+        self._stop: CoordinatedStop | None = None
         self._stopping = False
         self._lock: RunLock | None = None
         if start.cursor is not None:
             read.load_state_dict(start.cursor)
         if not config.checkpoint.every:
             return
-        folder = on_all_or_none(job.boxing, lambda: _folder(decision.folder))
+        folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data)
         self._facts = RunFacts(run=decision.run, facts=facts, status="training")
-        self._lock = on_all_or_none(
+        self._lock = run_on_all_ranks(
             job.boxing, lambda: RunLock(folder, rank=self._world.rank, key="checkpoint.dir")
         )
         if self._world.rank == 0:
@@ -92,10 +92,10 @@ class Checkpoints:
             stores=job.embeddings.stores,
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
-            self._signals = GentleStop.where_watched()
+            self._signals = GracefulShutdown.where_watched()
         if self._signals is not None:
             timeout_s = config.parallel.timeout_s
-            self._stop = AgreedStop(self._signals, self._world, timeout_s=timeout_s)
+            self._stop = CoordinatedStop(self._signals, self._world, timeout_s=timeout_s)
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
         """Remember the best."""

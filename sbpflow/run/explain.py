@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import shards_of
 from sbpflow.run.plan import RunPlan
 from sbpflow.sbp.sbp import format_nd_sbp
@@ -81,7 +81,7 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
     }
 
 
-def _stack_of(plan: RunPlan, name: str) -> Stack:
+def _stack_of(plan: RunPlan, name: str) -> TableBatch:
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if any(table.name == name for table in stack.tables):

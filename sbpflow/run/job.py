@@ -92,7 +92,7 @@ def build_job(
         boxing,
         seed=seed,
         kernel=plan.kernels,
-        row_capacity=config.parallel.row_capacity,
+        row_buffer_fraction=config.parallel.row_buffer_fraction,
         stores=stores,
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
@@ -135,11 +135,11 @@ def _say_what_is_fixed(config: Config, trainer: Trainer, embeddings: EmbeddingCo
     """In a line each: what is replayed, and what travels in buffers of a fixed size."""
     if trainer.graphs is not None:
         logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
-    if config.parallel.row_capacity is not None:
+    if config.parallel.row_buffer_fraction is not None:
         found = embeddings.describe_buffers()
         nothing = "nothing to do: of no table do single rows travel to a kernel torch or triton"
         for line in found or [nothing]:
-            logger.info("parallel.row_capacity: %s", line)
+            logger.info("parallel.row_buffer_fraction: %s", line)
 
 
 def _check_captured(plan: RunPlan) -> None:

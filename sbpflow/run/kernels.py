@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
@@ -84,7 +84,7 @@ def _of_rank_0(value: torch.Tensor, boxing: Boxing) -> torch.Tensor:
     return out
 
 
-def _take(kernels: dict[str, KernelChoice], stack: Stack, times: dict[str, float]) -> None:
+def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, float]) -> None:
     choice = choose_by_times(kernels[stack.tables[0].name], times)
     for table in stack.tables:
         kernels[table.name] = choice
@@ -92,7 +92,7 @@ def _take(kernels: dict[str, KernelChoice], stack: Stack, times: dict[str, float
 
 def _measurable(
     run: RunPlan, request: KernelRequest
-) -> Iterator[tuple[Stack, StackShape, list[KernelName]]]:
+) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
     """Stacks whose kernel is for the run to choose, in the plan's order, and which can serve them;
     those that several can, where the device of the run is at hand.
     """

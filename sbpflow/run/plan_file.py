@@ -21,7 +21,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan
 from sbpflow.embedding.plan.grouping import IdColumns
-from sbpflow.embedding.plan.stack import Stack, Use
+from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import known_rules, rule_class
@@ -43,10 +43,13 @@ from sbpflow.training.step_schedule import (
     Move,
     StepSchedule,
     clipped,
+    current_name,
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # the older one has the next batch's moves marked as ahead
-_RENAMED = {"wire": "comm_dtype"}  # fields of older files
+# Fields, classes and moves of older files.
+_RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
+_RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -71,12 +74,12 @@ _CLASSES: dict[str, type[Any]] = {
         PricedPlan,
         RunPlan,
         Split,
-        Stack,
+        TableBatch,
         StepSchedule,
         TableConfig,
         TableLayout,
         Topology,
-        Use,
+        FeatureLookup,
     )
 }
 
@@ -172,8 +175,10 @@ def _decode(value: object) -> object:
     if content["is"] == "RunPlan" and "topology" not in content:  # of an older version
         ranks = content["embeddings"]["world"]["ranks"]
         content["topology"] = _encode(Topology.one_host(len(ranks)))
-    kind = _CLASSES[content["is"]]
+    kind = _CLASSES[_RENAMED_CLASSES.get(content["is"], content["is"])]
     values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
+    if kind is Move:
+        values["name"] = current_name(cast("str", values["name"]))
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
             raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")

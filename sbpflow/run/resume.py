@@ -28,7 +28,7 @@ from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.job import Job
 from sbpflow.run.saved_documents import check_loop, check_start, saved_set
-from sbpflow.training.health import gather_facts, on_all_or_none
+from sbpflow.training.health import gather_facts, run_on_all_ranks
 from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, set_aside
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
         except CheckpointError as error:
             raise ConfigError(f"checkpoint.resume: {error}") from error
 
-    found = on_all_or_none(boxing, ask)
+    found = run_on_all_ranks(boxing, ask)
     if boxing.world.size == 1:
         return found
     newest = "" if found.newest is None else str(found.newest)

@@ -13,7 +13,7 @@ from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
 from sbpflow.embedding.state import Values, read_values
 from sbpflow.errors import ConfigError, ReplicaError, SbpError, TrainingError
-from sbpflow.runtime.late_read import LateRead
+from sbpflow.runtime.async_scalar_read import AsyncScalarRead
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split
@@ -44,7 +44,7 @@ class LossWatch:
         self._names = tuple(dense_names)
         every = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
         self._least, self._greatest = torch.tensor(every).reshape(-1, 2).unbind(1)
-        self._waiting: tuple[int, LateRead, Sequence[Batch]] | None = None
+        self._waiting: tuple[int, AsyncScalarRead, Sequence[Batch]] | None = None
         self.last = float("nan")
         self._norm: float | None = None
 
@@ -61,7 +61,7 @@ class LossWatch:
             return
         self.flush()
         both = loss.reshape(1) if norm is None else torch.stack([loss.to(torch.float64), norm])
-        self._waiting = (step, LateRead(both), batches)
+        self._waiting = (step, AsyncScalarRead(both), batches)
 
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
         """TrainingError where a label or a dense value is none of its set's: a file has changed
@@ -139,7 +139,7 @@ def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str
     return [json.loads(bytes(row)) for row in everyone.tolist()]
 
 
-def on_all_or_none(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
+def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
     """What ``attempt`` returns; if it raises ConfigError on any rank, that is raised on every one.
 
     Every rank calls it. A rank that left alone would leave the others in a collective.

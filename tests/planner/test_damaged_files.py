@@ -11,7 +11,7 @@ from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import load
-from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml

@@ -16,7 +16,7 @@ from sbpflow.training.health import (
     LossWatch,
     check_replicas,
     gather_text,
-    on_all_or_none,
+    run_on_all_ranks,
 )
 from sbpflow.training.metrics import Evaluation, auc
 from sbpflow.training.run_folder import RunLock
@@ -159,7 +159,7 @@ def hold(world: World, folder: Path) -> str:
     held: list[RunLock] = []
 
     def attempt() -> None:
-        held.append(on_all_or_none(Boxing(world), lambda: RunLock(folder, rank=world.rank)))
+        held.append(run_on_all_ranks(Boxing(world), lambda: RunLock(folder, rank=world.rank)))
 
     text = message_of(ConfigError, attempt)
     for lock in held:

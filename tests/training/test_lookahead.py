@@ -195,9 +195,9 @@ def test_explain_shows_the_window_and_its_memory():
         facts = describe(plan)
         assert facts["lookahead"] == lookahead
         batches = {move["move"]: move["batch"] for move in facts["schedule"]}
-        assert batches["look_up"] == "this"
-        assert batches["begin"] == {0: "this", 1: "next", 4: "+4"}[lookahead]
-        assert batches["receive"] == {0: "this", 1: "this", 4: "+3"}[lookahead]
+        assert batches["lookup"] == "this"
+        assert batches["start_id_exchange"] == {0: "this", 1: "next", 4: "+4"}[lookahead]
+        assert batches["receive_ids"] == {0: "this", 1: "this", 4: "+3"}[lookahead]
         found[lookahead] = [rank["window_bytes"] for rank in facts["ranks"]]
         assert f"of the {1 + lookahead} batches in the window" in format_plan(plan)
     assert all(each > 0 for each in found[0])

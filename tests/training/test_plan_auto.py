@@ -46,7 +46,7 @@ def profile(step_row=1e-3, vector_byte=1e-6):
     """A machine where updates of rows and bytes of vectors are what costs."""
     terms = {
         "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
-        "look_up": {"read_rows": 1e-5},
+        "lookup": {"read_rows": 1e-5},
         "vectors": {"vector_bytes": vector_byte, "num_row_transfers": 0.3, "num_dense_groups": 0.2},
         "row gradients": {
             "gradient_bytes": vector_byte,

@@ -33,7 +33,7 @@ CASES = {
 def config_of(case, share, **parallel):
     scheme, tables, sparse = CASES[case]
     config = make_config(scheme, sparse, dtype="float32", dense="adam", tables=tables)
-    return replace(config, parallel=replace(config.parallel, row_capacity=share, **parallel))
+    return replace(config, parallel=replace(config.parallel, row_buffer_fraction=share, **parallel))
 
 
 def train_ahead(world, config):
@@ -104,7 +104,7 @@ def test_half_rows_and_wires_too(rehearsed_ranks):
 def test_a_batch_that_does_not_fit_names_a_share_that_does(rehearsed_ranks):
     found = rehearsed_ranks(2, train_ahead, config_of("unique", 0.05))
     words = found[0][3][0]
-    assert words.startswith("parallel.row_capacity: 0.05 has room for ")
+    assert words.startswith("parallel.row_buffer_fraction: 0.05 has room for ")
     assert not found[1][3], "rank 0 speaks for all"
     enough = float(words.split("; ")[-1].split(" ")[0])
     assert 0.05 < enough <= 1.0
@@ -114,7 +114,9 @@ def test_a_batch_that_does_not_fit_names_a_share_that_does(rehearsed_ranks):
 
 
 def test_a_cpu_has_no_such_buffers():
-    with pytest.raises(ConfigError, match=r"parallel.row_capacity: 0.5 on cpu.*device: cuda"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.row_buffer_fraction: 0.5 on cpu.*device: cuda"
+    ):
         plan_run(config_of("unique", 0.5), FIELDS, world_size=2, device_type="cpu")
 
 

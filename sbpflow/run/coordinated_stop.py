@@ -14,7 +14,7 @@ _LOOK_S = 1.0  # between two looks at whether another rank was asked: a round tr
 
 
 class Asked(Protocol):
-    """``runtime.gentle_stop.GentleStop``."""
+    """``runtime.graceful_shutdown.GracefulShutdown``."""
 
     asked: int
 
@@ -23,7 +23,7 @@ class Asked(Protocol):
         ...
 
 
-class AgreedStop:
+class CoordinatedStop:
     """Every rank makes one, and asks ``after`` between its steps.
 
     ``timeout_s`` is for an answer of the store: a link that is only slow ends nothing.

@@ -1,6 +1,7 @@
-"""Packed text: gzip, bzip2, xz and zstd as files of unpacked bytes that end only where they end.
+"""Compressed text: gzip, bzip2, xz and zstd as files of decompressed bytes that end only where they
+end.
 
-A packed file that is cut short raises: nobody knows how many rows it lost.
+A compressed file that is cut short raises: nobody knows how many rows it lost.
 """
 
 import bz2
@@ -18,9 +19,9 @@ _READ_BYTES = 1 << 20
 
 
 class _Zstd(io.RawIOBase):
-    """The unpacked bytes of the zstd frames in a file, one after the other."""
+    """The decompressed bytes of the zstd frames in a file, one after the other."""
 
-    def __init__(self, packed: IO[bytes]) -> None:
+    def __init__(self, compressed: IO[bytes]) -> None:
         try:
             import zstandard
         except ImportError as error:
@@ -28,7 +29,7 @@ class _Zstd(io.RawIOBase):
                 "a .zst file needs the package zstandard (`pip install zstandard`); or unpack it "
                 "with `zstd -d`"
             ) from error
-        self._packed, self._zstd = packed, zstandard
+        self._compressed, self._zstd = compressed, zstandard
         self._frame = zstandard.ZstdDecompressor().decompressobj()
         self._began, self._waiting = False, b""
 
@@ -47,39 +48,39 @@ class _Zstd(io.RawIOBase):
     def _unpack_more(self) -> bool:
         """Unpack some more; False at the end of the last frame."""
         if self._frame.eof:
-            packed = self._frame.unused_data or self._packed.read(_READ_BYTES)
-            if not packed:
+            compressed = self._frame.unused_data or self._compressed.read(_READ_BYTES)
+            if not compressed:
                 return False
             self._frame = self._zstd.ZstdDecompressor().decompressobj()
         else:
-            packed = self._packed.read(_READ_BYTES)
-            if not packed:
+            compressed = self._compressed.read(_READ_BYTES)
+            if not compressed:
                 raise EOFError("it ends within a frame" if self._began else "it has no bytes")
         self._began = True
         try:
-            self._waiting = self._frame.decompress(packed)
+            self._waiting = self._frame.decompress(compressed)
         except self._zstd.ZstdError as error:
             raise zlib.error(str(error)) from error
         return True
 
 
-def _gzip(packed: IO[bytes]) -> IO[bytes]:
-    return gzip.GzipFile(fileobj=packed)
+def _gzip(compressed: IO[bytes]) -> IO[bytes]:
+    return gzip.GzipFile(fileobj=compressed)
 
 
-def _bz2(packed: IO[bytes]) -> IO[bytes]:
-    return bz2.BZ2File(packed)
+def _bz2(compressed: IO[bytes]) -> IO[bytes]:
+    return bz2.BZ2File(compressed)
 
 
-def _xz(packed: IO[bytes]) -> IO[bytes]:
-    return lzma.LZMAFile(packed)
+def _xz(compressed: IO[bytes]) -> IO[bytes]:
+    return lzma.LZMAFile(compressed)
 
 
-def _zstd(packed: IO[bytes]) -> IO[bytes]:
-    return io.BufferedReader(_Zstd(packed), _READ_BYTES)
+def _zstd(compressed: IO[bytes]) -> IO[bytes]:
+    return io.BufferedReader(_Zstd(compressed), _READ_BYTES)
 
 
-UNPACK: Mapping[str, Callable[[IO[bytes]], IO[bytes]]] = {
+DECOMPRESS: Mapping[str, Callable[[IO[bytes]], IO[bytes]]] = {
     ".gz": _gzip,
     ".bz2": _bz2,
     ".xz": _xz,
@@ -88,16 +89,16 @@ UNPACK: Mapping[str, Callable[[IO[bytes]], IO[bytes]]] = {
 """By the suffix of a name."""
 
 
-def unpacked(packed: IO[bytes], suffix: str) -> IO[bytes]:
-    """The unpacked bytes; EOFError for no bytes, which some take for an empty text."""
-    if not packed.read(1):
+def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
+    """The decompressed bytes; EOFError for no bytes, which some take for an empty text."""
+    if not compressed.read(1):
         raise EOFError("it has no bytes")
-    packed.seek(0)
-    return UNPACK[suffix](packed)
+    compressed.seek(0)
+    return DECOMPRESS[suffix](compressed)
 
 
 @contextmanager
-def packed_errors(path: object, suffix: str) -> Iterator[None]:
+def decompress_errors(path: object, suffix: str) -> Iterator[None]:
     """A DataError for what a file that is cut short or damaged raises."""
     try:
         yield

@@ -38,7 +38,9 @@ def predicted_steps(profile: Profile, records: Sequence[Record]) -> Floats:
     return step_ms(np.stack(predicted_phases(profile, records)), profile.hidden)
 
 
-def judge(records: Sequence[Record], phases: Sequence[Floats], steps: Floats) -> dict[str, float]:
+def cross_validation(
+    records: Sequence[Record], phases: Sequence[Floats], steps: Floats
+) -> dict[str, float]:
     """Errors of predicted ``phases`` and ``steps``: medians, and means over the sessions.
 
     ``regret`` is how much slower the plan that is predicted fastest was than the fastest.

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from sbpflow.errors import PeerStoppedError
-from sbpflow.run import agreed_stop
-from sbpflow.run.agreed_stop import AgreedStop
+from sbpflow.run import coordinated_stop
+from sbpflow.run.coordinated_stop import CoordinatedStop
 from sbpflow.runtime.exit_messages import Reason, compose
 from sbpflow.runtime.launch import EXIT_INTERRUPT, EXIT_LOST_PEER, classify
 
@@ -15,9 +15,9 @@ ASKED_IN = 5  # the step
 
 def _train(world, who):
     """Steps that need all ranks; what this rank did last."""
-    agreed_stop._LOOK_S = 0.0
+    coordinated_stop._LOOK_S = 0.0
     signals = SimpleNamespace(asked=0, leave=lambda: None)
-    stop = AgreedStop(signals, world, timeout_s=20.0)
+    stop = CoordinatedStop(signals, world, timeout_s=20.0)
     for step in range(1, 100):
         world.barrier()
         if step == ASKED_IN and world.rank == who:

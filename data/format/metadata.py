@@ -8,7 +8,7 @@ from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
 from sbpflow.errors import DataError
 
 
-def keep_without_rows(manifest: Manifest, target: Path) -> None:
+def copy_metadata(manifest: Manifest, target: Path) -> None:
     """Copy them into the folder ``target``, whole or not at all; one of the same set stays."""
     there = target / MANIFEST
     if there.is_file() and there.read_bytes() == (manifest.path / MANIFEST).read_bytes():

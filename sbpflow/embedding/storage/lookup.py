@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sbpflow.embedding.storage.runs import Runs
+from sbpflow.embedding.storage.sorted_segments import SortedSegments
 
 
-class Access:
+class Lookup:
     """Addresses, the bags they form, and a weight each; sorted and deduplicated once, on demand.
 
     ``addresses`` [n] int32 or int64; ``offsets`` [bags + 1] int64, or ``None`` for one address per
@@ -29,37 +29,37 @@ class Access:
         self.graph: Tensor | None = None  # TBE output whose backward is the fused update
         self.num_unique: int | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        self._runs: Runs | None = None
+        self._runs: SortedSegments | None = None
 
     @staticmethod
-    def merge(accesses: Sequence["Access"]) -> "Access":
+    def merge(lookups: Sequence["Lookup"]) -> "Lookup":
         """Several batches' as one, bags in turn."""
-        if len(accesses) == 1:
-            return accesses[0]
-        addresses = torch.cat([access.addresses for access in accesses])
+        if len(lookups) == 1:
+            return lookups[0]
+        addresses = torch.cat([lookup.addresses for lookup in lookups])
         placed = None
-        if any(access.placed is not None for access in accesses):
-            placed = torch.cat([access.slots for access in accesses])
+        if any(lookup.placed is not None for lookup in lookups):
+            placed = torch.cat([lookup.slots for lookup in lookups])
         weights = None
-        if any(access.weights is not None for access in accesses):
-            like = next(a.weights for a in accesses if a.weights is not None)
+        if any(lookup.weights is not None for lookup in lookups):
+            like = next(a.weights for a in lookups if a.weights is not None)
             weights = torch.cat(
                 [
-                    like.new_ones(access.addresses.numel())
-                    if access.weights is None
-                    else access.weights
-                    for access in accesses
+                    like.new_ones(lookup.addresses.numel())
+                    if lookup.weights is None
+                    else lookup.weights
+                    for lookup in lookups
                 ]
             )
-        if all(access.offsets is None for access in accesses):
-            return Access(addresses, None, weights).place(placed)
+        if all(lookup.offsets is None for lookup in lookups):
+            return Lookup(addresses, None, weights).place(placed)
         parts: list[Tensor] = []
         start = 0
-        for access in accesses:
-            parts.append(access.explicit_offsets()[:-1] + start)
-            start += access.addresses.numel()
+        for lookup in lookups:
+            parts.append(lookup.explicit_offsets()[:-1] + start)
+            start += lookup.addresses.numel()
         ends = torch.cat([*parts, parts[0].new_full((1,), start)])
-        return Access(addresses, ends, weights).place(placed)
+        return Lookup(addresses, ends, weights).place(placed)
 
     def tensors(self) -> list[Tensor | None]:
         """What it was made of, and what is sorted of it so far."""
@@ -67,14 +67,16 @@ class Access:
         ordered = [] if runs is None else [runs.keys, runs.order, runs.start, runs.stop]
         return [self.addresses, self.offsets, self.weights, *ordered]
 
-    def new_like(self) -> "Access":
+    def new_like(self) -> "Lookup":
         """Memory for another one of its sizes."""
         tensors = [None if one is None else torch.empty_like(one) for one in self.tensors()]
         addresses, offsets, weights, *ordered = tensors
         if addresses is None:
-            raise RuntimeError("an access without addresses")
-        made = Access(addresses, offsets, weights)
-        made._runs = Runs(*(one for one in ordered if one is not None)) if ordered else None
+            raise RuntimeError("a lookup without addresses")
+        made = Lookup(addresses, offsets, weights)
+        made._runs = (
+            SortedSegments(*(one for one in ordered if one is not None)) if ordered else None
+        )
         return made
 
     def place(self, slots: Tensor | None) -> Self:
@@ -160,10 +162,10 @@ class Access:
         bag = bag.repeat_interleave(self.offsets.diff(), output_size=total)
         return bag.index_select(0, order)
 
-    def runs(self) -> Runs:
+    def runs(self) -> SortedSegments:
         """The addresses, of which there is at least one, sorted without the host waiting."""
         if self._runs is None:
-            self._runs = Runs.of(self.addresses)
+            self._runs = SortedSegments.of(self.addresses)
         return self._runs
 
     def _segment_sums(self, grads: Tensor, order: Tensor, starts: Tensor) -> Tensor:
@@ -191,22 +193,22 @@ class Access:
         return self._sorted
 
 
-def sum_bags(rows: Tensor, access: Access, positions: Tensor | None = None) -> Tensor:
+def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
     """[bags, width]: each bag's weighted sum of ``rows`` [m, width], in the dtype of ``rows``.
 
     ``positions`` [n] are the rows that the addresses stand for; by default their slots.
     """
-    at = access.slots if positions is None else positions
-    if access.offsets is None:
+    at = lookup.slots if positions is None else positions
+    if lookup.offsets is None:
         found = rows.index_select(0, at)
-        return found if access.weights is None else found * access.weights.unsqueeze(1)
+        return found if lookup.weights is None else found * lookup.weights.unsqueeze(1)
     if at.numel() == 0:
-        return rows.new_zeros(access.num_bags, rows.shape[1])
+        return rows.new_zeros(lookup.num_bags, rows.shape[1])
     return F.embedding_bag(
         at.to(torch.int64),
         rows,
-        access.offsets,
+        lookup.offsets,
         mode="sum",
         include_last_offset=True,
-        per_sample_weights=access.weights,
+        per_sample_weights=lookup.weights,
     )

@@ -17,7 +17,7 @@ DIFFERENT = 0.2  # of the tables, at least one
 NEAR = 1.05  # times the best plan's price: about what a model is wrong by among good plans
 
 
-def picks(cost: TaskCost, count: int) -> list[Plan]:
+def candidates(cost: TaskCost, count: int) -> list[Plan]:
     """The plan that is predicted fastest, and the next that differ from those before it."""
     problem = problem_of(cost)
     found = search(problem, effort=Effort(insertions=INSERTIONS, exact_time=0.0))

@@ -11,7 +11,7 @@ from sbpflow.sbp.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class FeatureLookup:
     """A table looked up by a feature: one vector of every sample.
 
     ``feature`` counts the features of the plan. One-hot and multi-hot ids lie in ``columns`` of the
@@ -30,7 +30,7 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class TableBatch:
     """Tables of equal dim whose parts every rank stores as one block of rows, all equally wide.
 
     ``optimizer`` updates every one of them. ``ragged``: its ids come as lists, weighted or of any
@@ -39,7 +39,7 @@ class Stack:
 
     tables: tuple[TableConfig, ...]
     layouts: tuple[Layout, ...]
-    uses: tuple[Use, ...]
+    uses: tuple[FeatureLookup, ...]
     optimizer: SparseOptimizer
     ragged: bool = False
 
@@ -100,7 +100,7 @@ class Stack:
         shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
         return [slice(one.col_start, one.col_stop) for one in shards if one is not None]
 
-    def uses_on(self, rank: int) -> tuple[Use, ...]:
+    def uses_on(self, rank: int) -> tuple[FeatureLookup, ...]:
         """Uses of the tables that are placed on ``rank``, be it with no row."""
         placed = {
             table.name
@@ -123,6 +123,6 @@ class Stack:
         return any(shards[0].width < self.dim for shards in self.shards_by_rank.values())
 
 
-def columns_of(uses: Sequence[Use]) -> list[int]:
+def columns_of(uses: Sequence[FeatureLookup]) -> list[int]:
     """Columns of the matrix of ids, use by use."""
     return [column for use in uses for column in use.columns]

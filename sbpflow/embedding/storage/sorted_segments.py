@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Runs:
+class SortedSegments:
     """``keys`` [n >= 1], sorted, were at ``order`` [n] int64; equal ones keep the batch's order.
 
     ``start`` and ``stop`` [n] int32 are the bounds of the run that a position is in.
@@ -23,7 +23,7 @@ class Runs:
     stop: Tensor
 
     @staticmethod
-    def of(addresses: Tensor) -> "Runs":
+    def of(addresses: Tensor) -> "SortedSegments":
         """Sort ``addresses`` [n >= 1]."""
         keys, order = torch.sort(addresses, stable=True)
         count = keys.numel()
@@ -33,7 +33,7 @@ class Runs:
         ends = torch.where(changes, at[1:], count)
         start = torch.cummax(torch.cat([begins.new_zeros(1), begins]), 0).values
         stop = torch.cummin(torch.cat([ends, ends.new_full((1,), count)]).flip(0), 0).values.flip(0)
-        return Runs(keys, order, start, stop)
+        return SortedSegments(keys, order, start, stop)
 
     @cached_property
     def number(self) -> Tensor:

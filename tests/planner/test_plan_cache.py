@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from sbpflow.errors import PlanError
-from sbpflow.planner import kept_plans
+from sbpflow.planner import plan_cache
 from sbpflow.planner.calibration.records import plan_tree
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
-from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.cache_dir import cache_dir
@@ -63,7 +63,7 @@ def test_what_a_choice_depends_on_names_its_file(changed, monkeypatch):
     elif changed == "prices":
         profile = replace(profile, buffer_factor=2.0)
     else:
-        monkeypatch.setattr(kept_plans, "_code", lambda: "other")
+        monkeypatch.setattr(plan_cache, "_code", lambda: "other")
     chosen_once(CostModel(profile).of(task), seed, chooser)
     assert chooser.asked == 2
     chosen_once(CostModel(profile).of(task), seed, chooser)
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_the_next_start_its_plan_and_not_this_run(monkeypatch,
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kept_plans.os, "write", full)
+    monkeypatch.setattr(plan_cache.os, "write", full)
     chooser = Chooser()
     with caplog.at_level(logging.WARNING):
         assert chosen_once(COST, 7, chooser) == PLAN
@@ -137,7 +137,7 @@ def test_without_a_folder_each_chooses_and_says_so(tmp_path, monkeypatch, caplog
 
 
 def test_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(kept_plans, "KEPT", 2)
+    monkeypatch.setattr(plan_cache, "KEPT", 2)
     chooser = Chooser()
     for seed in range(4):
         chosen_once(COST, seed, chooser)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class LateRead:
+class AsyncScalarRead:
     """A copy under way of ``values``, by the current stream; keeps them until ``wait``."""
 
     def __init__(self, values: Tensor) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 GRACE_S = 20.0
 
 
-class GentleStop:
+class GracefulShutdown:
     """``asked`` is the signal that came, 0 before; made and ended by the main thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -30,9 +30,9 @@ class GentleStop:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     @staticmethod
-    def where_watched() -> "GentleStop | None":
+    def where_watched() -> "GracefulShutdown | None":
         """One, if signals of this process are watched (``run_main``): somebody must end it then."""
-        return GentleStop() if callable(signal.getsignal(signal.SIGTERM)) else None
+        return GracefulShutdown() if callable(signal.getsignal(signal.SIGTERM)) else None
 
     def end(self) -> None:
         """Hand the signals back."""

@@ -8,7 +8,7 @@ from typing import Any
 _CRITEO_DENSE = 13
 
 
-def how_to_remake(folder: Path, content: Mapping[str, Any]) -> str:
+def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
     """``sbpflow prepare ...`` as it was for the set in ``folder``.
 
     Names that the manifest does not know (the folder of the inputs, a schema file) stay in
