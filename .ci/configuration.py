@@ -15,8 +15,8 @@ from typing import Any, Literal
 from sbpflow.config.parse import Aliases, MaxEntries, PathOr, Tagged, show
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.runtime.keys import key_of
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.keys import key_of
+from sbpflow.runtime.fields.ranges import Range
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key

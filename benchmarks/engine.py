@@ -38,7 +38,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.fbgemm_storage import Tbe
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split

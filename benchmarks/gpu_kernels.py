@@ -19,7 +19,7 @@ from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.runtime.versions import import_fbgemm
+from sbpflow.runtime.compute.versions import import_fbgemm
 
 IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 

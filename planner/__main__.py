@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from sbpflow.runtime.launch import ArgumentParser, dispatch, run_main
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
@@ -28,7 +28,7 @@ def calibrate(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     from sbpflow.planner.calibration.command import default_ranks, run_calibration
-    from sbpflow.runtime.start_ranks import start_ranks
+    from sbpflow.runtime.processes.start_ranks import start_ranks
 
     if "RANK" not in os.environ:
         ranks = default_ranks() if args.ranks is None else args.ranks

@@ -20,7 +20,7 @@ from sbpflow.planner.costs.profile import (
     load,
     weights_from,
 )
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

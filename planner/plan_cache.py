@@ -20,10 +20,10 @@ import sbpflow
 from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.task import Plan, Task
-from sbpflow.runtime.cache_dir import cache_dir, make_private
-from sbpflow.runtime.file_lock import hold
-from sbpflow.runtime.json_file import JsonError, object_of, parse_json
-from sbpflow.runtime.versions import dist_version
+from sbpflow.runtime.compute.versions import dist_version
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.file_lock import hold
+from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json
 
 LOG = logging.getLogger(__name__)
 KEPT = 100  # plans, the newest

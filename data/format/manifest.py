@@ -31,8 +31,8 @@ from sbpflow.data.format.parts import (
 from sbpflow.data.format.rebuild import how_to_rebuild
 from sbpflow.data.format.schema import Field
 from sbpflow.errors import DataError
-from sbpflow.runtime.json_file import JsonError, read_json
-from sbpflow.runtime.local_path import PathError, local_path
+from sbpflow.runtime.files.json_file import JsonError, read_json
+from sbpflow.runtime.files.local_path import PathError, local_path
 
 FORMAT = "sbpflow-prepared"
 VERSION = 2

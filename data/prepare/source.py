@@ -119,7 +119,7 @@ def _name_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
 
 
 def _check_start(source: Input) -> None:
-    """Refuse a file whose first bytes (decompressed, if it is gzip) are not those of a text table."""
+    """Refuse a file whose first bytes (decompressed, if gzip) say that it is no text table."""
     if source.is_table:
         return
     suffix = source.path.suffix.lower()

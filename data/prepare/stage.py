@@ -28,7 +28,7 @@ from sbpflow.data.prepare.source import Input, read_piece
 from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 from sbpflow.errors import DataError
-from sbpflow.runtime.splitmix import GAMMA
+from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sbpflow.data.synth.tails import Segment
-from sbpflow.runtime.json_file import object_of, read_json
+from sbpflow.runtime.files.json_file import object_of, read_json
 
 _SLOPES = (0.001, 0.4, 0.8, 1.2, 2.0, 3.0, 5.0)
 PROFILE = Path(__file__).with_name("criteo_profile.json")

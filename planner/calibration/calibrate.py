@@ -50,9 +50,9 @@ from sbpflow.planner.costs.cost import CostModel, TaskCost
 from sbpflow.planner.costs.profile import RANKS_HERE, KernelPrices, Profile
 from sbpflow.planner.costs.transfers import Transfer, transfer_of
 from sbpflow.planner.task import Plan, Task
-from sbpflow.runtime.devices import device_name
-from sbpflow.runtime.json_file import JsonError, list_of, object_of, parse_json, read_text
-from sbpflow.runtime.versions import summary as version_summary
+from sbpflow.runtime.compute.devices import device_name
+from sbpflow.runtime.compute.versions import summary as version_summary
+from sbpflow.runtime.files.json_file import JsonError, list_of, object_of, parse_json, read_text
 
 LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from sbpflow.planner.calibration.calibrate import calibrate as run
 from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
 from sbpflow.planner.costs.transfers import as_lines
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 LOG = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from sbpflow.planner.calibration.process_memory import peak_bytes, reset_peak, r
 from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.simulate import PHASES
 from sbpflow.planner.task import Choice, DenseWork, Task, dense_work, embedding_plan
-from sbpflow.run.torch_model import TorchModel
+from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.training.move_times import MoveTimes

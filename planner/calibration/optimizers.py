@@ -14,7 +14,7 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.choose import choose_kernels, make_kernel, warm_up_kernels
 from sbpflow.embedding.storage.lookup import Lookup
-from sbpflow.runtime.devices import backend_of_device
+from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast

@@ -4,7 +4,7 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.runtime.devices import backend_of_device
+from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split

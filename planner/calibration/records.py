@@ -20,7 +20,7 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
-from sbpflow.runtime.json_file import is_count, is_number, object_of
+from sbpflow.runtime.files.json_file import is_count, is_number, object_of
 
 AGAIN = "again"  # a plan that was measured before, measured once more: "again SESSION NAME"
 PICKED = "pick"  # by a model that was fitted before: "pick SESSION.NUMBER"

@@ -26,7 +26,7 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.costs.simulate import PHASE
 from sbpflow.planner.costs.work import base_work
 from sbpflow.planner.task import Choice, Shape, Task
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.ranges import Range
 
 DENSE_MOVES = ("forward", "backward", "send_dense", "receive_dense", "update_dense")
 # (width of the table, hidden widths), the least work first.

@@ -22,10 +22,10 @@ from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
 from sbpflow.planner.costs.transfers import BYTES, CALLS, Transfer, check_transfer
-from sbpflow.runtime.cache_dir import cache_dir, make_private
-from sbpflow.runtime.devices import BACKENDS
-from sbpflow.runtime.json_file import JsonError, list_of, object_of, read_json
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.compute.devices import BACKENDS
+from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.json_file import JsonError, list_of, object_of, read_json
 from sbpflow.training.step_schedule import COUNTED_IDS, COUNTS, DENSE_GRADIENTS, current_name
 
 FORMAT = 3

@@ -23,7 +23,7 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.published.nets import Scaling
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.problem import Assignment
-from sbpflow.runtime.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 
 _LOG = logging.getLogger(__name__)
 _DAMAGED = (

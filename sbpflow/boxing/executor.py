@@ -19,8 +19,14 @@ from sbpflow.boxing.plan import Asked, Conversion, plan_boxing
 from sbpflow.boxing.program import Program, Stays, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.comm_log import CommRecord
-from sbpflow.runtime.world import World, all_gather_single, broken, reduce_scatter_single, refused
+from sbpflow.runtime.ranks.comm_log import CommRecord
+from sbpflow.runtime.ranks.world import (
+    World,
+    all_gather_single,
+    broken,
+    reduce_scatter_single,
+    refused,
+)
 from sbpflow.sbp.layout import Layout
 
 MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use

@@ -21,8 +21,8 @@ import yaml
 
 from sbpflow.config.renamed import RENAMED
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.local_path import PathError, local_path
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.local_path import PathError, local_path
 
 Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]

@@ -16,8 +16,8 @@ from sbpflow.config.parse import Aliases, Example, PathOr, brief
 from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Range
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
 

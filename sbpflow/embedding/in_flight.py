@@ -8,7 +8,7 @@ from sbpflow.embedding.exchange.base import GroupInFlight
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
 from sbpflow.embedding.ids.reader import IdCheck
-from sbpflow.runtime.async_scalar_read import AsyncScalarRead
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class EmbeddingsInFlight:

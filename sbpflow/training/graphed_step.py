@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs, Graphs
 from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError, SbpError, TrainingError
-from sbpflow.runtime.streams import stream_key
+from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes

@@ -26,7 +26,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 ROWS, WIDTH = 200, 4
 RULE = sparse_optimizer("adagrad", lr=0.1)

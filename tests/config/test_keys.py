@@ -11,9 +11,9 @@ import pytest
 from sbpflow.config.load import config_facts, load_config
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.run.resume import DataFacts, relevant_facts
-from sbpflow.runtime.keys import Affects, Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.run.saved.resume import DataFacts, relevant_facts
+from sbpflow.runtime.fields.keys import Affects, Key
+from sbpflow.runtime.fields.ranges import Range
 from tests.config.test_config import CONFIGS
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "configuration.py"))

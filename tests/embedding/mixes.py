@@ -13,8 +13,8 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import INITIAL_RANGE, FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.store import StoreFactory, device_store
-from sbpflow.runtime.streams import fill_uniform
-from sbpflow.runtime.world import World
+from sbpflow.runtime.random.streams import fill_uniform
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec

@@ -10,7 +10,7 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from tests.embedding.cases import SEED, Case, Spec
 
 CASE = Case(

@@ -17,7 +17,7 @@ from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel, warm_up_kernels
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.runtime.streams import fill_uniform, stream_key
+from sbpflow.runtime.random.streams import fill_uniform, stream_key
 
 CPU = torch.device("cpu")
 SGD = sparse_optimizer("sgd", lr=0.1)

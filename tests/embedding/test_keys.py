@@ -25,7 +25,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest, device_store
 from sbpflow.errors import CheckpointError, ConfigError, DataError
-from sbpflow.runtime.streams import mix
+from sbpflow.runtime.random.streams import mix
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec

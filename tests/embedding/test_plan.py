@@ -26,7 +26,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, choose_kernels
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split

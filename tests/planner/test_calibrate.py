@@ -47,7 +47,7 @@ from sbpflow.planner.costs.profile import load, weights_from
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from sbpflow.planner.costs.transfers import SKEWS, transfer_of
 from sbpflow.planner.task import Choice, Shape
-from sbpflow.runtime.topology import Topology
+from sbpflow.runtime.ranks.topology import Topology
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
 ENTRY = {

@@ -19,7 +19,7 @@ from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.workloads import random_task
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.files.cache_dir import cache_dir
 
 TASK = random_task(0, num_tables=6, world_size=2, held_out=True)
 COST = CostModel(described("h100-dgx")).of(TASK)

@@ -8,7 +8,7 @@ import pytest
 
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
-from sbpflow.run.build_plan import plan_run
+from sbpflow.run.planning.build_plan import plan_run
 from tests.training.wdl_case import (
     FIELDS,
     dense_of,

@@ -27,7 +27,7 @@ CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
     "embedding/exchange/all_to_all.py": {"all_to_all_single"},
-    "runtime/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
+    "runtime/ranks/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
 }
 
 
@@ -95,16 +95,18 @@ def test_collectives_are_called_where_they_may_be():
 
 # JSON that is no file: messages between ranks, and a value that was text a moment ago.
 MESSAGES = set(
-    "sbpflow/runtime/exit_messages.py sbpflow/runtime/hosts.py sbpflow/runtime/startup.py "
-    "sbpflow/training/health.py "
-    "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/checkpoints.py "
+    "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
+    "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "
+    "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/saved/checkpoints.py "
     "planner/calibration/calibrate.py planner/calibration/measure.py "
     "planner/calibration/time_dense.py planner/calibration/time_transfers.py".split()
 )
 
 
 def test_files_of_json_and_yaml_are_read_in_one_place_each():
-    """With limits and one form of message: ``runtime/json_file.py`` and ``config/yaml_text.py``."""
+    """With limits and one form of message: ``runtime/files/json_file.py`` and
+    ``config/yaml_text.py``.
+    """
     found = {"json": set[str](), "yaml": set[str]()}
     for package in ("sbpflow", "models", "data", "planner"):
         for path in (ROOT / package).rglob("*.py"):
@@ -116,7 +118,7 @@ def test_files_of_json_and_yaml_are_read_in_one_place_each():
                     and node.value.id in found
                 ):
                     found[node.value.id].add(str(path.relative_to(ROOT)))
-    assert found["json"] == {*MESSAGES, "sbpflow/runtime/json_file.py"}
+    assert found["json"] == {*MESSAGES, "sbpflow/runtime/files/json_file.py"}
     # ``task.py`` reads back text that it has just made.
     assert found["yaml"] == {"sbpflow/config/yaml_text.py", "planner/task.py"}
 

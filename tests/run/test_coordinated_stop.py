@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from sbpflow.errors import PeerStoppedError
-from sbpflow.run import coordinated_stop
-from sbpflow.run.coordinated_stop import CoordinatedStop
-from sbpflow.runtime.exit_messages import Reason, compose
-from sbpflow.runtime.launch import EXIT_INTERRUPT, EXIT_LOST_PEER, classify
+from sbpflow.run.saved import coordinated_stop
+from sbpflow.run.saved.coordinated_stop import CoordinatedStop
+from sbpflow.runtime.processes.exit_messages import Reason, compose
+from sbpflow.runtime.processes.launch import EXIT_INTERRUPT, EXIT_LOST_PEER, classify
 
 ASKED_IN = 5  # the step
 

@@ -7,8 +7,8 @@ import pytest
 
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import DataError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.plan_file import plan_from_json, plan_to_json
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
 from tests.training.wdl_case import FIELDS, make_config
 
 MIXED = {

@@ -25,7 +25,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.run.row_formats import make_rows
+from sbpflow.run.export.row_formats import make_rows
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast

@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.boxing.agreement import gather_text, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError, DataError, ReplicaError, TrainingError
-from sbpflow.runtime.differences import differences
-from sbpflow.runtime.world import World
+from sbpflow.runtime.files.run_folder import RunLock
+from sbpflow.runtime.processes.differences import differences
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.evaluate import gather_rows, score_split
 from sbpflow.training.health import (
     LossWatch,
     check_replicas,
-    gather_text,
-    run_on_all_ranks,
 )
 from sbpflow.training.metrics import Evaluation, auc
-from sbpflow.training.run_folder import RunLock
 from tests.training.wdl_case import FIELDS, Rows, make_batches, make_config, make_job
 
 

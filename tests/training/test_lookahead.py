@@ -8,9 +8,9 @@ import pytest
 
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe, format_plan
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from tests.training.wdl_case import (
     FIELDS,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sbpflow.errors import DataError, SbpError, TrainingError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule

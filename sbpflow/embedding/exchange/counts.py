@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sbpflow.runtime.async_scalar_read import AsyncScalarRead
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class Counted(Protocol):

@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
-from sbpflow.runtime.async_scalar_read import AsyncScalarRead
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 logger = logging.getLogger(__name__)
 

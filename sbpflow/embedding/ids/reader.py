@@ -20,8 +20,8 @@ from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
 from sbpflow.embedding.plan.numbering import ANY_ID
 from sbpflow.errors import DataError, unknown_value
-from sbpflow.runtime.async_scalar_read import AsyncScalarRead
-from sbpflow.runtime.streams import mix
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
+from sbpflow.runtime.random.streams import mix
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError, unknown_value
-from sbpflow.runtime.versions import import_fbgemm
+from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
 _SILENT_S = 2.0  # a user who waits longer is told what for

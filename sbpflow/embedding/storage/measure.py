@@ -35,8 +35,8 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.runtime.cache_dir import cache_dir, make_private
-from sbpflow.runtime.json_file import JsonError, is_number, object_of, read_json
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, read_json
 
 LOG = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
-from sbpflow.runtime.cache_dir import code_cache
-from sbpflow.runtime.streams import step_keys, stream_key
+from sbpflow.runtime.files.cache_dir import code_cache
+from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
 # Addresses per id of a batch up to which a bit for each is looked through; beyond, ids are hashed.

@@ -18,7 +18,7 @@ from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
-from sbpflow.runtime.streams import step_keys
+from sbpflow.runtime.random.streams import step_keys
 
 _launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
 MOST_CONSTANTS, MOST_STATES = 4, 2  # of a step, as ``triton_rules`` says
