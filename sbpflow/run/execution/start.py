@@ -64,6 +64,5 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 
 def lock_run_folder(config: Config, boxing: Boxing) -> RunLock:
-    """``run.dir`` for this run alone, until it is closed; ConfigError on all ranks if it is taken.
-    """
+    """``run.dir`` for this run alone until it is closed; ConfigError on all ranks if taken."""
     return run_on_all_ranks(boxing, lambda: RunLock(run_dir(config), rank=boxing.world.rank))

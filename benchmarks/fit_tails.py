@@ -1,4 +1,4 @@
-"""Fit the generator's column profile to measured aggregates: ``python -m data.synth.fit_tails F``.
+"""Fit the generator's column profile to measured aggregates: ``python -m benchmarks.fit_tails F``.
 
 Per column: the measured masses of the first ranks, then falling power-law segments that hold the
 measured mass of the first 100 and 1000 ranks and give the measured number of distinct values and of
@@ -16,7 +16,7 @@ from sbpflow.data.synth.tails import Segment
 from sbpflow.runtime.files.json_file import object_of, read_json
 
 _SLOPES = (0.001, 0.4, 0.8, 1.2, 2.0, 3.0, 5.0)
-PROFILE = Path(__file__).with_name("criteo_profile.json")
+PROFILE = Path(__file__).parents[1] / "data" / "synth" / "criteo_profile.json"
 
 
 def density_at(segment: Segment, rank: float) -> float:
