@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
@@ -33,7 +34,6 @@ from sbpflow.planner.calibration.design import (
 from sbpflow.planner.calibration.fit import fit
 from sbpflow.planner.calibration.measure import Measured, measure_in_turns
 from sbpflow.planner.calibration.optimizers import step_factors
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.calibration.records import (
     AGAIN,
     PICKED,

@@ -17,12 +17,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.planner.calibration.process_memory import peak_bytes, reset_peak, resident_bytes
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.simulate import PHASES
 from sbpflow.planner.task import Choice, DenseWork, Task, dense_work, embedding_plan
 from sbpflow.run.model.torch_model import TorchModel

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import BoxingStep, plan_boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.planner.calibration.measure import MoveTimer, lower_quartile, through_ms
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,

@@ -16,18 +16,23 @@ from sbpflow.sbp.sbp import Broadcast, Sbp, Split
 
 Result = TypeVar("Result")
 CHANNEL = "control"
-_TEXT_BYTES = 120
+
+
+def gather_texts(boxing: Boxing, text: str) -> list[str]:
+    """Every rank's text, of any length, in rank order; every rank calls it."""
+    if boxing.world.size == 1:
+        return [text]
+    device, raw = boxing.world.device, text.encode()
+    length = torch.tensor([len(raw)], device=device)
+    lengths = combine_parts(boxing, length, Split(0), "agreement/lengths").tolist()
+    mine = torch.tensor(list(raw.ljust(max(1, *lengths))), dtype=torch.uint8, device=device)
+    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "agreement/texts").tolist()
+    return [bytes(row[:size]).decode() for row, size in zip(everyone, lengths, strict=True)]
 
 
 def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
     """The facts of every rank, in rank order."""
-    device = boxing.world.device
-    raw = json.dumps(dict(facts)).encode()  # ASCII, so that blanks can fill it up
-    length = torch.tensor([len(raw)], device=device)
-    most = int(on_all_ranks(boxing, length, Split(0), "health/lengths").max())
-    mine = torch.tensor(list(raw.ljust(most)), dtype=torch.uint8, device=device)
-    everyone = on_all_ranks(boxing, mine.unsqueeze(0), Split(0), "health/facts")
-    return [json.loads(bytes(row)) for row in everyone.tolist()]
+    return [json.loads(text) for text in gather_texts(boxing, json.dumps(dict(facts)))]
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
@@ -48,15 +53,7 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
     return cast("Result", result)
 
 
-def gather_text(boxing: Boxing, text: str) -> list[str]:
-    """One line of every rank, in rank order; cut at 120 bytes."""
-    raw = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    mine = torch.tensor(list(raw), dtype=torch.uint8, device=boxing.world.device)
-    everyone = on_all_ranks(boxing, mine.unsqueeze(0), Split(0), "health/text")
-    return [bytes(row).decode(errors="replace").rstrip() for row in everyone.tolist()]
-
-
-def on_all_ranks(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
+def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
     """Gather (Split) or add up (Partial) the ranks' parts of equal shape, on every rank."""
     world = boxing.world
     placement = Placement.line(world.device.type, world.size)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sbpflow.boxing.agreement import gather_text, on_all_ranks
+from sbpflow.boxing.agreement import combine_parts, gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
 from sbpflow.embedding.state import Values, read_values
@@ -109,7 +109,7 @@ class LossWatch:
         # The loss is the same on every rank, so every rank comes here and takes part.
         dense = torch.cat([batch.dense for batch in batches])
         bad = (~torch.isfinite(dense)).sum(0).to(torch.int64)
-        counts = on_all_ranks(self._boxing, bad, Partial(), "health/fields").tolist()
+        counts = combine_parts(self._boxing, bad, Partial(), "health/fields").tolist()
         named = ", ".join(
             f"{name} ({count} rows)"
             for name, count in zip(self._names, counts, strict=True)
@@ -130,7 +130,7 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
         return "none (each would have ended the run)"
     counts = embeddings.out_of_range
     if boxing.world.size > 1:
-        counts = on_all_ranks(boxing, counts, Partial(), "health/out_of_range")
+        counts = combine_parts(boxing, counts, Partial(), "health/out_of_range")
     named = [
         f"{feature.name}: {count:,}"
         for feature, count in zip(embeddings.plan.features, counts.tolist(), strict=True)
@@ -141,12 +141,12 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
 
 def device_names(boxing: Boxing) -> list[str]:
     """The device of every rank, in rank order; every rank calls it."""
-    return gather_text(boxing, device_name(boxing.world.device))
+    return gather_texts(boxing, device_name(boxing.world.device))
 
 
 def peak_memory_bytes(boxing: Boxing) -> list[int]:
     """Most memory that each rank has held, in rank order; every rank calls it."""
-    peaks = gather_text(boxing, str(peak_memory_of(boxing.world.device)))
+    peaks = gather_texts(boxing, str(peak_memory_of(boxing.world.device)))
     return [int(peak) for peak in peaks]
 
 
@@ -197,7 +197,7 @@ def _first_difference(
     if not copies:
         return None
     mine = torch.stack([_checksum(copy.tensors, boxing.world.device) for copy in copies])
-    everyone = on_all_ranks(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
+    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
     for column, copy in enumerate(copies):
         for ranks in copy.ranks:
             if len({everyone[rank][column] for rank in ranks}) > 1:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, MEMORY
 from sbpflow.embedding.rules.registry import RULES
@@ -30,7 +31,6 @@ from sbpflow.planner.calibration.design import (
 from sbpflow.planner.calibration.fit import TERMS, fit
 from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
 from sbpflow.planner.calibration.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.calibration.records import (
     Record,
     count_work,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.boxing.agreement import gather_text, run_on_all_ranks
+from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError, DataError, ReplicaError, TrainingError
 from sbpflow.runtime.files.run_folder import RunLock
@@ -117,7 +117,7 @@ def test_a_copy_that_differs_is_named(ranks, what):
 
 
 def compare(world: World) -> list[str]:
-    return gather_text(Boxing(world), f"rank {world.rank}")
+    return gather_texts(Boxing(world), f"rank {world.rank}")
 
 
 def test_every_rank_has_the_text_of_all(ranks):
