@@ -49,7 +49,8 @@ class Pending:
             finish = partial(world.on_wait, finish)
         self._finish: Finish | None = finish
         if world.wait_at_once:
-            self._finish = partial(_done, finish())
+            out = finish()
+            self._finish = lambda: out
 
     def wait(self) -> Tensor | None:
         """The result, when it is there; ``None`` outside the destination."""
@@ -62,10 +63,6 @@ class Pending:
 def _said(asked: Asked) -> str:
     id, src, dst, shape, _ = asked
     return f"{id} ({src} -> {dst} of {list(shape)})"
-
-
-def _done(out: Tensor | None) -> Tensor | None:
-    return out
 
 
 class Boxing:

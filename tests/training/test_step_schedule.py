@@ -161,7 +161,9 @@ def test_what_is_in_flight_during_a_move():
     only = {move.name: flying for move, flying in OVERLAPPED.in_flight({moves.IDS})}
     assert only["lookup"] == only["start_id_exchange"] == ()
     assert only["gather_outputs"] == ("next ids",)
-    assert "update         the step    one optimizer step on the rows next ids, " in str(OVERLAPPED)
+    assert "update             the step    one optimizer step on the rows next ids, " in str(
+        OVERLAPPED
+    )
 
 
 def test_the_architecture_page_shows_the_schedule():
