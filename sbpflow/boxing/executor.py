@@ -116,8 +116,7 @@ class Boxing:
         found = self._followed.get(asked)
         if found is not None:
             return found
-        backend = self.world.backend_of(dst)
-        return plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
+        return plan_boxing(src, dst, shape, dtype, id=id, backend=self.world.backend_of(dst))
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
         """Compile ``steps`` and make their process groups now rather than on first use."""
