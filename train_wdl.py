@@ -6,7 +6,7 @@ The same as ``sbpflow train`` on a rank; any other ``model.name`` is trained as 
 from collections.abc import Sequence
 
 from sbpflow.commands import train
-from sbpflow.runtime.launch import run_main
+from sbpflow.runtime.processes.launch import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:

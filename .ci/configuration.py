@@ -12,11 +12,11 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal
 
-from sbpflow.config.parse import MaxEntries, PathOr, Tagged, show
+from sbpflow.config.parse import Aliases, MaxEntries, PathOr, Tagged, show
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.runtime.keys import key_of
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.keys import key_of
+from sbpflow.runtime.fields.ranges import Range
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
@@ -189,6 +189,8 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
     for mark in marks:
         if isinstance(mark, Range):
             text += f" {mark}"
+        if isinstance(mark, Aliases):
+            text += "".join(f"; `{word}` is `{value}`" for word, value in mark.words.items())
         if isinstance(mark, MaxEntries):
             text += f", at most {mark.count}"
         if isinstance(mark, PathOr):

@@ -29,7 +29,7 @@ from sbpflow.boxing import executor as boxing_module
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.runtime.world import World, all_gather_single, reduce_scatter_single
+from sbpflow.runtime.ranks.world import World, all_gather_single, reduce_scatter_single
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import parse_nd_sbp

@@ -30,9 +30,9 @@ from sbpflow.config.schema import Config, DataConfig, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.job import Job, start_job
-from sbpflow.run.model import Fields
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, start_job
+from sbpflow.run.model.spec import Fields
+from sbpflow.runtime.ranks.world import World
 
 TABLES, DIM, BATCH = 8, 16, 2048
 ROW_BYTES = 3 * DIM * 4  # lazy Adam keeps two numbers beside each

@@ -15,8 +15,8 @@ from sbpflow.planner.costs.features import BIN_SAMPLES, zipf_mandelbrot
 from sbpflow.planner.costs.profile import load
 from sbpflow.planner.for_run import task_of
 from sbpflow.planner.task import rules
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.model import Fields
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig,
 from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.embedding.plan.tables import KernelRequest
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split

@@ -20,8 +20,8 @@ from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.model import Fields
-from sbpflow.runtime.world import World
+from sbpflow.run.model.spec import Fields
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split

@@ -35,10 +35,10 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
 )
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.fbgemm_storage import Tbe
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
@@ -352,9 +352,9 @@ def rows(results: Results, repeats: int) -> None:
         def step(
             storage: TorchStorage = storage, addresses: Tensor = addresses, grads: Tensor = grads
         ) -> None:
-            access = Access(addresses)
-            storage.lookup(access)
-            storage.update(access, grads, 0.05, STEP)
+            lookup = Lookup(addresses)
+            storage.lookup(lookup)
+            storage.update(lookup, grads, 0.05, STEP)
 
         jobs[f"{size:,} rows"] = step
     times = turns(jobs, repeats)

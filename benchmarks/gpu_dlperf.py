@@ -22,10 +22,10 @@ from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds
 from sbpflow.models.registry import MODELS
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, build_job
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 FIRST_ROWS = 3_200_000

@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks.device_timer import timed_ms
 from benchmarks.record import Results
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.runtime.versions import import_fbgemm
+from sbpflow.runtime.compute.versions import import_fbgemm
 
 IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 
@@ -54,16 +54,16 @@ def measure(
     grads = torch.randn(ids, WIDTH, device=device)
     expected: Tensor | None = None
     for name, storage in storages(rule, rows, device):
-        storage.update(Access(addresses), grads, 0.01, 1)
-        found = storage.lookup(Access(addresses))
+        storage.update(Lookup(addresses), grads, 0.01, 1)
+        found = storage.lookup(Lookup(addresses))
         expected = found if expected is None else expected
         # Runs of thousands of float32 gradients, added in another order.
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
         del found
-        access = Access(addresses)
+        access = Lookup(addresses)
         lookup = timed_ms(lambda s=storage, a=access: s.lookup(a), steps=steps)
         update = timed_ms(
-            lambda s=storage: s.update(Access(addresses), grads, 0.01, 2), steps=steps
+            lambda s=storage: s.update(Lookup(addresses), grads, 0.01, 2), steps=steps
         )
         yield {
             "kernel": name,

@@ -25,8 +25,8 @@ from benchmarks.record import Results
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.run.model import Fields, IdField
-from sbpflow.runtime.world import World
+from sbpflow.run.model.spec import Fields, IdField
+from sbpflow.runtime.ranks.world import World
 
 WIDE_COLUMNS = 4
 NUM_BATCHES = 8  # as many as ``batches`` makes

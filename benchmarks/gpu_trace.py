@@ -14,7 +14,7 @@ from benchmarks.record import RESULTS, Results
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 TRACED_STEPS = 3
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.click_model import Rows, Shape
 from benchmarks.peer_torchrec import dense_weights
 from benchmarks.plain_wdl import RowwiseAdagrad
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 
 
 class _Model(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.click_model import Rows, Shape
 from benchmarks.torchrec_models import dense_of_torchrec, make_torchrec
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)

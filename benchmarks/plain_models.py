@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 
 NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 

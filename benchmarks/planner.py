@@ -29,9 +29,9 @@ from benchmarks.planner_steps import run_ranks, run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.errors import SbpError
+from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.calibration.design import draw_sample
 from sbpflow.planner.calibration.fit import fit
-from sbpflow.planner.calibration.picks import to_measure
 from sbpflow.planner.calibration.records import Record, record_of
 from sbpflow.planner.calibration.time_dense import dense_time_of
 from sbpflow.planner.clusters import MACHINES, described

@@ -14,9 +14,9 @@ from benchmarks.peer_torchrec_planner import torchrec_plan
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.costs.ids import IdFrequencies
+from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.calibration.design import Law, Sample
 from sbpflow.planner.calibration.measure import dense_work_of
-from sbpflow.planner.calibration.picks import to_measure
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
 from sbpflow.planner.costs.profile import Profile
@@ -27,8 +27,8 @@ from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wise
 from sbpflow.planner.task import Plan, Task, choice_of, embedding_plan
 from sbpflow.planner.workloads import Drawn, make_task, split_pool
-from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
-from sbpflow.runtime.topology import Topology
+from sbpflow.run.planning.auto_scheme import Rules, candidates, rank_candidates
+from sbpflow.runtime.ranks.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks.planner_plans import make_sample
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.planner.calibration.design import draw_batches
 from sbpflow.planner.calibration.measure import Rows, make_trainer, phases_of, time_moves
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.calibration.records import plan_of_tree
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 

@@ -41,11 +41,11 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields, embedding_output
-from sbpflow.run.torch_model import TorchModel
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, build_job
+from sbpflow.run.model.spec import Fields, embedding_output
+from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 BATCH, SEED = 30, 7

@@ -31,9 +31,9 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.run.auto_scheme import Candidate, Rules, candidates, rank_candidates
-from sbpflow.runtime.topology import Link, Topology
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.auto_scheme import Candidate, Rules, candidates, rank_candidates
+from sbpflow.runtime.ranks.topology import Link, Topology
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.placement import Placement
 
 BATCH = 4096

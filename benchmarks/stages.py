@@ -41,10 +41,10 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.models.layered import LayeredPart
 from sbpflow.models.layers import MlpShape
 from sbpflow.models.wdl import WdlConfig, WdlSpec
-from sbpflow.run.auto_scheme import Rules, candidates, rank_candidates
-from sbpflow.run.model import make_parameters
-from sbpflow.runtime.topology import Topology
-from sbpflow.runtime.world import World
+from sbpflow.run.model.spec import make_parameters
+from sbpflow.run.planning.auto_scheme import Rules, candidates, rank_candidates
+from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split

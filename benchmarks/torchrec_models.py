@@ -13,7 +13,7 @@ from benchmarks.click_model import Shape
 from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.model import Fields, IdField, ModelConfig, initial_values
+from sbpflow.run.model.spec import Fields, IdField, ModelConfig, initial_values
 
 CROSSES = 3
 MODELS = ("wdl", "dlrm", "dcnv2")

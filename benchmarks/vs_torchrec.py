@@ -28,7 +28,7 @@ from benchmarks.click_model import HOTNESS, SHAPES, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 SEED = 11
 LOSS_STEPS = 10

@@ -19,8 +19,8 @@ from sbpflow.data.prepare.remote import input_path, size_of
 from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.runtime.launch import until_nobody_reads
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import until_nobody_reads
 
 _ROOM = {".gz": 4.5, ".parquet": 4.5}
 """Bytes on disk at the peak per byte of input; 1.4 for text."""
@@ -36,7 +36,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
     from sbpflow.data.prepare.prepare import prepare
-    from sbpflow.runtime.malloc import keep_freed_memory
+    from sbpflow.runtime.compute.malloc import keep_freed_memory
 
     keep_freed_memory()
     given = [key for key in _SHARED if getattr(args, key) is not None]
@@ -84,7 +84,7 @@ def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOption
 def _encode(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.new_rows import encode
-    from sbpflow.runtime.malloc import keep_freed_memory
+    from sbpflow.runtime.compute.malloc import keep_freed_memory
 
     keep_freed_memory()
     return encode(

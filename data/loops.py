@@ -6,7 +6,7 @@ let other threads run meanwhile.
 
 import numpy as np
 
-from sbpflow.runtime.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled
 
 U64 = np.uint64
 LABEL, INTEGER, HEX = 0, 1, 2

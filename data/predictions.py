@@ -29,7 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scoring:
-    """Rows to score, and the file their scores go into; made alike on every rank.
+    """Rows to score, and the file their scores go into; made alike on every rank. Rank 0 alone
+    calls ``open``, ``encode`` and ``close``.
 
     ``inputs`` are raw rows, or the folder of one prepared set, whose ``split`` is scored. ``like``
     has the vocabularies of the run. Raises ConfigError for a set whose ids may mean something else.
@@ -48,18 +49,14 @@ class Scoring:
         self._folder = prepared or output.with_name(output.name + ".rows")
         self.split = split if self._is_set else "test"
         self._partial = output.with_name(output.name + ".partial")
-        self._rank = 0
         self._scores: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[np.float32]] = []
 
     def __str__(self) -> str:
         return f"{' '.join(self._inputs)} ({self.split})"
 
-    def open(self, rank: int) -> None:
-        """See that the file can be written, before rows are scored; rank 0 does."""
-        self._rank = rank
-        if rank != 0:
-            return
+    def open(self) -> None:
+        """See that the file can be written, before rows are scored."""
         path = self._output
         if path.exists() and not self._overwrite:
             raise ConfigError(f"--output {path}: is there already; --overwrite replaces it")
@@ -73,7 +70,7 @@ class Scoring:
             ) from error
 
     def encode(self, max_bad_fraction: float) -> None:
-        """Give raw rows the ids of the run, in a folder beside the output; one rank does it."""
+        """Give raw rows the ids of the run, in a folder beside the output."""
         if self._is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
@@ -104,9 +101,7 @@ class Scoring:
         self._labels.append(labels)
 
     def close(self) -> None:
-        """Write the file, which appears when it is whole, and remove encoded rows; rank 0 does."""
-        if self._rank != 0:
-            return
+        """Write the file, which appears when it is whole, and remove encoded rows."""
         import polars as pl
 
         manifest = self.manifest()

@@ -15,9 +15,9 @@ from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
 from sbpflow.models.layered import Bottom, Count, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
-from sbpflow.run.model import Fields, ParameterSpec, embedding_output
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Literal
 from sbpflow.errors import ConfigError
 from sbpflow.models.layered import EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
-from sbpflow.run.model import Fields, ParameterSpec, embedding_output
+from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 from sbpflow.errors import ConfigError
 from sbpflow.models.layered import Bottom, EmbeddingDim, LayeredSpec, ModelOptions, Widths
 from sbpflow.models.layers import Layers, MlpShape, T
-from sbpflow.run.model import Fields, ParameterSpec, embedding_output
-from sbpflow.runtime.keys import Key
+from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
+from sbpflow.runtime.fields.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

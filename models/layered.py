@@ -20,17 +20,17 @@ from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
 from sbpflow.models.layers import Layers, Norm, T
 from sbpflow.models.plain import PlainModel
-from sbpflow.run.model import (
+from sbpflow.run.model.spec import (
     HashedColumn,
     ParameterSpec,
     make_buffers,
     make_parameters,
     schemes_of,
 )
-from sbpflow.run.torch_model import ShapesOnly, TorchPart, bce_rows
-from sbpflow.runtime.compiler import compiler_problem, half_time, keep_compiled_privately
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.run.model.torch_model import ShapesOnly, TorchPart, bce_rows
+from sbpflow.runtime.compute.compiler import compiler_problem, half_time, keep_compiled_privately
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Range
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor

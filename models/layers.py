@@ -14,7 +14,7 @@ import torch
 
 from sbpflow.embedding.plan.tables import INITIAL_RANGE
 from sbpflow.errors import unknown_value
-from sbpflow.run.model import ParameterSpec
+from sbpflow.run.model.spec import ParameterSpec
 from sbpflow.tensor.global_tensor import GlobalTensor
 
 T = TypeVar("T", GlobalTensor, torch.Tensor)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpflow.models.layers import Functions, Layers
-from sbpflow.run.model import ParameterSpec, initial_values
+from sbpflow.run.model.spec import ParameterSpec, initial_values
 from sbpflow.tensor.ops.interactions import pair_sum
 
 

@@ -7,7 +7,7 @@ from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig
-from sbpflow.run.model import ModelConfig
+from sbpflow.run.model.spec import ModelConfig
 
 MODELS: dict[str, type[ModelConfig]] = {
     "wdl": WdlConfig,

@@ -18,9 +18,9 @@ from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
 from sbpflow.models.layered import Dropout, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
-from sbpflow.run.model import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.run.model.spec import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

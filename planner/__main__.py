@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from sbpflow.runtime.launch import ArgumentParser, dispatch, run_main
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="processes on this machine; 2 by default")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seconds", type=float, help="for all of it; 270 by default")
-    parser.add_argument("--rounds", type=int, help="of plans that the model picks; 2 by default")
+    parser.add_argument("--rounds", type=int, help="of candidates of the model; 2 by default")
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="of the tables")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="seconds and small tables, for tests")
@@ -28,7 +28,7 @@ def calibrate(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     from sbpflow.planner.calibration.command import default_ranks, run_calibration
-    from sbpflow.runtime.start_ranks import start_ranks
+    from sbpflow.runtime.processes.start_ranks import start_ranks
 
     if "RANK" not in os.environ:
         ranks = default_ranks() if args.ranks is None else args.ranks

@@ -20,7 +20,7 @@ from sbpflow.planner.costs.profile import (
     load,
     weights_from,
 )
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,30 +133,34 @@ def described(name: str) -> Profile:
     }
     mac = 2e-9 / one.dense_tflop_per_s / one.share
     terms = {
-        "begin": {"batch_ids": 8 * byte, "home_sort": ids, "num_row_transfers": launch * 4},
-        "advance": {
+        "start_id_exchange": {
+            "batch_ids": 8 * byte,
+            "home_sort": ids,
+            "num_row_transfers": launch * 4,
+        },
+        "exchange_ids": {
             "home_unique": 8 * byte,
             "num_row_transfers": launch,
             "num_row_gathers": launch,
         },
-        "look_up": {
+        "lookup": {
             "seen_ids": 8 * byte,
             "read_rows": 8 * byte,
             "read_elements": element,
             "out_elements": element,
             "num_stacks": 4 * launch,
         },
-        "outputs": {"home_elements": 2 * element, "expand_elements": 2 * element, **calls},
+        "gather_outputs": {"home_elements": 2 * element, "expand_elements": 2 * element, **calls},
         "forward": {"dense_macs": mac, "always": 10 * launch},
         "backward": {"dense_macs": 2 * mac, "always": 20 * launch},
-        "push": {
+        "send_grads": {
             "home_elements": 2 * element,
             "expand_elements": 2 * element,
             "repeat_elements": element,
             "whole_elements": 2 * element,
             **calls,
         },
-        "collect": {"whole_elements": element},
+        "receive_grads": {"whole_elements": element},
         "update": {
             "update_ids": ids,
             "update_elements": element,

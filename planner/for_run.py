@@ -21,7 +21,7 @@ from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import CostModel, Prediction
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
 from sbpflow.planner.costs.profile import Profile, load
-from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.task import (
     Choice,
     DenseWork,
@@ -32,10 +32,10 @@ from sbpflow.planner.task import (
     plan_to_yaml,
     rules,
 )
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.model import Fields
-from sbpflow.run.plan import RunPlan
-from sbpflow.runtime.topology import Topology
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.plan import RunPlan
+from sbpflow.runtime.ranks.topology import Topology
 
 LOG = logging.getLogger(__name__)
 

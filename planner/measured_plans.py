@@ -10,7 +10,7 @@ from sbpflow.planner.calibration.design import Sample, draw_batches
 from sbpflow.planner.calibration.measure import measure_in_turns
 from sbpflow.planner.tables_file import TablesFile
 from sbpflow.planner.task import Plan
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 
 def measure_plans(tables: TablesFile, plans: Sequence[Plan], *, rounds: int) -> list[float] | None:

@@ -14,7 +14,7 @@ import torch
 
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import plan_of_tree, plan_tree
-from sbpflow.planner.calibration.picks import to_measure
+from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.choose import checked
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
 from sbpflow.planner.costs.cost import CostModel, TaskCost
@@ -25,10 +25,10 @@ from sbpflow.planner.search.problem import price_of
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_to_yaml
-from sbpflow.runtime.json_file import JsonError, is_number, list_of, read_json
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
-from sbpflow.runtime.start_ranks import start_ranks
+from sbpflow.runtime.files.json_file import JsonError, is_number, list_of, read_json
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.runtime.processes.start_ranks import start_ranks
 
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 

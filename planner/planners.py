@@ -25,7 +25,7 @@ from sbpflow.planner.published.greedy import (
     size_greedy,
     size_lookup_greedy,
 )
-from sbpflow.planner.published.kept import keep, path_of, recall
+from sbpflow.planner.published.model_cache import keep, path_of, recall
 from sbpflow.planner.published.neuroshard import NeuroShard
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import Effort, Found, search

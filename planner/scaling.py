@@ -25,8 +25,8 @@ from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import KINDS, PHASE
 from sbpflow.planner.planners import PLANNERS, PlannerName, make_plan, planner_of
 from sbpflow.planner.tables_file import TablesFile, read_tables
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

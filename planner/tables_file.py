@@ -33,7 +33,7 @@ from sbpflow.planner.costs.features import (
     zipf_mandelbrot,
 )
 from sbpflow.planner.task import DenseWork, Task
-from sbpflow.runtime.json_file import JsonError, kind_name, read_json
+from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")

@@ -30,7 +30,7 @@ from sbpflow.embedding.plan.tables import (
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
-from sbpflow.runtime.devices import backend_of_device
+from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp

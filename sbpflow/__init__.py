@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
+
 if TYPE_CHECKING:
     from sbpflow.boxing.executor import Boxing
     from sbpflow.boxing.plan import plan_boxing
@@ -21,16 +23,16 @@ if TYPE_CHECKING:
     from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
     from sbpflow.embedding.rules.registry import sparse_optimizer
     from sbpflow.errors import ConfigError, DataError, SbpError, TrainingError
-    from sbpflow.run.job import start_job
-    from sbpflow.run.model import (
+    from sbpflow.run.execution.job import start_job
+    from sbpflow.run.model.spec import (
         Fields,
         ParameterSpec,
         embedding_output,
         make_parameters,
         schemes_of,
     )
-    from sbpflow.run.torch_model import TorchModel
-    from sbpflow.runtime.world import World
+    from sbpflow.run.model.torch_model import TorchModel
+    from sbpflow.runtime.ranks.world import World
     from sbpflow.sbp.layout import Layout
     from sbpflow.sbp.placement import Placement
     from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from sbpflow.tensor.global_tensor import GlobalTensor, parameter
     from sbpflow.tensor.gradient_sync import sync_gradients
 
-__version__ = "0.1.0"
+__version__ = SBPFLOW_VERSION
 
 # In a checkout sbpflow.data, .models and .planner are folders next to this one; an installed
 # package has them inside.
@@ -54,7 +56,7 @@ _HOME = {
     "Partial": "sbp.sbp",
     "Placement": "sbp.placement",
     "Layout": "sbp.layout",
-    "World": "runtime.world",
+    "World": "runtime.ranks.world",
     "Boxing": "boxing.executor",
     "plan_boxing": "boxing.plan",
     "GlobalTensor": "tensor.global_tensor",
@@ -73,17 +75,17 @@ _HOME = {
     "plan_embeddings": "embedding.plan.embedding_plan",
     "EmbeddingCollection": "embedding.collection",
     "Bags": "embedding.ids.batch_ids",
-    "Fields": "run.model",
-    "ParameterSpec": "run.model",
-    "embedding_output": "run.model",
-    "make_parameters": "run.model",
-    "schemes_of": "run.model",
-    "TorchModel": "run.torch_model",
+    "Fields": "run.model.spec",
+    "ParameterSpec": "run.model.spec",
+    "embedding_output": "run.model.spec",
+    "make_parameters": "run.model.spec",
+    "schemes_of": "run.model.spec",
+    "TorchModel": "run.model.torch_model",
     "Config": "config.schema",
     "DataConfig": "config.schema",
     "ParallelConfig": "config.table_rules",
     "load_config": "config.load",
-    "start_job": "run.job",
+    "start_job": "run.execution.job",
     "ConfigError": "errors",
     "DataError": "errors",
     "SbpError": "errors",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from sbpflow.runtime.launch import dispatch, run_main
+from sbpflow.runtime.processes.launch import dispatch, run_main
 
 Command = Callable[[Sequence[str]], int]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbpflow.runtime.world import HEADER_BYTES
+from sbpflow.runtime.ranks.world import HEADER_BYTES
 
 
 class Call(NamedTuple):

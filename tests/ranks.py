@@ -28,7 +28,7 @@ PRELOAD = [
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
     "sbpflow.tensor.ops",
-    "sbpflow.run.job",
+    "sbpflow.run.execution.job",
     "tests.ranks",
     "tests.training.wdl_case",
 ]
@@ -182,7 +182,7 @@ def _serve(
 
         install()
         device = "cuda"
-    from sbpflow.runtime.world import Rendezvous, World
+    from sbpflow.runtime.ranks.world import Rendezvous, World
 
     # Several ranks share a device where there are more of them.
     local_rank = rank % torch.cuda.device_count() if device == "cuda" else rank

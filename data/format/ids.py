@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sbpflow.data.compiled import find_loops
 from sbpflow.data.format.schema import NUM_RESERVED_IDS, RARE_ID
-from sbpflow.runtime.splitmix import GAMMA
+from sbpflow.runtime.random.splitmix import GAMMA
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]

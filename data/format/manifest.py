@@ -28,11 +28,11 @@ from sbpflow.data.format.parts import (
     SideColumn,
     part_types,
 )
-from sbpflow.data.format.remake import how_to_remake
+from sbpflow.data.format.rebuild import how_to_rebuild
 from sbpflow.data.format.schema import Field
 from sbpflow.errors import DataError
-from sbpflow.runtime.json_file import JsonError, read_json
-from sbpflow.runtime.local_path import PathError, local_path
+from sbpflow.runtime.files.json_file import JsonError, read_json
+from sbpflow.runtime.files.local_path import PathError, local_path
 
 FORMAT = "sbpflow-prepared"
 VERSION = 2
@@ -363,7 +363,7 @@ def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     if content.get("version") != VERSION:
         raise DataError(
             f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; "
-            f"make the set anew: {how_to_remake(file.parent, content)}"
+            f"make the set anew: {how_to_rebuild(file.parent, content)}"
         )
     if content.get("fingerprint") != fingerprint_of(content):
         raise DataError(

@@ -25,9 +25,9 @@ from sbpflow.data.prepare.bad_rows import Staged
 from sbpflow.data.prepare.counts_file import COUNTS_KEYS, counts_record, read_counts, write_counts
 from sbpflow.data.prepare.distinct import FieldCounts, count_fields, spilled
 from sbpflow.data.prepare.fit import Values, fit
-from sbpflow.data.prepare.keep import Kept, keep_values, load, save
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import list_file
+from sbpflow.data.prepare.vocabulary_filter import Kept, keep_values, load, save
 from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 
 

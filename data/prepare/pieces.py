@@ -1,7 +1,7 @@
 """Which columns a text file has, and its pieces where they must be read in order.
 
-Piece k of a plain file is found by its place (``data.prepare.source``); packed text, and text with
-quotes, whose line ends may be parts of cells, is read from the start on.
+Piece k of a plain file is found by its place (``data.prepare.source``); compressed text, and text
+with quotes, whose line ends may be parts of cells, is read from the start on.
 """
 
 import json

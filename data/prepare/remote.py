@@ -12,7 +12,7 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.local_path import plain_path
+from sbpflow.runtime.files.local_path import plain_path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 

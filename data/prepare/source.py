@@ -1,7 +1,8 @@
 """The bytes of the inputs in pieces of whole lines: which files, which pieces, in which order.
 
-Piece k of a plain file is the lines that start in [k * size, (k + 1) * size); a packed file is read
-in order, ``size`` bytes and the rest of the line at a time. So pieces depend on the input alone.
+Piece k of a plain file is the lines that start in [k * size, (k + 1) * size); a compressed file is
+read in order, ``size`` bytes and the rest of the line at a time. So pieces depend on the input
+alone.
 """
 
 import logging
@@ -11,17 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
-from sbpflow.data.prepare.packed import UNPACK, packed_errors, unpacked
+from sbpflow.data.prepare.decompress import DECOMPRESS, decompress_errors, decompressed
 from sbpflow.data.prepare.remote import InputPath, identity, size_of
 from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
 _SHOWN = 8
-_PACKED_TIMES = 3
+_COMPRESSED_TIMES = 3
 """Criteo's text is so many times as large as its .gz files."""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
-SUFFIXES = (".tsv", ".txt", ".csv", *UNPACK, *TABLE_SUFFIXES)
+SUFFIXES = (".tsv", ".txt", ".csv", *DECOMPRESS, *TABLE_SUFFIXES)
 _PARTS = re.compile(r"(day|part)[-_]\d+")
 """Names without a suffix that are data in a folder: the 1TB logs unpack to day_0 ... day_23."""
 
@@ -41,7 +42,7 @@ _FORMATS = {
 
 _MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
 _KINDS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
-"""First bytes and names of packed files, by suffix; a .zst may start with a skippable frame."""
+"""First bytes and names of compressed files, by suffix; a .zst may start with a skippable frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ class Input:
     num_bytes: int
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the name says that it is packed text."""
-        return self.path.suffix.lower() in UNPACK
+    def is_compressed(self) -> bool:
+        """Whether the name says that it is compressed text."""
+        return self.path.suffix.lower() in DECOMPRESS
 
     @property
     def text_bytes(self) -> int:
         """About how much text there is in it."""
-        return self.num_bytes * (_PACKED_TIMES if self.is_packed else 1)
+        return self.num_bytes * (_COMPRESSED_TIMES if self.is_compressed else 1)
 
     @property
     def is_table(self) -> bool:
@@ -118,7 +119,7 @@ def _name_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
 
 
 def _check_start(source: Input) -> None:
-    """Refuse a file whose first bytes (unpacked, if it is gzip) say that it is no text table."""
+    """Refuse a file whose first bytes (decompressed, if gzip) say that it is no text table."""
     if source.is_table:
         return
     suffix = source.path.suffix.lower()
@@ -135,7 +136,7 @@ def _check_start(source: Input) -> None:
     for magic, advice in _FORMATS.items():
         if start.startswith(magic):
             how = " with gunzip" if source.path.suffix.lower() == ".gz" else ""
-            first = f"unpack it{how}; what is in it " if source.is_packed else ""
+            first = f"decompress it{how}; what is in it " if source.is_compressed else ""
             raise ConfigError(f"--input {source.path}: {first}{advice}")
 
 
@@ -171,7 +172,7 @@ def no_line_end(path: InputPath) -> DataError:
 
 
 class Text(NamedTuple):
-    """The unpacked bytes of a file, and the file itself, whose position says how far they go."""
+    """The decompressed bytes of a file, and the file, whose position says how far they go."""
 
     file: IO[bytes]
     raw: IO[bytes]
@@ -179,11 +180,11 @@ class Text(NamedTuple):
 
 @contextmanager
 def open_text(path: InputPath) -> Iterator[Text]:
-    """The text of a file, unpacked where its name says that it is packed."""
+    """The text of a file, decompressed where its name says that it is compressed."""
     suffix = path.suffix.lower()
-    if suffix not in UNPACK:
+    if suffix not in DECOMPRESS:
         with path.open("rb") as file:
             yield Text(file, file)
         return
-    with packed_errors(path, suffix), path.open("rb") as raw, unpacked(raw, suffix) as file:
+    with decompress_errors(path, suffix), path.open("rb") as raw, decompressed(raw, suffix) as file:
         yield Text(file, raw)

@@ -28,7 +28,7 @@ from sbpflow.data.prepare.source import Input, read_piece
 from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
 from sbpflow.errors import DataError
-from sbpflow.runtime.splitmix import GAMMA
+from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
@@ -168,7 +168,7 @@ def _jobs(
             target = _target(work, source, index)
             return _Job(target, source, columns, index, num_bytes, text)
 
-        if source.is_packed or (schema.quote is not None and not source.is_table):
+        if source.is_compressed or (schema.quote is not None and not source.is_table):
             pieces = pieces_in_order(source.path, size, schema.quote)
             for index, (text, num_bytes) in enumerate(pieces):
                 yield job(index, num_bytes, text)

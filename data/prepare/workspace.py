@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.runtime.file_lock import HeldError, hold, sign
-from sbpflow.runtime.json_file import JsonError, read_json
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.file_lock import HeldError, hold, sign
+from sbpflow.runtime.files.json_file import JsonError, read_json
+from sbpflow.runtime.files.local_path import local_path
 
 MARK = "plan"
 _NEW_MARK = "plan.partial"

@@ -21,7 +21,7 @@ from sbpflow.data.read.batch import Ids
 from sbpflow.data.read.crosses import CrossColumns
 from sbpflow.data.read.order import Runs
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
-from sbpflow.run.model import HashedColumn
+from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
 

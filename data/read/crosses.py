@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import ConfigError
-from sbpflow.run.model import HashedColumn
-from sbpflow.runtime.splitmix import GAMMA, MIX_1, MIX_2
+from sbpflow.run.model.spec import HashedColumn
+from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
 
 _MISSING = 0
 _GAMMA, _MIX_1, _MIX_2 = (np.uint64(c) for c in (GAMMA, MIX_1, MIX_2))

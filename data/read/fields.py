@@ -4,7 +4,7 @@ from sbpflow.costs.ids import IdFrequencies
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import Field
 from sbpflow.data.stats import FieldStats, load_stats
-from sbpflow.run.model import Fields, IdField
+from sbpflow.run.model.spec import Fields, IdField
 
 
 def fields_of(manifest: Manifest) -> Fields:

@@ -23,7 +23,7 @@ from sbpflow.data.read.blocks import Block, BlockReader, Parts
 from sbpflow.data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from sbpflow.data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.run.model import HashedColumn
+from sbpflow.run.model.spec import HashedColumn
 from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]

@@ -8,7 +8,7 @@ from sbpflow.config.schema import DataConfig
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.read.loader import RowLoader, choose_backend, open_loader
 from sbpflow.errors import ConfigError
-from sbpflow.run.model import HashedColumn
+from sbpflow.run.model.spec import HashedColumn
 
 
 def open_loaders(

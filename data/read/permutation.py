@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.runtime.splitmix import MIX_1, MIX_2
+from sbpflow.runtime.random.splitmix import MIX_1, MIX_2
 
 _ROUNDS = 4
 _SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # a round has few bits to mix with there

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
 from sbpflow.errors import DataError
-from sbpflow.runtime.json_file import JsonError, object_of, read_json
-from sbpflow.runtime.splitmix import GAMMA
+from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
+from sbpflow.runtime.random.splitmix import GAMMA
 
 BLOCK_ROWS = 1 << 16
 CHAINS = (("C3", "C12", "C21", "C16", "C4", "C24"), ("C15", "C18", "C2"), ("C11", "C13"))

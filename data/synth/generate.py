@@ -38,7 +38,7 @@ from sbpflow.data.synth.signal import pair_rank
 from sbpflow.data.synth.tails import Floats, Ranks
 from sbpflow.data.synth.text import write_tsv
 from sbpflow.errors import ConfigError, unknown_value
-from sbpflow.runtime.splitmix import GAMMA, MIX_1
+from sbpflow.runtime.random.splitmix import GAMMA, MIX_1
 
 _SHARD_BLOCKS = 4
 _HOT_RANKS = 64

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.candidates import candidates
 from sbpflow.planner.calibration.design import (
     Sample,
     draw_batches,
@@ -32,8 +34,6 @@ from sbpflow.planner.calibration.design import (
 from sbpflow.planner.calibration.fit import fit
 from sbpflow.planner.calibration.measure import Measured, measure_in_turns
 from sbpflow.planner.calibration.optimizers import step_factors
-from sbpflow.planner.calibration.picks import picks
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.calibration.records import (
     AGAIN,
     PICKED,
@@ -50,9 +50,9 @@ from sbpflow.planner.costs.cost import CostModel, TaskCost
 from sbpflow.planner.costs.profile import RANKS_HERE, KernelPrices, Profile
 from sbpflow.planner.costs.transfers import Transfer, transfer_of
 from sbpflow.planner.task import Plan, Task
-from sbpflow.runtime.devices import device_name
-from sbpflow.runtime.json_file import JsonError, list_of, object_of, parse_json, read_text
-from sbpflow.runtime.versions import summary as version_summary
+from sbpflow.runtime.compute.devices import device_name
+from sbpflow.runtime.compute.versions import summary as version_summary
+from sbpflow.runtime.files.json_file import JsonError, list_of, object_of, parse_json, read_text
 
 LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How long and on what. ``rounds`` is how often the model's own picks are added.
+    """How long and on what. ``rounds`` is how often the model's own candidates are added.
 
     ``seconds`` covers all of it; ``most_rows`` bounds the tables. ``kernels``: whether they are
     compared.
@@ -207,11 +207,11 @@ class Journal:
 def calibrate(
     boxing: Boxing, settings: Settings, journal_path: Path, pick: Pick | None = None
 ) -> Profile | None:
-    """Measure, fit, and measure the fit's picks; the profile on rank 0, ``None`` elsewhere.
+    """Measure, fit, and measure the fit's candidates; the profile on rank 0, ``None`` elsewhere.
 
     ``pick(cost, count)`` gives the plans that a search takes for best.
     """
-    run = _Run(boxing, settings, journal_path, pick or picks)
+    run = _Run(boxing, settings, journal_path, pick or candidates)
     return run.all_rounds()
 
 
@@ -247,7 +247,7 @@ class _Run:
         )
 
     def all_rounds(self) -> Profile | None:
-        """Half of the time for drawn plans, the rest in equal parts for the rounds of picks."""
+        """Half of the time for drawn plans, the rest in equal parts for rounds of candidates."""
         settings = self._settings
         self._measure_alone()
         for number in range(settings.rounds + 1):

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import import_rule, rule_class
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import QUICK, Settings
 from sbpflow.planner.calibration.calibrate import calibrate as run
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
 from sbpflow.planner.costs.transfers import as_lines
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sbpflow.costs.ids import Floats
-from sbpflow.planner.calibration.judge import FLOOR_MS
+from sbpflow.planner.calibration.cross_validation import FLOOR_MS
 from sbpflow.planner.calibration.records import Record
 from sbpflow.planner.costs.profile import Fusion
 from sbpflow.planner.costs.simulate import KINDS, MOVES, PHASE, PHASES

@@ -14,7 +14,12 @@ from sbpflow.costs.counts import INDEX, NUM_FEATURES
 from sbpflow.costs.ids import Floats
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration.corrections import examples_of, learn_corrections
-from sbpflow.planner.calibration.judge import FLOOR_MS, judge, predicted_phases, predicted_steps
+from sbpflow.planner.calibration.cross_validation import (
+    FLOOR_MS,
+    cross_validation,
+    predicted_phases,
+    predicted_steps,
+)
 from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
 from sbpflow.planner.calibration.records import Record, on_one_clock
 from sbpflow.planner.calibration.time_dense import DenseTime, dense_examples
@@ -40,7 +45,7 @@ _GROUPS = (
 _EXPANDED = ("expand_rows", "expand_elements")
 # What the time of a phase can depend on; anything else has weight 0 there.
 TERMS: Mapping[str, tuple[str, ...]] = {
-    "begin": (
+    "start_id_exchange": (
         "always",
         "batch_ids",
         "home_sort",
@@ -48,16 +53,23 @@ TERMS: Mapping[str, tuple[str, ...]] = {
         "num_row_transfers",
         "num_row_gathers",
     ),
-    "advance": ("always", "home_unique", "num_row_transfers", "num_row_gathers"),
-    "look_up": (
+    "exchange_ids": ("always", "home_unique", "num_row_transfers", "num_row_gathers"),
+    "lookup": (
         *("always", "seen_ids", "read_rows", "read_elements", "read_touched", "out_elements"),
         *(*_GROUPS, "num_stacks"),
     ),
-    "outputs": ("always", "home_elements", *_EXPANDED, *_GROUPS),
+    "gather_outputs": ("always", "home_elements", *_EXPANDED, *_GROUPS),
     "forward": ("always", "dense_macs", "dense_elements"),
     "backward": ("always", "dense_macs", "dense_elements"),
-    "push": ("always", "home_elements", *_EXPANDED, "repeat_elements", "whole_elements", *_GROUPS),
-    "collect": ("always", "gradient_in_bytes", "whole_elements", *_GROUPS),
+    "send_grads": (
+        "always",
+        "home_elements",
+        *_EXPANDED,
+        "repeat_elements",
+        "whole_elements",
+        *_GROUPS,
+    ),
+    "receive_grads": ("always", "gradient_in_bytes", "whole_elements", *_GROUPS),
     "send_dense": ("always", "dense_parameters"),
     "receive_dense": ("always", "dense_parameters"),
     "update": (
@@ -145,7 +157,9 @@ def held_out_errors(
         phases |= dict(zip(mine, predicted_phases(profile, tested), strict=True))
         steps |= dict(zip(mine, predicted_steps(profile, tested).tolist(), strict=True))
     order = range(len(records))
-    return judge(records, [phases[n] for n in order], np.array([steps[n] for n in order]))
+    return cross_validation(
+        records, [phases[n] for n in order], np.array([steps[n] for n in order])
+    )
 
 
 def _fit(

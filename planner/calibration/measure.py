@@ -17,19 +17,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.planner.calibration.process_memory import peak_bytes, reset_peak, resident_bytes
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.simulate import PHASES
 from sbpflow.planner.task import Choice, DenseWork, Task, dense_work, embedding_plan
-from sbpflow.run.torch_model import TorchModel
+from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.training.move_times import MoveTimes
-from sbpflow.training.step_schedule import LOOK_UP, OVERLAPPED, RECEIVE, SERIAL
+from sbpflow.training.step_schedule import LOOKUP, OVERLAPPED, RECEIVE_IDS, SERIAL
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class MoveTimer:
         start = self._worked()
         yield
         worked, waited = self._worked() - start - self._worked_in_waits, self._waited
-        phase = LOOK_UP.name if name == RECEIVE.name else name
+        phase = LOOKUP.name if name == RECEIVE_IDS.name else name
         self.times[phase] += 1e3 * worked
         kinds = _FIRST_WAITS[name]
         self.times[kinds[0] if kinds else phase] += 1e3 * waited

@@ -12,9 +12,9 @@ import torch
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import choose_kernels, make_kernel, warm_up_kernels
-from sbpflow.runtime.devices import backend_of_device
+from sbpflow.embedding.storage.lookup import Lookup
+from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
@@ -68,12 +68,12 @@ class _Turn:
 
     def update_ms(self) -> float:
         """Of one update; the look-up before it is not counted."""
-        access = Access(self._ids)
-        self._storage.lookup(access, 0.05)
-        access.row_gradients(self._grads)  # sorted and summed before the clock starts
+        lookup = Lookup(self._ids)
+        self._storage.lookup(lookup, 0.05)
+        lookup.row_gradients(self._grads)  # sorted and summed before the clock starts
         self._steps += 1
         start = self._now()
-        self._storage.update(access, self._grads, 0.05, self._steps)
+        self._storage.update(lookup, self._grads, 0.05, self._steps)
         return 1e3 * (self._now() - start)
 
     def _now(self) -> float:

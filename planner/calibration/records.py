@@ -20,7 +20,7 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
-from sbpflow.runtime.json_file import is_count, is_number, object_of
+from sbpflow.runtime.files.json_file import is_count, is_number, object_of
 
 AGAIN = "again"  # a plan that was measured before, measured once more: "again SESSION NAME"
 PICKED = "pick"  # by a model that was fitted before: "pick SESSION.NUMBER"
@@ -65,7 +65,7 @@ def record_of(entry: Mapping[str, Any], task: Task) -> Record:
 
 
 def session_of(name: str) -> int:
-    """0 for drawn plans, else the round of picks."""
+    """0 for drawn plans, else the round of candidates."""
     if not name.startswith((PICKED, AGAIN)):
         return 0
     return int(name.split()[1].partition(".")[0])

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import build
 from sbpflow.costs.counts import NUM_FEATURES
@@ -21,12 +22,11 @@ from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Law, Sample, draw_batches
 from sbpflow.planner.calibration.measure import dense_work_of, make_trainer, phases_of, time_moves
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.costs.simulate import PHASE
 from sbpflow.planner.costs.work import base_work
 from sbpflow.planner.task import Choice, Shape, Task
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.ranges import Range
 
 DENSE_MOVES = ("forward", "backward", "send_dense", "receive_dense", "update_dense")
 # (width of the table, hidden widths), the least work first.

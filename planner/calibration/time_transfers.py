@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import BoxingStep, plan_boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.planner.calibration.measure import MoveTimer, lower_quartile, through_ms
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,
@@ -106,9 +106,9 @@ def _timed(boxing: Boxing, case: _Case) -> tuple[float, float]:
     """ms that this rank packs and that it then waits, all having begun together."""
     run = case.make()
     with MoveTimer(boxing) as timer:
-        with timer.move("look_up"):  # a move whose waits are those of vectors
+        with timer.move("lookup"):  # a move whose waits are those of vectors
             run()
-    return round(timer.times["look_up"], 4), round(timer.times[VECTORS], 4)
+    return round(timer.times["lookup"], 4), round(timer.times[VECTORS], 4)
 
 
 def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Transfer:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, TRANSFERS
 from sbpflow.planner.costs.transfers import BYTES, CALLS, Transfer, check_transfer
-from sbpflow.runtime.cache_dir import cache_dir, make_private
-from sbpflow.runtime.devices import BACKENDS
-from sbpflow.runtime.json_file import JsonError, list_of, object_of, read_json
-from sbpflow.runtime.ranges import Range
-from sbpflow.training.step_schedule import COUNTED_IDS, COUNTS, DENSE_GRADIENTS
+from sbpflow.runtime.compute.devices import BACKENDS
+from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.json_file import JsonError, list_of, object_of, read_json
+from sbpflow.training.step_schedule import COUNTED_IDS, COUNTS, DENSE_GRADIENTS, current_name
 
 FORMAT = 3
 MOST_BYTES = 2**26  # of a file
@@ -309,6 +309,7 @@ def load(path: Path | None = None) -> Profile:
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
     """ConfigError naming the key that is wrong."""
+    tree = _with_current_phases(tree)
     known = set(Profile.__dataclass_fields__) | {"format", "features", "phases"}
     if tree.get("format") != FORMAT:
         raise ConfigError(f"format is {brief(tree.get('format'))}, this version has {FORMAT}")
@@ -325,6 +326,25 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
     found = build(Profile, own)
     _check(found)
     return found
+
+
+def _with_current_phases(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree of a profile whose phases may have the names of an earlier version."""
+    phases, members = tree.get("phases"), tree.get("members")
+    renamed = dict(tree)
+    if isinstance(phases, list):
+        names = cast("list[object]", phases)
+        renamed["phases"] = [current_name(n) if isinstance(n, str) else n for n in names]
+    if isinstance(members, list):
+        renamed["members"] = [_renamed(one) for one in cast("list[object]", members)]
+    return renamed
+
+
+def _renamed(member: object) -> object:
+    if not isinstance(member, Mapping):
+        return member
+    items = cast("Mapping[object, object]", member).items()
+    return {current_name(k) if isinstance(k, str) else k: item for k, item in items}
 
 
 def _check(profile: Profile) -> None:

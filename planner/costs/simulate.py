@@ -14,7 +14,6 @@ import numpy as np
 
 from sbpflow.costs.ids import Floats
 from sbpflow.training.step_schedule import (
-    COLLECT,
     COUNTED_IDS,
     COUNTS,
     DENSE_GRADIENTS,
@@ -22,7 +21,8 @@ from sbpflow.training.step_schedule import (
     OF_A_BATCH,
     OF_A_STEP,
     OVERLAPPED,
-    RECEIVE,
+    RECEIVE_GRADS,
+    RECEIVE_IDS,
     ROW_GRADIENTS,
     SERIAL,
     UPDATE,
@@ -33,7 +33,7 @@ from sbpflow.training.step_schedule import (
 
 REST = "rest"  # what a step takes beside its moves: calls, threads that take turns
 # ``receive`` waits for ids; what it computes is measured with the lookup that follows.
-MOVES = (*(move.name for move in (*OF_A_BATCH, *OF_A_STEP) if move is not RECEIVE), REST)
+MOVES = (*(move.name for move in (*OF_A_BATCH, *OF_A_STEP) if move is not RECEIVE_IDS), REST)
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 PHASES = (*MOVES, *TRANSFERS)
 PHASE = {name: place for place, name in enumerate(PHASES)}
@@ -76,7 +76,7 @@ def step_ms(
             for move in schedule.each_batch:
                 _make(clock, move, phases, hidden, schedule)
         for move in schedule.each_step:
-            of_rows = move in (COLLECT, UPDATE)
+            of_rows = move in (RECEIVE_GRADS, UPDATE)
             _make(clock, move, phases, hidden, schedule, times=batches if of_rows else 1)
         clock.now = clock.now + batches * phases[:, :, PHASE[REST]]
     return clock.now.max(1) / steps
@@ -135,11 +135,11 @@ def max_of_sums(phases: Floats) -> Floats:
 
 # What each phase is a part of, for reports with four kinds of time.
 KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("begin", "advance", "look_up", "outputs"), "forward"),
+    **dict.fromkeys(("start_id_exchange", "exchange_ids", "lookup", "gather_outputs"), "forward"),
     **dict.fromkeys(
         ("forward", "backward", "send_dense", "receive_dense", "update_dense"), "dense"
     ),
-    **dict.fromkeys(("push", "collect", "update", REST), "backward"),
+    **dict.fromkeys(("send_grads", "receive_grads", "update", REST), "backward"),
     **dict.fromkeys((IDS, COUNTS, COUNTED_IDS, VECTORS), "forward exchange"),
     **dict.fromkeys((ROW_GRADIENTS, DENSE_GRADIENTS), "backward exchange"),
 }

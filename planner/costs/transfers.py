@@ -16,7 +16,7 @@ from sbpflow.config.parse import brief, build
 from sbpflow.costs.counts import INDEX, NUM_FEATURES
 from sbpflow.costs.ids import Floats
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.ranges import Range
 from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     DENSE_GRADIENTS,

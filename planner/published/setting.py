@@ -29,7 +29,15 @@ from sbpflow.planner.shapes import COPIED, WHOLE, option_number
 from sbpflow.planner.task import Shape, Task
 
 NUM_FEATURES = 4 + NUM_BINS
-_BACKWARD = ("backward", "push", "send_dense", "collect", "update", "receive_dense", "update_dense")
+_BACKWARD = (
+    "backward",
+    "send_grads",
+    "send_dense",
+    "receive_grads",
+    "update",
+    "receive_dense",
+    "update_dense",
+)
 BACKWARD = [PHASE[name] for name in _BACKWARD]
 EXCHANGE = [PHASE[name] for name in TRANSFERS]
 FORWARD = [n for n in range(len(PHASES)) if n not in BACKWARD and n not in EXCHANGE]

@@ -10,7 +10,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing, Finish
 from sbpflow.boxing.plan import Conversion
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 
 

@@ -19,8 +19,14 @@ from sbpflow.boxing.plan import Asked, Conversion, plan_boxing
 from sbpflow.boxing.program import Program, Stays, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.comm_log import CommRecord
-from sbpflow.runtime.world import World, all_gather_single, broken, reduce_scatter_single, refused
+from sbpflow.runtime.ranks.comm_log import CommRecord
+from sbpflow.runtime.ranks.world import (
+    World,
+    all_gather_single,
+    broken,
+    reduce_scatter_single,
+    refused,
+)
 from sbpflow.sbp.layout import Layout
 
 MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
@@ -43,7 +49,8 @@ class Pending:
             finish = partial(world.on_wait, finish)
         self._finish: Finish | None = finish
         if world.wait_at_once:
-            self._finish = partial(_done, finish())
+            out = finish()
+            self._finish = lambda: out
 
     def wait(self) -> Tensor | None:
         """The result, when it is there; ``None`` outside the destination."""
@@ -56,10 +63,6 @@ class Pending:
 def _said(asked: Asked) -> str:
     id, src, dst, shape, _ = asked
     return f"{id} ({src} -> {dst} of {list(shape)})"
-
-
-def _done(out: Tensor | None) -> Tensor | None:
-    return out
 
 
 class Boxing:
@@ -113,8 +116,7 @@ class Boxing:
         found = self._followed.get(asked)
         if found is not None:
             return found
-        backend = self.world.backend_of(dst)
-        return plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
+        return plan_boxing(src, dst, shape, dtype, id=id, backend=self.world.backend_of(dst))
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
         """Compile ``steps`` and make their process groups now rather than on first use."""

@@ -27,7 +27,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BoxTransfer:
     """Rank ``src`` gives ``box``, in indices of the full tensor, to ``dst``; they may be equal."""
 
     src: int
@@ -78,11 +78,11 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 @lru_cache(maxsize=4096)
-def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, ...]:
+def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTransfer, ...]:
     """All moves of ``src -> dst``, at most one per pair of ranks, in order of (dst, src) cells."""
     sources = _Sources(_cells(src, shape, _Role.SOURCE))
     together = not one_step_legal(src, dst)
-    moves: list[Move] = []
+    moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
         # Source cells whose terms must reach the same row; else each chooses for itself.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
@@ -101,7 +101,7 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Move, 
                 for row in target.rows
             ]
             pairs = min(offers, key=lambda offer: _effort(offer, src.placement, dst.placement))
-            moves += [Move(sender, receiver, box) for sender, receiver in pairs]
+            moves += [BoxTransfer(sender, receiver, box) for sender, receiver in pairs]
     return tuple(moves)
 
 

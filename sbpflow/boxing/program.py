@@ -34,7 +34,7 @@ from sbpflow.boxing.copies import (
     slicer,
     whole,
 )
-from sbpflow.boxing.moves import Box, Move, numel, shift
+from sbpflow.boxing.moves import Box, BoxTransfer, numel, shift
 from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
@@ -291,7 +291,7 @@ def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
 
 
 def _pieces(
-    moves: dict[int, Move], group: tuple[int, ...], origin: Box | None
+    moves: dict[int, BoxTransfer], group: tuple[int, ...], origin: Box | None
 ) -> tuple[dict[int, Piece], list[int]]:
     """A buffer with one stretch per rank of the group, empty where nothing moves."""
     pieces: dict[int, Piece] = {}

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from sbpflow.boxing.moves import Move, elements_sent, find_moves, numel
+from sbpflow.boxing.moves import BoxTransfer, elements_sent, find_moves, numel
 from sbpflow.errors import SbpError, unknown_value
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
@@ -66,7 +66,7 @@ class BoxingStep:
         return sum(self._bytes_by_rank.values())
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
+    def moves(self) -> tuple[BoxTransfer, ...]:
         """Every box that goes from one rank to another, or stays."""
         return find_moves(self.src, self.dst, self.shape)
 

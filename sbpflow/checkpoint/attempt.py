@@ -18,7 +18,7 @@ from sbpflow.checkpoint.folder import partial_folder, publish, step_folder
 from sbpflow.checkpoint.format import Index, Piece, SavedTensor, piece_from_json, piece_to_json
 from sbpflow.checkpoint.write import named
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.store import TimedStore
+from sbpflow.runtime.processes.store import TimedStore
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint is written in milliseconds
 

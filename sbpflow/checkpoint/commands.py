@@ -14,8 +14,8 @@ from sbpflow.checkpoint.folder import checked, list_checkpoints, remove_checkpoi
 from sbpflow.checkpoint.format import BLOCK_BYTES, INDEX_FILE, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
-from sbpflow.runtime.file_lock import HeldError, hold
-from sbpflow.training.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
+from sbpflow.runtime.files.file_lock import HeldError, hold
+from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: Path) -> Path:

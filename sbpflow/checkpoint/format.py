@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.json_file import is_count, object_of, parse_json, why_not
+from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why_not
 
 FORMAT = "sbpflow-checkpoint"
 VERSION = 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sbpflow.runtime.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 @compiled

@@ -23,7 +23,7 @@ from sbpflow.checkpoint.format import (
     from_json,
 )
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.json_file import JsonError, read_text
+from sbpflow.runtime.files.json_file import JsonError, read_text
 
 
 def open_checkpoint(path: str | Path) -> "Checkpoint":

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 from sbpflow.checkpoint.folder import sync_folder, write_synced
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.json_file import object_of, parse_json, read_text, why_not
+from sbpflow.runtime.files.json_file import object_of, parse_json, read_text, why_not
 
 RUN_FILE = "run.json"
 FORMAT, VERSION = "sbpflow-run", 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sbpflow.boxing.agreement import gather_facts, gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, Described
 from sbpflow.checkpoint.format import Place, cover_fault, whole_of
@@ -20,8 +21,7 @@ from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Stores
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.embedding.state import LogicalTensor, Rectangle, Values
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.background import in_background
-from sbpflow.training.health import gather_facts, gather_text
+from sbpflow.runtime.processes.background import in_background
 
 State = Mapping[str, LogicalTensor]
 
@@ -50,7 +50,7 @@ class Saver:
         self._state = state
         self._run = run
         self._deadline_s = deadline_s
-        self._nonce = gather_text(boxing, uuid.uuid4().hex[:8])[0]
+        self._nonce = gather_texts(boxing, uuid.uuid4().hex[:8])[0]
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
         self._stores = stores
         self._under_way: Future[None] | None = None

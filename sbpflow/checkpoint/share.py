@@ -4,9 +4,9 @@ Pure: from the places that every rank holds, the same answer on every rank.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from sbpflow.checkpoint.format import Place
-from sbpflow.sbp.sbp import balanced_sizes
 
 Places = Mapping[str, Sequence[Place]]
 
@@ -44,16 +44,8 @@ def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
 
 def _rows_of(place: Place, count: int) -> list[Place]:
     """``count`` parts of ``place``, by rows."""
-    found: list[Place] = []
-    start = place.row_start
-    for size in balanced_sizes(place.num_rows, count):
-        found.append(
-            Place(
-                row_start=start,
-                row_stop=start + size,
-                col_start=place.col_start,
-                col_stop=place.col_stop,
-            )
-        )
-        start += size
-    return found
+    ends = [place.row_start + place.num_rows * part // count for part in range(count + 1)]
+    return [
+        Place(row_start=start, row_stop=stop, col_start=place.col_start, col_stop=place.col_stop)
+        for start, stop in pairwise(ends)
+    ]

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 def checkpoint(argv: Sequence[str]) -> int:

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sbpflow.runtime.doctor import Finding
+    from sbpflow.runtime.compute.doctor import Finding
 
 
 def doctor(argv: Sequence[str]) -> int:
     """What of this environment works, on the ranks that it runs on."""
-    from sbpflow.runtime import doctor
+    from sbpflow.runtime.compute import doctor
 
     def moving(folder: Path) -> "Sequence[Finding]":
-        from sbpflow.run.machine_checks import checks  # torch, which may be broken
+        from sbpflow.run.execution.machine_checks import checks  # torch, which may be broken
 
         return checks(folder)
 

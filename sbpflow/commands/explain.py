@@ -4,10 +4,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
-
-_MOST_RANKS = 65_536
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -28,17 +26,13 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.growth import growth_of, growth_text
-    from sbpflow.errors import ConfigError
     from sbpflow.models.registry import MODELS
-    from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.explain import describe, format_plan
-    from sbpflow.run.kernels import with_known_kernels
-    from sbpflow.runtime.world import device_type_of
+    from sbpflow.run.planning.build_plan import plan_run
+    from sbpflow.run.planning.explain import check_world_size, describe, format_plan
+    from sbpflow.run.planning.kernels import with_known_kernels
+    from sbpflow.runtime.ranks.world import device_type_of
 
-    if not 1 <= args.world_size <= _MOST_RANKS:
-        raise ConfigError(
-            f"--world-size: {args.world_size} ranks; use 1 to {_MOST_RANKS}, for example 2"
-        )
+    check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     fields = fields_of(manifest)

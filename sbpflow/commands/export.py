@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import add_model, saved_run
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
     from sbpflow.data import Manifest
-    from sbpflow.run.plain_model import PlainModel
-    from sbpflow.run.row_formats import RowFormat
+    from sbpflow.run.export.plain_model import PlainModel
+    from sbpflow.run.export.row_formats import RowFormat
 
 _FORMS = "pt2,safetensors"
 
@@ -34,11 +34,17 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest, open_loader
     from sbpflow.data.predictions import check_ids
-    from sbpflow.errors import ConfigError
-    from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.export import facts_of, parse_forms, parse_rows, score_plain, write_model
-    from sbpflow.run.plain_model import plain_model
-    from sbpflow.run.saved_model import saved_layouts
+    from sbpflow.run.export.export import (
+        check_unscored,
+        facts_of,
+        parse_forms,
+        parse_rows,
+        score_plain,
+        write_model,
+    )
+    from sbpflow.run.export.plain_model import plain_model
+    from sbpflow.run.planning.build_plan import plan_run
+    from sbpflow.run.saved.saved_model import saved_layouts
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint, config = saved_run(args)
@@ -77,11 +83,8 @@ def export(argv: Sequence[str]) -> int:
 
     path = args.score or config.data.path
     scored = load_manifest(path) if path is not None and path.is_dir() else None
-    if scored is None and row_format != "as_trained":
-        raise ConfigError(
-            f"--score: rows of {row_format} cost some AUC, and {path} is no set to measure it on; "
-            "name one with labels"
-        )
+    if scored is None:
+        check_unscored(row_format, path)
     model = make(row_format)
     facts = facts_of(checkpoint, like.vocabulary_digest)
     if scored is not None:

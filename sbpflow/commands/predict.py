@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import add_model, saved_run
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
-    from sbpflow.run.model import ModelSpec
-    from sbpflow.run.plan import RunPlan
-    from sbpflow.runtime.topology import Topology
+    from sbpflow.run.model.spec import ModelSpec
+    from sbpflow.run.planning.plan import RunPlan
+    from sbpflow.runtime.ranks.topology import Topology
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -28,22 +28,20 @@ def predict(argv: Sequence[str]) -> int:
     add("--overwrite", action="store_true", help="replace the file that is there")
     args = parser.parse_intermixed_args(argv)
 
-    from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest, open_loader
     from sbpflow.data.predictions import Scoring
-    from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.job import build_job
-    from sbpflow.run.kernels import with_measured_kernels
-    from sbpflow.run.predict import on_rank_0, predictions
-    from sbpflow.run.saved_model import (
+    from sbpflow.run.execution.job import build_job
+    from sbpflow.run.execution.predict import on_rank_0, predictions
+    from sbpflow.run.execution.start import join_ranks, plan_for_ranks
+    from sbpflow.run.planning.build_plan import plan_run
+    from sbpflow.run.planning.kernels import with_measured_kernels
+    from sbpflow.run.saved.saved_model import (
         load_values,
         saved_layouts,
         saved_plan,
     )
-    from sbpflow.run.start import plan_for_ranks, start_world
-    from sbpflow.runtime.world import device_type_of, world_size_of_environment
-    from sbpflow.training.health import on_all_or_none
+    from sbpflow.runtime.ranks.world import device_type_of, world_size_of_environment
     from sbpflow.training.report import setup_logging
 
     checkpoint, config = saved_run(args)
@@ -65,10 +63,10 @@ def predict(argv: Sequence[str]) -> int:
         return plan, spec
 
     plan, spec = plan_for_ranks(config, device_type, make)
-    world = start_world(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
+    boxing = join_ranks(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
+    world = boxing.world
     setup_logging(world.rank)
-    boxing = Boxing(world)
-    on_all_or_none(boxing, lambda: scoring.open(world.rank))
+    on_rank_0(boxing, scoring.open)
     request = config.parallel.kernel
     kept = saved_plan(checkpoint, plan, request)
     plan = kept or with_measured_kernels(plan, request, boxing)
@@ -90,6 +88,6 @@ def predict(argv: Sequence[str]) -> int:
     for probabilities, labels in predictions(job.trainer, loader, boxing):
         scoring.write(probabilities, labels)
     loader.close()
-    on_all_or_none(boxing, scoring.close)
+    on_rank_0(boxing, scoring.close)
     world.close()
     return 0

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 def report(argv: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def report(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    from sbpflow.run.report_page import write_report
+    from sbpflow.run.report.page import write_report
 
     print(write_report(args.runs, args.output))
     return 0

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
 
 if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
@@ -25,7 +25,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
     """The checkpoint that a command names, and the configuration of its run."""
     from sbpflow.models.registry import MODELS
-    from sbpflow.run.saved_model import find_checkpoint, saved_config
+    from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
 
     checkpoint = find_checkpoint(args.checkpoint)
     return checkpoint, saved_config(

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbpflow.runtime.launch import ArgumentParser
-from sbpflow.runtime.local_path import local_path
-from sbpflow.runtime.start_ranks import start_ranks
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.runtime.processes.start_ranks import start_ranks
 
 if TYPE_CHECKING:
     from sbpflow.config.schema import Config
     from sbpflow.data import Manifest, RowLoader
     from sbpflow.planner.for_run import PlannedRun
-    from sbpflow.run.job import Job
-    from sbpflow.run.model import ModelSpec
-    from sbpflow.run.plan import RunPlan
-    from sbpflow.run.resume import Resumed
-    from sbpflow.runtime.topology import Topology
+    from sbpflow.run.execution.job import Job
+    from sbpflow.run.model.spec import ModelSpec
+    from sbpflow.run.planning.plan import RunPlan
+    from sbpflow.run.saved.resume import Resumed
+    from sbpflow.runtime.ranks.topology import Topology
     from sbpflow.training.loop import Reporter
 
 
@@ -57,24 +57,21 @@ def run_rank(
     ``tracker(rank)`` makes a reporter of the caller's own, told on every rank beside the run's.
     """
     # Late, so that --help is quick and a broken torch is reported by run_main.
-    from sbpflow.boxing.executor import Boxing
     from sbpflow.checkpoint.read import open_checkpoint
-    from sbpflow.config.checks import check_rows, data_path, run_dir
+    from sbpflow.config.checks import check_rows, data_path
     from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.read.loaders import open_loaders
     from sbpflow.models.registry import MODELS
-    from sbpflow.run import resume
-    from sbpflow.run.build_plan import plan_run
-    from sbpflow.run.job import build_job
-    from sbpflow.run.kernels import with_measured_kernels
-    from sbpflow.run.saved_model import saved_plan
-    from sbpflow.run.start import plan_for_ranks, start_world
-    from sbpflow.runtime.malloc import keep_freed_memory
-    from sbpflow.runtime.world import device_type_of
-    from sbpflow.training import health
+    from sbpflow.run.execution.job import build_job
+    from sbpflow.run.execution.start import join_ranks, lock_run_folder, plan_for_ranks
+    from sbpflow.run.planning.build_plan import plan_run
+    from sbpflow.run.planning.kernels import with_measured_kernels
+    from sbpflow.run.saved import resume
+    from sbpflow.run.saved.saved_model import saved_plan
+    from sbpflow.runtime.compute.malloc import keep_freed_memory
+    from sbpflow.runtime.ranks.world import device_type_of
     from sbpflow.training.report import setup_logging
-    from sbpflow.training.run_folder import RunLock
 
     keep_freed_memory()
     config = load_config(path, overrides, models=MODELS)
@@ -94,10 +91,10 @@ def run_rank(
         return plan, (spec, planned)
 
     plan, (spec, planned) = plan_for_ranks(config, device_type, make)
-    world = start_world(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
+    boxing = join_ranks(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
+    world = boxing.world
     setup_logging(world.rank)
-    boxing = Boxing(world)
-    lock = health.on_all_or_none(boxing, lambda: RunLock(run_dir(config), rank=world.rank))
+    lock = lock_run_folder(config, boxing)
     data = resume.DataFacts(
         path=str(manifest.path),
         fingerprint=manifest.fingerprint,
@@ -162,17 +159,16 @@ def _fit(
 ) -> None:
     """Train, score and report; the job is as it was left, where it goes on."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
-    from sbpflow.data.format.keep import keep_without_rows
-    from sbpflow.run.checkpoints import Checkpoints
-    from sbpflow.run.explain import format_plan
-    from sbpflow.run.plan_file import PLAN_FILE, plan_to_json
-    from sbpflow.runtime.devices import device_name
+    from sbpflow.data.format.metadata import copy_metadata
+    from sbpflow.run.planning.explain import format_plan
+    from sbpflow.run.planning.plan_file import PLAN_FILE, plan_to_json
+    from sbpflow.run.saved.checkpoints import Checkpoints
+    from sbpflow.runtime.files.run_folder import TABLE_PLAN_FILE
     from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
-    from sbpflow.training.move_times import StepProfiler, peak_memory_bytes
+    from sbpflow.training.move_times import StepProfiler
     from sbpflow.training.report import Report
     from sbpflow.training.reporters import Reporters
-    from sbpflow.training.run_folder import TABLE_PLAN_FILE
 
     boxing, world = job.boxing, job.boxing.world
     with Report(
@@ -180,7 +176,7 @@ def _fit(
         rank=world.rank,
         num_steps=run.start.steps_of_before
         + num_train_steps(config.train, loaders["train"].num_steps),
-        devices=health.gather_text(boxing, device_name(world.device)),
+        devices=health.device_names(boxing),
         sections={
             "plan": format_plan(job.plan, shards=False),
             **({"planner": planned.summary()} if planned else {}),
@@ -197,7 +193,7 @@ def _fit(
             loaders["train"],
             resumed=run,
             metrics_bytes=lambda: report.metrics_bytes,
-            keep_set=lambda folder: keep_without_rows(manifest, folder / DATA_FOLDER),
+            keep_set=lambda folder: copy_metadata(manifest, folder / DATA_FOLDER),
         )
         result = fit(
             job.trainer,
@@ -209,7 +205,6 @@ def _fit(
             checkpoints=checkpoints,
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
-        peaks = health.gather_text(boxing, str(peak_memory_bytes(world.device)))
         health.check_replicas(job.copies, job.embeddings, boxing)
         outside = health.out_of_range_note(job.embeddings, boxing)
         notes = {"ids out of range": outside}
@@ -222,6 +217,6 @@ def _fit(
             val=result.val,
             test=result.test,
             notes={**result.notes, **notes},
-            peak_memory_bytes=[int(peak) for peak in peaks],
+            peak_memory_bytes=health.peak_memory_bytes(boxing),
         )
         checkpoints.finished()

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from sbpflow.config.parse import Example, PathOr
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Count, Range
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Count, Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,10 +41,11 @@ def check(
             f"parallel.cuda_graph: true on {device_type}, which has no such graphs; remove it, or "
             "use parallel.device: cuda"
         )
-    if config.parallel.row_capacity is not None and device_type != "cuda":
+    if config.parallel.row_buffer_fraction is not None and device_type != "cuda":
         raise ConfigError(
-            f"parallel.row_capacity: {config.parallel.row_capacity:g} on {device_type}, where the "
-            "host knows how many rows there are; remove it, or use parallel.device: cuda"
+            f"parallel.row_buffer_fraction: {config.parallel.row_buffer_fraction:g} on "
+            f"{device_type}, where the host knows how many rows there are; remove it, or use "
+            "parallel.device: cuda"
         )
     return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type, planned)
 

@@ -22,10 +22,10 @@ from sbpflow.config.table_rules import (
 from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
 from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.environment import env_int
-from sbpflow.runtime.keys import Affects, key_of
-from sbpflow.runtime.local_path import PathError, local_path
-from sbpflow.runtime.own_class import import_own_class
+from sbpflow.runtime.fields.keys import Affects, key_of
+from sbpflow.runtime.fields.own_class import import_own_class
+from sbpflow.runtime.files.local_path import PathError, local_path
+from sbpflow.runtime.processes.environment import env_int
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import NonNegative, Range
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import NonNegative, Range
 
 InitialRange = Annotated[
     NonNegative | None,

@@ -21,8 +21,8 @@ import yaml
 
 from sbpflow.config.renamed import RENAMED
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.local_path import PathError, local_path
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.local_path import PathError, local_path
 
 Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
@@ -44,6 +44,13 @@ class PathOr:
     """Text that is a local path, unless it is one of ``words``."""
 
     words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """Other words for some values: {word: value}."""
+
+    words: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,9 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             given: object = value.get("name") if isinstance(value, Mapping) else None
             default = None if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
+    for mark in args[1:]:
+        if isinstance(mark, Aliases) and isinstance(value, str):
+            value = mark.words.get(value, value)
     parsed: Any = parse(value, args[0], key, example)
     if parsed is None:
         return None

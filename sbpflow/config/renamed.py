@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-RENAMED = {"exchange_dtype": "comm_dtype"}
+RENAMED = {"exchange_dtype": "comm_dtype", "row_capacity": "row_buffer_fraction"}
 """By the last part of the key, in ``parallel`` and in the rules of ``parallel.tables``."""
 
 

@@ -27,8 +27,8 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.registry import known_rules
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import (
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import (
     Accumulator,
     Beta,
     Betas,

@@ -14,7 +14,7 @@ from sbpflow.config.load import read_yaml
 from sbpflow.config.parse import Example, build
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.environment import env_int
+from sbpflow.runtime.processes.environment import env_int
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,16 +12,17 @@ from typing import Annotated, Literal
 
 import torch
 
-from sbpflow.config.parse import Example, PathOr, brief
+from sbpflow.config.parse import Aliases, Example, PathOr, brief
 from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Range
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp
 
 Scheme = Literal["dp", "1", "2", "3", "auto"]
+SCHEME_ALIASES: Mapping[str, Scheme] = {"column": "1", "row": "2", "row_dedup": "3"}
 Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 CommDtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -142,6 +143,7 @@ class ParallelConfig:
     ] = "auto"
     scheme: Annotated[
         Scheme | None,
+        Aliases(SCHEME_ALIASES),
         Example("1"),
         Key("execution", "Layout of all tables; auto takes the cheapest of several plans."),
     ] = None
@@ -218,7 +220,7 @@ class ParallelConfig:
         bool,
         Key("execution", "Replay a step as one CUDA graph; on several ranks, its dense part."),
     ] = False
-    row_capacity: Annotated[
+    row_buffer_fraction: Annotated[
         float | None,
         Range(above=0, high=1),
         Example(0.25),

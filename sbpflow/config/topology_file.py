@@ -11,8 +11,8 @@ from typing import Annotated
 from sbpflow.config.load import read_yaml
 from sbpflow.config.parse import Example, build
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.ranges import Range
-from sbpflow.runtime.topology import Link, Source, Topology
+from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.ranks.topology import Link, Source, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

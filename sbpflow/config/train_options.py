@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError, unknown_value
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Count, NonNegative, Range, Rate
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 
 Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
 DecayShape = Literal["polynomial", "cosine"]

@@ -1,9 +1,10 @@
 """An embedding collection: the tables of a model on one rank, run as an EmbeddingPlan says.
 
-A batch passes in moves (``begin``, ``advance``, ``receive``, ``look_up``, ``outputs``, ``push``,
-``collect``, ``update``), so that a schedule can put other work between them; ``forward`` and
-``apply_gradients`` make them one after the other. The first three depend on ids alone and may run
-any number of batches ahead of the others. Outputs come laid out S(0) over the batch.
+A batch passes in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
+``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can put other
+work between them; ``forward`` and ``apply_gradients`` make them one after the other. The first
+three depend on ids alone and may run any number of batches ahead of the others. Outputs come laid
+out S(0) over the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from sbpflow.embedding.ids.reader import IdCheck, IdReader
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import KernelRequest, Shard
 from sbpflow.embedding.rules.base import SumOverColumns
 from sbpflow.embedding.state import LogicalTensor, StoredShard, Values, logical_state
@@ -74,12 +75,12 @@ class EmbeddingCollection:
         *,
         seed: int,
         kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
-        row_capacity: float | None = None,
+        row_buffer_fraction: float | None = None,
         stores: StoreFactory = device_store,
     ) -> None:
         """``kernel`` is a request, or the choice per table that another plan has made. With
-        ``row_capacity``, on CUDA, rows of training batches travel in buffers of a fixed size: this
-        share of what the largest can be. ``stores`` makes the row store of each stack.
+        ``row_buffer_fraction``, on CUDA, rows of training batches travel in buffers of a fixed
+        size: this share of what the largest can be. ``stores`` makes the row store of each stack.
         """
         world = boxing.world
         self.plan = plan
@@ -95,7 +96,7 @@ class EmbeddingCollection:
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
         )
         self._groups: list[AnyGroup] = [
-            make_group(group, boxing, Given(self._make_store, received, row_capacity))
+            make_group(group, boxing, Given(self._make_store, received, row_buffer_fraction))
             for group in plan.groups
         ]
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)
@@ -114,11 +115,11 @@ class EmbeddingCollection:
         """Batches looked up from now on have each optimizer's learning rate times ``factor``."""
         self._lr_factor = factor
 
-    def begin(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
+    def start_id_exchange(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
         """Check a batch's ids and start what moves them; ``batch_size`` counts the whole batch.
 
         ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError; for an id
-        out of range of a training batch ``look_up`` does, or on CUDA the next ``update``, before
+        out of range of a training batch ``lookup`` does, or on CUDA the next ``update``, before
         it changes anything.
         """
         check = IdCheck() if training else None
@@ -130,10 +131,12 @@ class EmbeddingCollection:
                     f"rank {self._world.rank} passed ids of {local.num_samples} samples; its part "
                     f"of a batch of {batch_size} is {wanted}"
                 )
-            under_way = self._transfer.begin(local, batch_size)
+            under_way = self._transfer.start_id_exchange(local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
-            groups = [group.begin(local, batch_size, number=number) for group in self._groups]
+            groups = [
+                group.start_id_exchange(local, batch_size, number=number) for group in self._groups
+            ]
             counts = CountsUnderWay(
                 [(under_way, under_way.sizes), *self._told(groups)],
                 at_once=self._world.device.type == "cuda",
@@ -143,18 +146,18 @@ class EmbeddingCollection:
                 self._go_on(batch)
         return batch
 
-    def advance(self, batch: EmbeddingsInFlight) -> None:
+    def exchange_ids(self, batch: EmbeddingsInFlight) -> None:
         """Start the transfers that needed the sizes first."""
-        if not batch.advanced:
+        if not batch.ids_exchanged:
             with self._stream.section():
                 self._go_on(batch)
 
     def _go_on(self, batch: EmbeddingsInFlight) -> None:
         batch.counts.finish()
-        batch.ids.advance()
+        batch.ids.exchange_ids()
         for group, part in zip(self._groups, batch.groups, strict=True):
-            group.advance(part)
-        batch.advanced = True
+            group.exchange_ids(part)
+        batch.ids_exchanged = True
         if self._stream.exists:
             # It waits for the ids and sorts them; the host and the current stream do not.
             self._take_ids(batch)
@@ -185,7 +188,7 @@ class EmbeddingCollection:
             group.next_round(part)
         CountsUnderWay(self._told(batch.groups, number + 1), at_once=False).finish()
         for group, part in later:
-            group.advance(part)
+            group.exchange_ids(part)
 
     def _take_ids(self, batch: EmbeddingsInFlight) -> None:
         for number in range(1, self._num_rounds):
@@ -193,11 +196,11 @@ class EmbeddingCollection:
         everywhere = batch.ids.finish()
         for group, part in zip(self._groups, batch.groups, strict=True):
             part.everywhere = everywhere
-            group.receive(part)
+            group.receive_ids(part)
 
-    def receive(self, batch: EmbeddingsInFlight) -> None:
+    def receive_ids(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the ids. Which rows the batch looks up here is final afterwards."""
-        self.advance(batch)
+        self.exchange_ids(batch)
         if batch.received:
             return
         if late := batch.most_named:
@@ -213,11 +216,11 @@ class EmbeddingCollection:
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
         """Forget a batch that was begun and will not be looked up; every rank calls it."""
-        self.receive(batch)
+        self.receive_ids(batch)
         for group, part in zip(self._groups, batch.groups, strict=True):
             group.cancel(part)
 
-    def look_up(self, batch: EmbeddingsInFlight) -> None:
+    def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows, and start the vectors on their way. Raises DataError for an id out of
         range.
         """
@@ -225,8 +228,8 @@ class EmbeddingCollection:
         self.read(batch)
 
     def arrive(self, batch: EmbeddingsInFlight) -> None:
-        """The first half of ``look_up``: the batch's turn has come."""
-        self.receive(batch)
+        """The first half of ``lookup``: the batch's turn has come."""
+        self.receive_ids(batch)
         self._stream.join()
         if batch.check is not None:
             self._reader.account(batch.check)
@@ -236,14 +239,14 @@ class EmbeddingCollection:
         """The second half: read the rows, and send them."""
         for group, part in zip(self._groups, batch.groups, strict=True):
             part.lr_factor = self._lr_factor
-            group.look_up(part)
+            group.lookup(part)
 
-    def outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
+    def gather_outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
         """{output: [local batch, width]}; of a training batch they are leaves that require a
         gradient.
         """
         groups = batch.groups
-        parts = [g.vectors(part) for g, part in zip(self._groups, groups, strict=True)]
+        parts = [g.gather_outputs(part) for g, part in zip(self._groups, groups, strict=True)]
         training = any(part.training for part in groups)
         batch.outputs = {
             name: assembly.join(parts).requires_grad_(training)
@@ -251,20 +254,20 @@ class EmbeddingCollection:
         }
         return batch.outputs
 
-    def push(self, batch: EmbeddingsInFlight) -> None:
-        """Start the gradients of ``outputs`` on their way to the rows."""
+    def send_grads(self, batch: EmbeddingsInFlight) -> None:
+        """Start the gradients of ``gather_outputs`` on their way to the rows."""
         for index, (group, part) in enumerate(zip(self._groups, batch.groups, strict=True)):
             name = group.plan.output.name
             grad = batch.outputs[name].grad
             if grad is None:
                 raise RuntimeError(f"output {name} has no gradient; call backward() first")
-            group.push(part, self._assembly[name].gradient_of(index, grad))
+            group.send_grads(part, self._assembly[name].gradient_of(index, grad))
         batch.outputs = {}
 
-    def collect(self, batch: EmbeddingsInFlight) -> None:
+    def receive_grads(self, batch: EmbeddingsInFlight) -> None:
         """Wait for the gradients and keep them."""
         for group, part in zip(self._groups, batch.groups, strict=True):
-            group.collect(part)
+            group.receive_grads(part)
 
     def update(self, step: int) -> None:
         """One optimizer step on all that was collected; ``step`` is the job's, counted from 1.
@@ -335,7 +338,7 @@ class EmbeddingCollection:
             group.scale_gradients(factor)
 
     def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
-        """Look a batch up, all moves at once: ids of this rank's samples -> ``outputs``.
+        """Look a batch up, all moves at once: ids of this rank's samples -> ``gather_outputs``.
 
         Raises SbpError if the gradients of the training batch before were not applied.
         """
@@ -343,12 +346,12 @@ class EmbeddingCollection:
             raise SbpError(
                 "forward: the gradients of the training batch before would be lost; call "
                 "apply_gradients(step) before the next one, or training=False for a batch without "
-                "update; to accumulate, make each batch's moves begin, look_up, outputs, push and "
-                "collect, then update(step) once"
+                "update; to accumulate, make each batch's moves start_id_exchange, lookup, "
+                "gather_outputs, send_grads and receive_grads, then update(step) once"
             )
-        batch = self.begin(ids, batch_size, training=training)
-        self.look_up(batch)
-        outputs = self.outputs(batch)
+        batch = self.start_id_exchange(ids, batch_size, training=training)
+        self.lookup(batch)
+        outputs = self.gather_outputs(batch)
         self._last = batch if training else self._last
         return outputs
 
@@ -360,8 +363,8 @@ class EmbeddingCollection:
         batch, self._last = self._last, None
         if batch is None:
             raise RuntimeError("apply_gradients without a training forward")
-        self.push(batch)
-        self.collect(batch)
+        self.send_grads(batch)
+        self.receive_grads(batch)
         self.update(step)
 
     @property
@@ -418,7 +421,7 @@ class EmbeddingCollection:
         kernels = [store.kernel for _, store in self._stores()]
         return [one for one in kernels if isinstance(one, TorchStorage)]
 
-    def _stores(self) -> Iterator[tuple[Stack, RowStore]]:
+    def _stores(self) -> Iterator[tuple[TableBatch, RowStore]]:
         for group in self._groups:
             yield from group.stores()
 

@@ -8,11 +8,11 @@ from sbpflow.embedding.exchange.base import GroupInFlight
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
 from sbpflow.embedding.ids.reader import IdCheck
-from sbpflow.runtime.late_read import LateRead
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class EmbeddingsInFlight:
-    """One batch on its way through a collection; made by ``EmbeddingCollection.begin``."""
+    """A batch on its way through a collection, from ``EmbeddingCollection.start_id_exchange``."""
 
     def __init__(
         self,
@@ -25,20 +25,19 @@ class EmbeddingsInFlight:
         self.groups = groups
         self.counts = counts
         self.check = check
-        self.advanced = self.received = False
-        self.most_named: LateRead | None = None  # of groups whose buffers may be too small
+        self.ids_exchanged = self.received = False
+        self.most_named: AsyncScalarRead | None = None  # of groups whose buffers may be too small
         self.outputs: dict[str, Tensor] = {}
 
-    def access_tensors(self) -> list[Tensor | None]:
+    def lookup_tensors(self) -> list[Tensor | None]:
         """What is looked up, after the collection's ``arrive``: addresses, bags, runs."""
-        return [tensor for part in self.groups for one in part.accesses for tensor in one.tensors()]
+        return [tensor for part in self.groups for one in part.lookups for tensor in one.tensors()]
 
     def new_like(self) -> "EmbeddingsInFlight":
-        """Memory for the accesses of another batch of its sizes."""
+        """Memory for the lookups of another batch of its sizes."""
         groups = [
-            replace(part, accesses=[one.new_like() for one in part.accesses])
-            for part in self.groups
+            replace(part, lookups=[one.new_like() for one in part.lookups]) for part in self.groups
         ]
         made = EmbeddingsInFlight(self.ids, groups, self.counts, self.check)
-        made.advanced = made.received = True
+        made.ids_exchanged = made.received = True
         return made

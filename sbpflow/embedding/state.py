@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, shards_of
 from sbpflow.embedding.storage.keyed import KEYS, KeyedStore, TrainedKeys, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
@@ -209,7 +209,7 @@ def _trained(
     return StoredShard(replace(held.shard, row_start=0, row_stop=stop), rows), (keys,)
 
 
-def _is_per_shard(stack: Stack, shape: tuple[int, ...]) -> bool:
+def _is_per_shard(stack: TableBatch, shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 and not stack.optimizer.shares_row_state
 
 
@@ -224,7 +224,7 @@ def _weights(held: StoredShard) -> Rectangle:
     )
 
 
-def _state(held: StoredShard, key: str, starts: list[int], stack: Stack) -> Rectangle:
+def _state(held: StoredShard, key: str, starts: list[int], stack: TableBatch) -> Rectangle:
     shard, values = held.shard, held.values()[key]
     first, last = shard.col_start, shard.col_stop
     if values.ndim == 1:

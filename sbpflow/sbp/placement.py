@@ -1,6 +1,6 @@
 """A placement: which global ranks hold a tensor, as an n-D grid. A value; it owns no process group.
 
-Keeping groups out (``sbpflow.runtime.world.World`` has them) lets ``explain`` and the planner
+Keeping groups out (``sbpflow.runtime.ranks.world.World`` has them) lets ``explain`` and the planner
 reason about placements of worlds that are not running.
 """
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.draws import KeptDraws
-from sbpflow.runtime.world import World
+from sbpflow.runtime.random.draws import KeptDraws
+from sbpflow.runtime.ranks.world import World
 
 WARM_UP_STEPS = 3  # a torch module's buffers are looked at in as many
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs, Graphs
-from sbpflow.training.step_schedule import CLIP, COLLECT, OUTPUTS, PUSH, UPDATE
+from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE
 
 # (inputs, seed of what is random) -> [1], this rank's term of the loss; gradients are on the leaves
 Pass = Callable[[DenseInputs, int], Tensor]
@@ -34,7 +34,7 @@ class StepInputs:
     step: int
 
     def tensors(self) -> list[Tensor | None]:
-        return [*self.dense.tensors(), *self.rows.access_tensors()]
+        return [*self.dense.tensors(), *self.rows.lookup_tensors()]
 
     def new_like(self) -> "StepInputs":
         return StepInputs(dense=self.dense.new_like(), rows=self.rows.new_like(), step=self.step)
@@ -143,9 +143,9 @@ class GraphedStep:
     def _run_all(self, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
         rows, batch = self._embeddings, inputs.rows
         rows.read(batch)
-        found = [self._work(replace(inputs.dense, vectors=rows.outputs(batch)), seed)]
-        rows.push(batch)
-        rows.collect(batch)
+        found = [self._work(replace(inputs.dense, vectors=rows.gather_outputs(batch)), seed)]
+        rows.send_grads(batch)
+        rows.receive_grads(batch)
         if self._clipper is not None:
             found.append(self._clipper.clip())
         rows.apply(inputs.step)
@@ -158,5 +158,5 @@ class GraphedStep:
 
 
 # What ``run_all`` has made of a batch, and of a step.
-OF_BATCH = frozenset({OUTPUTS.name, PUSH.name, COLLECT.name})
+OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

@@ -1,28 +1,23 @@
 """Checks that end a run which has gone wrong: a loss that is not a number, replicas that differ."""
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from sbpflow.boxing.agreement import combine_parts, gather_texts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.collection import Copies, EmbeddingCollection
 from sbpflow.embedding.state import Values, read_values
-from sbpflow.errors import ConfigError, ReplicaError, SbpError, TrainingError
-from sbpflow.runtime.late_read import LateRead
-from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split
+from sbpflow.errors import ReplicaError, SbpError, TrainingError
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
+from sbpflow.runtime.compute.devices import device_name
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.batch import Batch
+from sbpflow.training.move_times import peak_memory_of
 
-Result = TypeVar("Result")
-CHANNEL = "control"
-_TEXT_BYTES = 120
 _ROWS_READ = 1 << 16  # of a store at a time
 
 
@@ -44,7 +39,7 @@ class LossWatch:
         self._names = tuple(dense_names)
         every = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
         self._least, self._greatest = torch.tensor(every).reshape(-1, 2).unbind(1)
-        self._waiting: tuple[int, LateRead, Sequence[Batch]] | None = None
+        self._waiting: tuple[int, AsyncScalarRead, Sequence[Batch]] | None = None
         self.last = float("nan")
         self._norm: float | None = None
 
@@ -61,7 +56,7 @@ class LossWatch:
             return
         self.flush()
         both = loss.reshape(1) if norm is None else torch.stack([loss.to(torch.float64), norm])
-        self._waiting = (step, LateRead(both), batches)
+        self._waiting = (step, AsyncScalarRead(both), batches)
 
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
         """TrainingError where a label or a dense value is none of its set's: a file has changed
@@ -114,7 +109,7 @@ class LossWatch:
         # The loss is the same on every rank, so every rank comes here and takes part.
         dense = torch.cat([batch.dense for batch in batches])
         bad = (~torch.isfinite(dense)).sum(0).to(torch.int64)
-        counts = _on_all(self._boxing, bad, Partial(), "health/fields").tolist()
+        counts = combine_parts(self._boxing, bad, Partial(), "health/fields").tolist()
         named = ", ".join(
             f"{name} ({count} rows)"
             for name, count in zip(self._names, counts, strict=True)
@@ -128,35 +123,6 @@ class LossWatch:
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
 
 
-def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of every rank, in rank order."""
-    device = boxing.world.device
-    raw = json.dumps(dict(facts)).encode()  # ASCII, so that blanks can fill it up
-    length = torch.tensor([len(raw)], device=device)
-    most = int(_on_all(boxing, length, Split(0), "health/lengths").max())
-    mine = torch.tensor(list(raw.ljust(most)), dtype=torch.uint8, device=device)
-    everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/facts")
-    return [json.loads(bytes(row)) for row in everyone.tolist()]
-
-
-def on_all_or_none(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """What ``attempt`` returns; if it raises ConfigError on any rank, that is raised on every one.
-
-    Every rank calls it. A rank that left alone would leave the others in a collective.
-    """
-    result, refused = None, ""
-    try:
-        result = attempt()
-    except ConfigError as error:
-        if boxing.world.size == 1:
-            raise
-        refused = str(error)
-    everyone = gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
-    if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
-        raise ConfigError(reasons[0])
-    return cast("Result", result)
-
-
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
     """Ids that no table had a row for, per field over all ranks; every rank calls it."""
     policy = embeddings.plan.out_of_range
@@ -164,7 +130,7 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
         return "none (each would have ended the run)"
     counts = embeddings.out_of_range
     if boxing.world.size > 1:
-        counts = _on_all(boxing, counts, Partial(), "health/out_of_range")
+        counts = combine_parts(boxing, counts, Partial(), "health/out_of_range")
     named = [
         f"{feature.name}: {count:,}"
         for feature, count in zip(embeddings.plan.features, counts.tolist(), strict=True)
@@ -173,12 +139,15 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
     return f"{policy}: " + ("\n".join(named) or "none")
 
 
-def gather_text(boxing: Boxing, text: str) -> list[str]:
-    """One line of every rank, in rank order; cut at 120 bytes."""
-    raw = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    mine = torch.tensor(list(raw), dtype=torch.uint8, device=boxing.world.device)
-    everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/text")
-    return [bytes(row).decode(errors="replace").rstrip() for row in everyone.tolist()]
+def device_names(boxing: Boxing) -> list[str]:
+    """The device of every rank, in rank order; every rank calls it."""
+    return gather_texts(boxing, device_name(boxing.world.device))
+
+
+def peak_memory_bytes(boxing: Boxing) -> list[int]:
+    """Most memory that each rank has held, in rank order; every rank calls it."""
+    peaks = gather_texts(boxing, str(peak_memory_of(boxing.world.device)))
+    return [int(peak) for peak in peaks]
 
 
 def check_replicas(
@@ -228,7 +197,7 @@ def _first_difference(
     if not copies:
         return None
     mine = torch.stack([_checksum(copy.tensors, boxing.world.device) for copy in copies])
-    everyone = _on_all(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
+    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
     for column, copy in enumerate(copies):
         for ranks in copy.ranks:
             if len({everyone[rank][column] for rank in ranks}) > 1:
@@ -245,24 +214,3 @@ def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
         for part in parts:
             total += read_values(part).contiguous().view(bits).sum(dtype=torch.int64).to(device)
     return total
-
-
-def _on_all(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Gather (Split) or add up (Partial) the ranks' parts of equal shape, on every rank."""
-    world = boxing.world
-    placement = Placement.line(world.device.type, world.size)
-    shape = tuple(part.shape)
-    if isinstance(src, Split):
-        shape = (shape[0] * world.size, *shape[1:])
-    steps = plan_boxing(
-        Layout(placement, (src,)),
-        Layout(placement, (Broadcast(),)),
-        shape,
-        part.dtype,
-        id=id,
-        backend=world.backend,
-    )
-    out = boxing.run(steps, part, CHANNEL)
-    if out is None:
-        raise RuntimeError(f"{id}: no result on rank {world.rank}")
-    return out

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sbpflow.runtime.json_file import JsonError, object_of, read_json
-from sbpflow.runtime.world import World
-from sbpflow.training.run_folder import TRACE_FILE
+from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
+from sbpflow.runtime.files.run_folder import TRACE_FILE
+from sbpflow.runtime.ranks.world import World
 
 LOG = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _add_sent(events: list[dict[str, Any]], sent: list[_Sent]) -> None:
         )
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_of(device: torch.device) -> int:
     """Most memory that this process has held so far: of the device, or of the host for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -20,11 +20,8 @@ from tqdm import tqdm
 
 from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
-from sbpflow.runtime.versions import summary as version_summary
-from sbpflow.training.learning_rate import rate_factor
-from sbpflow.training.metrics import Evaluation
-from sbpflow.training.progress import Progress
-from sbpflow.training.run_folder import (
+from sbpflow.runtime.compute.versions import summary as version_summary
+from sbpflow.runtime.files.run_folder import (
     BOARD_FOLDER,
     METRICS_FILE,
     PLAN_FILE,
@@ -33,6 +30,9 @@ from sbpflow.training.run_folder import (
     TRACE_FILE,
     set_aside,
 )
+from sbpflow.training.learning_rate import rate_factor
+from sbpflow.training.metrics import Evaluation
+from sbpflow.training.progress import Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

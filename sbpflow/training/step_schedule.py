@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,17 @@ IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 
-BEGIN = Move("begin", "ids checked, sorted, counted", starts=(IDS, COUNTS))
-ADVANCE = Move("advance", "room made for what comes", waits=(COUNTS,), starts=(COUNTED_IDS,))
-RECEIVE = Move("receive", "ids here, as rows of the storage", waits=(IDS, COUNTED_IDS))
-LOOK_UP = Move("look_up", "rows read, group by group", starts=(VECTORS,))
-OUTPUTS = Move("outputs", "rows expanded, pooled, joined", waits=(VECTORS,))
+START_ID_EXCHANGE = Move("start_id_exchange", "ids checked, sorted, counted", starts=(IDS, COUNTS))
+EXCHANGE_IDS = Move(
+    "exchange_ids", "room made for what comes", waits=(COUNTS,), starts=(COUNTED_IDS,)
+)
+RECEIVE_IDS = Move("receive_ids", "ids here, as rows of the storage", waits=(IDS, COUNTED_IDS))
+LOOKUP = Move("lookup", "rows read, group by group", starts=(VECTORS,))
+GATHER_OUTPUTS = Move("gather_outputs", "rows expanded, pooled, joined", waits=(VECTORS,))
 FORWARD = Move("forward", "dense forward, loss")
 BACKWARD = Move("backward", "dense backward")
-PUSH = Move("push", "gradients summed by row", starts=(ROW_GRADIENTS,))
-COLLECT = Move("collect", "gradients kept for the update", waits=(ROW_GRADIENTS,))
+SEND_GRADS = Move("send_grads", "gradients summed by row", starts=(ROW_GRADIENTS,))
+RECEIVE_GRADS = Move("receive_grads", "gradients kept for the update", waits=(ROW_GRADIENTS,))
 SEND_DENSE = Move("send_dense", "dense gradients into buckets", starts=(DENSE_GRADIENTS,))
 UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
@@ -49,17 +51,37 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-OF_IDS = (BEGIN, ADVANCE, RECEIVE)  # they depend on nothing that training changes
-OF_A_BATCH = (*OF_IDS, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT)
+OF_IDS = (
+    START_ID_EXCHANGE,
+    EXCHANGE_IDS,
+    RECEIVE_IDS,
+)  # they depend on nothing that training changes
+OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
 KNOWN = (*OF_A_BATCH, *OF_A_STEP, CLIP, CLIP_ROWS)
 _AFTER = {
     **{later.name: (earlier.name,) for earlier, later in pairwise(OF_A_BATCH)},
     SEND_DENSE.name: (BACKWARD.name,),
     RECEIVE_DENSE.name: (SEND_DENSE.name,),
-    UPDATE.name: (COLLECT.name,),
+    UPDATE.name: (RECEIVE_GRADS.name,),
     UPDATE_DENSE.name: (RECEIVE_DENSE.name,),
 }
+
+
+_FORMER_NAMES = {
+    "begin": START_ID_EXCHANGE.name,
+    "advance": EXCHANGE_IDS.name,
+    "receive": RECEIVE_IDS.name,
+    "look_up": LOOKUP.name,
+    "outputs": GATHER_OUTPUTS.name,
+    "push": SEND_GRADS.name,
+    "collect": RECEIVE_GRADS.name,
+}
+
+
+def current_name(name: str) -> str:
+    """The name that a move of a file of an earlier version has now."""
+    return _FORMER_NAMES.get(name, name)
 
 
 def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
@@ -67,7 +89,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     if move == CLIP:
         return (RECEIVE_DENSE.name,)
     if move == CLIP_ROWS:
-        return (RECEIVE_DENSE.name, COLLECT.name)
+        return (RECEIVE_DENSE.name, RECEIVE_GRADS.name)
     scaled = move == UPDATE_DENSE and CLIP in moves
     scaled = scaled or (move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves)
     return (*_AFTER.get(move.name, ()), *((CLIP.name,) if scaled else ()))
@@ -88,7 +110,7 @@ class StepSchedule:
     """``each_batch`` is made batch after batch; then ``each_step`` once, where a move of a batch
     is made for all of them. ``wait_at_once`` waits for every transfer where it starts.
 
-    Moves of ``OF_IDS`` may stand before or after ``LOOK_UP``. Either way they bring a batch into
+    Moves of ``OF_IDS`` may stand before or after ``LOOKUP``. Either way they bring a batch into
     the window that is ``distance`` behind the one being trained; a cycle of them may begin in one
     step and end in the next. Raises ValueError for an order in which something is used before it
     is there.
@@ -113,19 +135,22 @@ class StepSchedule:
                 raise ValueError(f"{move.name} is a move of each batch, not of a step")
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and within:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
-            if move in (*OF_IDS, LOOK_UP):
+            if move in (*OF_IDS, LOOKUP):
                 continue  # of different batches; the order within a batch is checked below
             for before in _after(move, moves):
                 if names.index(before) > place:
                     raise ValueError(f"{move.name} comes after {before}")
-        if self._cycle(RECEIVE) and names.index(RECEIVE.name) > names.index(LOOK_UP.name):
-            raise ValueError("look_up comes after receive")
-        if self._cycle(RECEIVE) > 1:
+        if self._cycle(RECEIVE_IDS) and names.index(RECEIVE_IDS.name) > names.index(LOOKUP.name):
+            raise ValueError("lookup comes after receive_ids")
+        if self._cycle(RECEIVE_IDS) > 1:
             order = ", ".join(move.name for move in self.each_batch if move in OF_IDS)
-            raise ValueError(f"{order}: they take more than two steps; use begin, advance, receive")
+            raise ValueError(
+                f"{order}: they take more than two steps; use "
+                f"{', '.join(move.name for move in OF_IDS)}"
+            )
 
     def _cycle(self, move: Move) -> int:
-        """How many steps after its BEGIN a batch makes this move of ``OF_IDS``."""
+        """How many steps after its START_ID_EXCHANGE a batch makes this move of ``OF_IDS``."""
         places = [self.each_batch.index(one) for one in OF_IDS[: OF_IDS.index(move) + 1]]
         return sum(later < earlier for earlier, later in pairwise(places))
 
@@ -216,13 +241,13 @@ class StepSchedule:
 
     def describe(self, made: Collection[str] = TRANSFERS, lookahead: int = 1) -> str:
         """``in_flight`` as a table."""
-        lines = [f"{'move':<14} {'of':<11} {'what it does':<30} in flight meanwhile"]
+        lines = [f"{'move':<18} {'of':<11} {'what it does':<30} in flight meanwhile"]
         for move, in_flight in self.in_flight(made, lookahead):
             step = move in self.each_step and move not in OF_A_BATCH
             distance = self.distance(move, lookahead)
             of = "the step" if step else _of(distance, "batch") if distance else "this batch"
             flying = ", ".join(in_flight) or "-"
-            lines.append(f"{move.name:<14} {of:<11} {move.says:<30} {flying}")
+            lines.append(f"{move.name:<18} {of:<11} {move.says:<30} {flying}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -247,11 +272,30 @@ def _named(move: Move) -> Generator[None]:
 
 
 OVERLAPPED = StepSchedule(
-    each_batch=(RECEIVE, LOOK_UP, BEGIN, OUTPUTS, FORWARD, ADVANCE, BACKWARD, PUSH),
-    each_step=(SEND_DENSE, COLLECT, UPDATE, RECEIVE_DENSE, UPDATE_DENSE),
+    each_batch=(
+        RECEIVE_IDS,
+        LOOKUP,
+        START_ID_EXCHANGE,
+        GATHER_OUTPUTS,
+        FORWARD,
+        EXCHANGE_IDS,
+        BACKWARD,
+        SEND_GRADS,
+    ),
+    each_step=(SEND_DENSE, RECEIVE_GRADS, UPDATE, RECEIVE_DENSE, UPDATE_DENSE),
 )
 SERIAL = StepSchedule(
-    each_batch=(BEGIN, ADVANCE, RECEIVE, LOOK_UP, OUTPUTS, FORWARD, BACKWARD, PUSH, COLLECT),
+    each_batch=(
+        START_ID_EXCHANGE,
+        EXCHANGE_IDS,
+        RECEIVE_IDS,
+        LOOKUP,
+        GATHER_OUTPUTS,
+        FORWARD,
+        BACKWARD,
+        SEND_GRADS,
+        RECEIVE_GRADS,
+    ),
     each_step=(SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE),
     wait_at_once=True,
 )

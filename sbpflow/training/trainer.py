@@ -20,7 +20,7 @@ from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError, SbpError, TrainingError
-from sbpflow.runtime.streams import stream_key
+from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes
@@ -67,7 +67,7 @@ class _BatchInFlight(BatchInFlight):
 
     @property
     def begun(self) -> EmbeddingsInFlight:
-        """After the move ``begin``."""
+        """After the move ``start_id_exchange``."""
         if self.embeddings is None:
             raise RuntimeError("a move of a batch that has not begun")
         return self.embeddings
@@ -294,9 +294,9 @@ class Trainer:
             one.number, one.share = number, one.batch.batch_size / batch_size
         return in_flight
 
-    def _begin(self, one: _BatchInFlight) -> None:
+    def _start_id_exchange(self, one: _BatchInFlight) -> None:
         try:
-            one.embeddings = self._embeddings.begin(
+            one.embeddings = self._embeddings.start_id_exchange(
                 one.batch.ids, one.batch.batch_size, training=True
             )
         except DataError as error:
@@ -307,17 +307,17 @@ class Trainer:
                 f"announced batch {place} after step {self.num_steps}: {error}"
             ) from error
 
-    def _look_up(self, one: _BatchInFlight) -> None:
+    def _lookup(self, one: _BatchInFlight) -> None:
         as_planned = one.batch.batch_size == self._planned_rows and one.share == 1.0
         if as_planned and self.graphs is not None and self.graphs.takes_rows:
             self._embeddings.arrive(one.begun)
             one.made |= OF_BATCH
             self._made = OF_STEP
         else:
-            self._embeddings.look_up(one.begun)
+            self._embeddings.lookup(one.begun)
 
-    def _outputs(self, one: _BatchInFlight) -> None:
-        one.vectors = self._embeddings.outputs(one.begun)
+    def _gather_outputs(self, one: _BatchInFlight) -> None:
+        one.vectors = self._embeddings.gather_outputs(one.begun)
 
     def _forward(self, one: _BatchInFlight) -> None:
         batch, seed, graphs = one.batch, self._mask_seed(one.number), self.graphs

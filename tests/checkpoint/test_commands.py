@@ -6,7 +6,7 @@ import torch
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
-from sbpflow.training.run_folder import RunLock
+from sbpflow.runtime.files.run_folder import RunLock
 from tests.checkpoint.test_format import save
 
 

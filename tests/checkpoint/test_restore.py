@@ -15,12 +15,12 @@ from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import OptimizerConfig
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import CheckpointError, ConfigError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.checkpoints import check_shared
-from sbpflow.run.job import build_job
-from sbpflow.run.model import Fields
-from sbpflow.run.resume import DataFacts
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.saved.checkpoints import check_shared
+from sbpflow.run.saved.resume import DataFacts
+from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
 GROWN = Fields.of(

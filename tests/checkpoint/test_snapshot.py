@@ -26,7 +26,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 
 ROWS, WIDTH = 200, 4
 RULE = sparse_optimizer("adagrad", lr=0.1)
@@ -73,10 +73,10 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
 
     def write(self, data):
         """Between two blocks training goes on: on rows written, to be written and of others."""
-        access = storage.access(torch.randint(0, ROWS, (40,)))
-        storage.lookup(access, 0.1)
-        storage.update(access, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
-        updates.append(access)
+        lookup = storage.make_lookup(torch.randint(0, ROWS, (40,)))
+        storage.lookup(lookup, 0.1)
+        storage.update(lookup, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
+        updates.append(lookup)
         real(self, data)
 
     monkeypatch.setattr(PieceWriter, "write", write)
@@ -95,7 +95,7 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
     assert 0 < cost.log_bytes < cost.extra_bytes
     assert (cost.spilled_bytes > 0) == tight
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.bin"]
-    storage.update(storage.access(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
+    storage.update(storage.make_lookup(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
     assert snapshot.cost == cost
 
 
@@ -112,8 +112,8 @@ def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
     expected = storage.weights.clone()
     snapshot = Snapshot([part], lambda: [(DeviceStore(storage), [shard])])
     for step in range(1, 4):
-        access = storage.access(torch.randint(0, 31 if fixed_size else 30, (9000,)))
-        storage.update(access, torch.randn(9000, 256), 0.1, step)
+        lookup = storage.make_lookup(torch.randint(0, 31 if fixed_size else 30, (9000,)))
+        storage.update(lookup, torch.randn(9000, 256), 0.1, step)
     ((_, piece),) = snapshot.write(tmp_path / "rank-0.bin")
     snapshot.end()
     raw = bytearray((tmp_path / "rank-0.bin").read_bytes())

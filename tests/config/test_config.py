@@ -52,6 +52,12 @@ def test_a_plan_on_the_command_line_replaces_the_scheme_of_the_file(path, caplog
     assert caplog.messages == ["parallel.plan replaces parallel.scheme of the configuration"]
 
 
+@pytest.mark.parametrize(("word", "scheme"), [("column", "1"), ("row", "2"), ("row_dedup", "3")])
+def test_a_scheme_has_a_name_and_a_number(load, word, scheme):
+    assert load(f"parallel: {{scheme: {word}}}") == load(f"parallel: {{scheme: {scheme}}}")
+    assert load(f"parallel: {{scheme: {word}}}").parallel.scheme == scheme
+
+
 def test_a_scheme_on_the_command_line_replaces_the_plan_of_the_file(load, caplog):
     found = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
     assert (found.plan, found.scheme) == (None, "3")

@@ -15,7 +15,7 @@ from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
 from sbpflow.data.prepare.schema_file import read_schema
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
-from sbpflow.run.build_plan import plan_run
+from sbpflow.run.planning.build_plan import plan_run
 from tests.config.keys import KEYS, Key
 from tests.training.wdl_case import FIELDS
 

@@ -11,9 +11,9 @@ import pytest
 from sbpflow.config.load import config_facts, load_config
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.run.resume import DataFacts, relevant_facts
-from sbpflow.runtime.keys import Affects, Key
-from sbpflow.runtime.ranges import Range
+from sbpflow.run.saved.resume import DataFacts, relevant_facts
+from sbpflow.runtime.fields.keys import Affects, Key
+from sbpflow.runtime.fields.ranges import Range
 from tests.config.test_config import CONFIGS
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "configuration.py"))
@@ -28,7 +28,7 @@ parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
 parallel.tables.deep.C1.sbp parallel.tables.deep.C1.ranks parallel.tables.deep.C1.sizes
 parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*
 parallel.kernel parallel.kernels.deep.C1
-parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_capacity parallel.timeout_s
+parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_buffer_fraction parallel.timeout_s
 parallel.checked
 checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.background
 checkpoint.resume checkpoint.on_signal
@@ -46,7 +46,11 @@ EVERYTHING = (
     "parallel.tables.deep.C1.comm_dtype=bfloat16",
     *("parallel.dense.mlp.0.*=S(0)", "parallel.kernels.deep.C1=torch", "parallel.scheme=2"),
     *("parallel.table_dtype=bfloat16", "parallel.comm_dtype=float16"),
-    *("parallel.link_gb_per_s=0.125", "parallel.row_capacity=0.5", "train.loss.focal_gamma=1.0"),
+    *(
+        "parallel.link_gb_per_s=0.125",
+        "parallel.row_buffer_fraction=0.5",
+        "train.loss.focal_gamma=1.0",
+    ),
     *("optimizer.clip.norm=5.0", "optimizer.dense_schedule.warmup_steps=3"),
     *("optimizer.tables.wide.*={name: lazy_adam, betas: [0.9, 0.99]}", "optimizer.tables.*.lr=1.0"),
     *("optimizer.sparse_schedule.warmup_steps=3", "model.wide.hash_size=100"),

@@ -10,7 +10,7 @@ from sbpflow.config.table_rules import ParallelConfig, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
-from sbpflow.run.model import schemes_of
+from sbpflow.run.model.spec import schemes_of
 from sbpflow.sbp.sbp import Broadcast, Split
 
 TABLES = {"wide.C1xC2": (100, 1), "deep.C1": (50, 16), "deep.C3": (7, 16)}

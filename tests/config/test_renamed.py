@@ -17,6 +17,7 @@ from sbpflow.models.registry import MODELS
             r"parallel.tables.deep.\*.exchange_dtype",
             r"parallel.tables.deep.\*.comm_dtype",
         ),
+        ("parallel.row_capacity=0.5", "parallel.row_capacity", "parallel.row_buffer_fraction"),
     ],
 )
 def test_a_former_name_is_refused_with_the_current_one(override, key, current):
@@ -30,14 +31,17 @@ def test_saved_trees_and_keys_are_read_under_their_current_names():
         "parallel": {
             "scheme": 3,
             "exchange_dtype": "bfloat16",
+            "row_capacity": 0.5,
             "tables": {"*": {"sbp": "S(0)", "exchange_dtype": "float32"}},
         },
     }
     config = config_from_tree(with_current_keys(saved), models=MODELS)
     assert config.parallel.comm_dtype == "bfloat16"
+    assert config.parallel.row_buffer_fraction == 0.5
     assert config.parallel.tables["*"].comm_dtype == "float32"
     assert "exchange_dtype" in saved["parallel"], "the tree that was given stays as it is"
     assert with_current_keys({"parallel": None}) == {"parallel": None}
     assert current_key("parallel.exchange_dtype") == "parallel.comm_dtype"
+    assert current_key("parallel.row_capacity") == "parallel.row_buffer_fraction"
     assert current_key("parallel.tables.a.b.exchange_dtype") == "parallel.tables.a.b.comm_dtype"
     assert current_key("run.exchange_dtype") == "run.exchange_dtype"

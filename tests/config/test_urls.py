@@ -18,8 +18,8 @@ from sbpflow.data import load_manifest
 from sbpflow.data.prepare.remote import RemotePath, input_path
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.registry import MODELS
-from sbpflow.runtime.launch import EXIT_MISTAKE, classify
-from sbpflow.runtime.local_path import local_path
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import EXIT_MISTAKE, classify
 from tests.config.keys import KEYS
 
 ROOT = Path(__file__).parents[2]

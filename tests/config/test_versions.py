@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime import doctor, versions
-from sbpflow.runtime.versions import Installed, check_pair, import_fbgemm, install_command
+from sbpflow.runtime.compute import doctor, versions
+from sbpflow.runtime.compute.versions import Installed, check_pair, import_fbgemm, install_command
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from sbpflow.data.prepare.split import parse_split
 from sbpflow.data.read.crosses import hashed_ids
 from sbpflow.errors import ConfigError
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.run.model import Fields, HashedColumn
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.model.spec import Fields, HashedColumn
+from sbpflow.run.planning.build_plan import plan_run
 from tests.data.backends import BACKENDS
 from tests.data.full_set import make_full_set
 from tests.data.rows import run_prepare, text_rows, write_rows

@@ -57,7 +57,7 @@ OTHER_FORMATS = {
     "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "cut short or damaged"),
     "zstd.tsv": (b"\x28\xb5\x2f\xfd" + TEXT, "name it .zst"),
     "arrow.tsv": (b"ARROW1" + TEXT, "name it .arrow"),
-    "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "unpack it; what is in it starts"),
+    "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "decompress it; what is in it starts"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
     "plain.tsv.gz": (TEXT, "is no gzip file"),
     "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),

@@ -13,7 +13,7 @@ from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from sbpflow.data.format.npy import write_array
-from sbpflow.data.format.remake import how_to_remake
+from sbpflow.data.format.rebuild import how_to_rebuild
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.format.vocabulary import open_vocabularies
@@ -272,7 +272,7 @@ def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
 def test_a_set_is_made_anew_with_its_split(tmp_path, text):
     content = {"inputs": [], "schema": {"columns": [], "dense": []}, "fields": [], "seed": 1,
                "split": asdict(parse_split(text)), "min_count": 1, "dense": []}  # fmt: skip
-    words = shlex.split(how_to_remake(tmp_path, content))
+    words = shlex.split(how_to_rebuild(tmp_path, content))
     assert words[words.index("--split") + 1] == text
 
 

@@ -16,7 +16,7 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
 )
 from sbpflow.embedding.rules.base import SparseOptimizer
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import NdSbp, Split, balanced_sizes, parse_nd_sbp

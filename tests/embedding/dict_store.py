@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest, peek_through
 
 Row = dict[str, Tensor]  # the row and its state by name
@@ -91,9 +91,9 @@ class DictStore:
         self._leases.subtract(self._unique(self._announced.pop(number)))
         self._leases = +self._leases
 
-    def peek(self, access: Access) -> Tensor:
+    def peek(self, lookup: Lookup) -> Tensor:
         before = list(self._slot_of)
-        found = peek_through(self, access)
+        found = peek_through(self, lookup)
         assert before == list(self._slot_of)
         return found
 

@@ -13,8 +13,8 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import INITIAL_RANGE, FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.store import StoreFactory, device_store
-from sbpflow.runtime.streams import fill_uniform
-from sbpflow.runtime.world import World
+from sbpflow.runtime.random.streams import fill_uniform
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec
@@ -133,26 +133,26 @@ def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[s
         sizes = balanced_sizes(mix.batch_sizes[step], world.size)
         mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
         ids = as_input(mix, mix.bags(step), mine, world.device)
-        return collection.begin(ids, mix.batch_sizes[step], training=True), mine
+        return collection.start_id_exchange(ids, mix.batch_sizes[step], training=True), mine
 
     coming = begin(0)
     for step in range(len(mix.batch_sizes)):
         batch, mine = coming if coming is not None else begin(step)
         coming = None
         collection.scale_lr(mix.lr_factor(step))
-        collection.look_up(batch)
+        collection.lookup(batch)
         if mix.overlap and step + 1 < len(mix.batch_sizes):
             coming = begin(step + 1)
-        vectors = collection.outputs(batch)
+        vectors = collection.gather_outputs(batch)
         if coming is not None:
-            collection.advance(coming[0])
+            collection.exchange_ids(coming[0])
         for output in mix.outputs:
             factors = torch.tensor(
                 mix.coefficients(step, output)[mine], dtype=mix.dtype, device=world.device
             )
             (vectors[output.name].tanh() * factors).sum().backward()
-        collection.push(batch)
-        collection.collect(batch)
+        collection.send_grads(batch)
+        collection.receive_grads(batch)
         if (step + 1) % mix.accumulate == 0:
             collection.update((step + 1) // mix.accumulate)
         outputs.append({name: v.detach().double().cpu().numpy() for name, v in vectors.items()})

@@ -8,7 +8,7 @@ from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.ids.addresses import OwnerAddresses
-from sbpflow.embedding.storage.access import Access, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from tests.embedding.own_exchange import HOST
 
 
@@ -30,7 +30,7 @@ class Hop:
 class TwoHopInFlight(GroupInFlight):
     """``hops`` of the batch so far, and how many lookups the owner was told of."""
 
-    wanted: Access
+    wanted: Lookup
     hops: list[Hop] = field(default_factory=list)
     num_lookups: int = 0
 
@@ -71,8 +71,8 @@ class TwoHopGroup(Group[TwoHopInFlight]):
     def stores(self):
         return [(self._stack, self._store)]
 
-    def begin(self, local, batch_size, *, number):
-        wanted = self._addresses.access(local)
+    def start_id_exchange(self, local, batch_size, *, number):
+        wanted = self._addresses.make_lookup(local)
         batch = TwoHopInFlight(local=local, batch_size=batch_size, number=number, wanted=wanted)
         keys, at = wanted.rows(), wanted.inverse()
         counts = torch.bincount(at, minlength=keys.numel())
@@ -94,7 +94,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         hop, step = batch.hops[-1], self.step(batch, "counts", batch.round)
         return torch.cat([hop.named, received(step, batch.take_pending(), hop.named.numel())])
 
-    def advance(self, batch):
+    def exchange_ids(self, batch):
         hop = batch.hops[-1]
         size = hop.named.numel()
         hop.out, hop.into = batch.counts[:size], batch.counts[size:]
@@ -102,20 +102,20 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         step = self.step(batch, "ids", batch.round)
         batch.pending = self._ids.start(step, pairs, hop.out, hop.into)
 
-    def receive(self, batch):
+    def receive_ids(self, batch):
         found = received(self.step(batch, "ids", 1), batch.take_pending(), sum(batch.hops[1].into))
         batch.num_lookups = int(found[:, 1].sum())
-        batch.accesses = [Access(found[:, 0] - self._bases[self.world.rank])]
+        batch.lookups = [Lookup(found[:, 0] - self._bases[self.world.rank])]
 
-    def look_up(self, batch):
+    def lookup(self, batch):
         TwoHopGroup.told += batch.num_lookups
         hop = batch.hops[1]
-        rows = batch.look_up(self._store, batch.accesses[0], self._stack.optimizer.lr)
+        rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
         step = self.step(batch, "vectors", 1)
         rows = rows.to(self.plan.comm_dtype)
         batch.pending = self._vectors.start(step, rows, hop.into, hop.out)
 
-    def vectors(self, batch):
+    def gather_outputs(self, batch):
         near, far = batch.hops
         rows = received(self.step(batch, "vectors", 1), batch.take_pending(), sum(far.out))
         step = self.step(batch, "vectors", 0)
@@ -124,7 +124,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         vectors = sum_bags(rows, batch.wanted, near.at)
         return vectors.view(batch.local.num_samples, self.plan.width)
 
-    def push(self, batch, grad):
+    def send_grads(self, batch, grad):
         near, _ = batch.hops
         _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
         # From the order of the rows to that in which they were asked for.
@@ -133,15 +133,15 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         step = self.step(batch, "gradients", 0)
         batch.pending = self._gradients.start(step, sums, near.out, near.into)
 
-    def collect(self, batch):
+    def receive_grads(self, batch):
         near, far = batch.hops
         found = received(self.step(batch, "gradients", 0), batch.take_pending(), sum(near.into))
         sums = found.new_zeros(far.keys.numel(), self._stack.dim).index_add_(0, far.at, found)
         step = self.step(batch, "gradients", 1)
         sent = self._gradients.start(step, sums, far.out, far.into)
-        self.keep(batch, batch.accesses, [received(step, sent, sum(far.into)).to(self.plan.dtype)])
+        self.keep(batch, batch.lookups, [received(step, sent, sum(far.into)).to(self.plan.dtype)])
 
     def update(self, step):
-        batches, _, ((access, grad),) = self.take_collected()
-        batches[-1].update(self._store, access, grad, self._stack.optimizer.lr, step)
+        batches, _, ((lookup, grad),) = self.take_collected()
+        batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
         self._release(batches)

@@ -12,10 +12,10 @@ from sbpflow.costs.ids import IdFrequencies, click_curve, exponent_of
 from sbpflow.embedding.plan.price import price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError
-from sbpflow.run.auto_scheme import candidates, rank_candidates, table_bytes
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe, format_plan
-from sbpflow.runtime.topology import Link, Topology
+from sbpflow.run.planning.auto_scheme import candidates, rank_candidates, table_bytes
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.runtime.ranks.topology import Link, Topology
 from tests.embedding.cases import Spec
 from tests.embedding.test_plan import make_case
 from tests.training.wdl_case import FIELDS, make_config, train

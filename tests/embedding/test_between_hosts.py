@@ -10,8 +10,8 @@ import torch.distributed as dist
 from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
-from sbpflow.runtime.topology import Topology
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from tests.embedding.mixes import train

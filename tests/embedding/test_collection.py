@@ -10,7 +10,7 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from tests.embedding.cases import SEED, Case, Spec
 
 CASE = Case(
@@ -36,7 +36,8 @@ def forward_twice(world: World) -> None:
     first.sum().backward()
     forward(training=False)  # an evaluation between the two loses nothing
     with pytest.raises(
-        SbpError, match=r"call apply_gradients\(step\) .*begin.*collect.*update\(step\)"
+        SbpError,
+        match=r"call apply_gradients\(step\) .*start_id_exchange.*receive_grads.*update\(step\)",
     ):
         forward()
     collection.apply_gradients(1)  # the first batch is still there
@@ -57,11 +58,11 @@ def accumulate(world: World) -> torch.Tensor:
     collection = make(world)
     before = collection.forward(IDS, 2, training=False)["deep"]
     for _ in range(2):
-        batch = collection.begin(IDS, 2, training=True)
-        collection.look_up(batch)
-        collection.outputs(batch)["deep"].sum().backward()
-        collection.push(batch)
-        collection.collect(batch)
+        batch = collection.start_id_exchange(IDS, 2, training=True)
+        collection.lookup(batch)
+        collection.gather_outputs(batch)["deep"].sum().backward()
+        collection.send_grads(batch)
+        collection.receive_grads(batch)
     collection.update(1)
     return collection.forward(IDS, 2, training=False)["deep"] - before
 

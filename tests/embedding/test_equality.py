@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.reference_wdl import ReferenceWdl, SparseRule
 

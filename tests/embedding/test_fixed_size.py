@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
-from sbpflow.embedding.storage.access import Access
-from sbpflow.embedding.storage.runs import Runs
+from sbpflow.embedding.storage.lookup import Lookup
+from sbpflow.embedding.storage.sorted_segments import SortedSegments
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 
 ROWS, WIDTH = 23, 5
@@ -48,12 +48,12 @@ def batches(draw):
     return addresses, here, offsets, weights
 
 
-def both_accesses(addresses, here, offsets, weights) -> list[Access]:
+def both_lookups(addresses, here, offsets, weights) -> list[Lookup]:
     """The rows that are here only, and all of them with an address for those that are not."""
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), here.cumsum(0)])
     kept = ends if offsets is None else ends[offsets]
-    left_out = Access(addresses[here], kept, None if weights is None else weights[here])
-    return [left_out, Access(torch.where(here, addresses, ROWS), offsets, weights)]
+    left_out = Lookup(addresses[here], kept, None if weights is None else weights[here])
+    return [left_out, Lookup(torch.where(here, addresses, ROWS), offsets, weights)]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -62,12 +62,12 @@ def both_accesses(addresses, here, offsets, weights) -> list[Access]:
 def test_lookups_and_updates_are_equal_bit_by_bit(name, batch):
     plain, fixed = storages(name)
     for step in (1, 2):
-        accesses = both_accesses(*batch)
-        looked_up = [s.lookup(a) for s, a in zip((plain, fixed), accesses, strict=True)]
+        lookups = both_lookups(*batch)
+        looked_up = [s.lookup(a) for s, a in zip((plain, fixed), lookups, strict=True)]
         assert torch.equal(*looked_up)
-        grads = torch.randn(accesses[0].num_bags, WIDTH, dtype=torch.float64)
-        for storage, access in zip((plain, fixed), accesses, strict=True):
-            storage.update(access, grads, 0.1, step)
+        grads = torch.randn(lookups[0].num_bags, WIDTH, dtype=torch.float64)
+        for storage, lookup in zip((plain, fixed), lookups, strict=True):
+            storage.update(lookup, grads, 0.1, step)
     assert torch.equal(plain.weights, fixed.weights)
     for key in plain.state:
         assert torch.equal(plain.state[key], fixed.state[key])
@@ -76,7 +76,7 @@ def test_lookups_and_updates_are_equal_bit_by_bit(name, batch):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_runs_have_the_length_of_the_batch(addresses):
-    runs = Runs.of(torch.tensor(addresses))
+    runs = SortedSegments.of(torch.tensor(addresses))
     assert runs.keys.tolist() == sorted(addresses)
     assert [addresses[at] for at in runs.order.tolist()] == runs.keys.tolist()
     unique = sorted(set(addresses))
@@ -93,7 +93,7 @@ def test_runs_have_the_length_of_the_batch(addresses):
 
 def test_a_known_count_gives_the_same_unique_rows():
     addresses = torch.tensor([3, 1, 3, 7, 1, 1])
-    plain, known = Access(addresses), Access(addresses)
+    plain, known = Lookup(addresses), Lookup(addresses)
     known.num_unique = 3
     assert torch.equal(plain.rows(), known.rows())
     grads = torch.randn(6, 2)

@@ -13,11 +13,11 @@ from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import choose
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel, warm_up_kernels
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.runtime.streams import fill_uniform, stream_key
+from sbpflow.runtime.random.streams import fill_uniform, stream_key
 
 CPU = torch.device("cpu")
 SGD = sparse_optimizer("sgd", lr=0.1)
@@ -50,7 +50,7 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
     )
 
 
-def accesses(dtype: torch.dtype):
+def lookups(dtype: torch.dtype):
     """Accesses of rows 0 .. 39, single and in bags, with weights and without, twice the same."""
     for step in range(9):
         addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
@@ -70,15 +70,15 @@ def test_another_kernel_and_torch_agree(kernel, rule):
     for storage in (plain, fused):
         storage.weights.copy_(start)
         assert all(bool((s == rule.initial_accumulator).all()) for s in storage.state.values())
-    for step, uses in accesses(torch.float32):
-        one, two = Access(*uses), Access(*uses)
+    for step, uses in lookups(torch.float32):
+        one, two = Lookup(*uses), Lookup(*uses)
         lr = 0.1 * 0.9**step
         found = plain.lookup(one)
         torch.testing.assert_close(found, fused.lookup(two, lr), rtol=0, atol=1e-5)
         torch.testing.assert_close(found, fused.lookup(two), rtol=0, atol=1e-5)
         grads = torch.randn(one.num_bags, 8)
         if step == 4:  # an update without its lookup, as of rows that other ranks looked up
-            two = Access(*uses)
+            two = Lookup(*uses)
         plain.update(one, grads, lr, step + 1)
         fused.update(two, grads, lr, step + 1)
     # nine float32 updates of rows up to 4: rounding of a few 1e-7 each
@@ -105,17 +105,17 @@ def test_compiled_updates_are_torchs(rule, dtype, width):
     compiled.weights.copy_(start)
     exact = rule.name == "sgd" and dtype == torch.float32
     tolerance = 0.0 if exact else 20 * torch.finfo(dtype).eps
-    for step, uses in accesses(dtype):
-        one = Access(*uses)
+    for step, uses in lookups(dtype):
+        one = Lookup(*uses)
         grads = torch.randn(one.num_bags, width, dtype=dtype)
         sums = one.row_gradients(grads)
-        for found, want in zip(compiled.access(*uses).row_gradients(grads), sums, strict=True):
+        for found, want in zip(compiled.make_lookup(*uses).row_gradients(grads), sums, strict=True):
             if dtype == torch.float32 or uses[2] is None:
                 assert torch.equal(found, want)
             torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
-        assert torch.equal(compiled.access(*uses).inverse(), one.inverse().int())
+        assert torch.equal(compiled.make_lookup(*uses).inverse(), one.inverse().int())
         plain.update(one, grads, 0.1, step + 1)
-        compiled.update(Access(*uses), grads, 0.1, step + 1)
+        compiled.update(Lookup(*uses), grads, 0.1, step + 1)
         torch.testing.assert_close(compiled.weights, plain.weights, rtol=tolerance, atol=tolerance)
         for name, value in plain.state.items():
             torch.testing.assert_close(compiled.state[name], value, rtol=tolerance, atol=tolerance)
@@ -151,7 +151,7 @@ def test_compiled_rounding_is_torchs(row_dtype, dtype):
         values[step % 50, :6] = special.to(dtype)
         for storage in (plain, compiled):
             storage.weights.zero_()
-            storage.update(Access(rows), -values, 1.0, step)
+            storage.update(Lookup(rows), -values, 1.0, step)
         one, two = (s.weights.view(torch.int16) for s in (plain, compiled))
         same = (one == two) | (plain.weights.isnan() & compiled.weights.isnan())
         assert same.all(), (step, (~same).nonzero()[0])
@@ -172,9 +172,9 @@ def test_compiled_reads_of_half_rows_are_torchs(row_dtype, width):
     for name, values in bits.items():  # single rows of any bits, sums of finite ones
         for storage in (plain, compiled):
             storage.weights.view(torch.int16).copy_(values)
-        batches = [uses for _, uses in accesses(torch.float32)]
+        batches = [uses for _, uses in lookups(torch.float32)]
         for uses in batches if name == "finite" else [(torch.arange(50),)]:
-            found, want = (s.lookup(Access(*uses)).view(torch.int32) for s in (compiled, plain))
+            found, want = (s.lookup(Lookup(*uses)).view(torch.int32) for s in (compiled, plain))
             assert torch.equal(found, want), (name, uses)
 
 
@@ -182,16 +182,16 @@ def test_compiled_reads_of_half_rows_are_torchs(row_dtype, width):
 @pytest.mark.parametrize("count", [0, 1, 2, 999])
 def test_compiled_indices_are_those_of_a_sort(num_addresses, count):
     pytest.importorskip("numba")
-    from sbpflow.embedding.storage.numba_storage import CompiledAccess, Indexer
+    from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
 
     indexer = Indexer(num_addresses)
     generator = torch.Generator().manual_seed(count)
     for dtype in (torch.int32, torch.int64, torch.int32):
         addresses = torch.randint(0, num_addresses, (count,), dtype=dtype, generator=generator)
         rows, inverse = torch.unique(addresses, return_inverse=True)
-        access = CompiledAccess(addresses, indexer=indexer)
-        assert torch.equal(access.rows(), rows)
-        assert torch.equal(access.inverse(), inverse.int())
+        lookup = CompiledLookup(addresses, indexer=indexer)
+        assert torch.equal(lookup.rows(), rows)
+        assert torch.equal(lookup.inverse(), inverse.int())
 
 
 def test_compiled_starting_values_are_torchs():

@@ -22,10 +22,10 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.numbering import NUMBERINGS, keys_of
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, shards_of
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest, device_store
 from sbpflow.errors import CheckpointError, ConfigError, DataError
-from sbpflow.runtime.streams import mix
+from sbpflow.runtime.random.streams import mix
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec
@@ -122,18 +122,18 @@ def test_one_rank_owns_a_key_and_finds_it(size, sizes, ragged):
         ids = reader.read({"f": Bags(keys, torch.arange(keys.numel() + 1))})
     owners = OwnerAddresses(stack, size, CPU)
     assert owners.num_addresses is None
-    addresses = owners.access(ids).addresses
+    addresses = owners.make_lookup(ids).addresses
     assert torch.equal(addresses, mix(keys))
     owner = torch.searchsorted(torch.tensor(owners.lasts), addresses)
     for rank, (first, last) in enumerate(spans):
         mine = (addresses >= first) & (addresses <= last)
         assert torch.equal(mine, owner == rank)
-        found = LocalAddresses(stack, rank, CPU).access(ids, pooled=False)
+        found = LocalAddresses(stack, rank, CPU).make_lookup(ids, pooled=False)
         assert torch.equal(found.addresses, addresses[mine])
         if size > 1:
             assert torch.equal(found.offsets.diff(), mine.long())
     named = (
-        Access(addresses)
+        Lookup(addresses)
         .unique_up_to(torch.tensor(owners.lasts))
         .diff(prepend=torch.zeros(1).long())
     )
@@ -295,18 +295,18 @@ def versions(world):
     assert store.num_live == store.num_trained == 0, "an evaluation adds no keys"
 
     def begun(keys):
-        batch = collection.begin(keys.unsqueeze(1), keys.numel(), training=True)
-        collection.receive(batch)
+        batch = collection.start_id_exchange(keys.unsqueeze(1), keys.numel(), training=True)
+        collection.receive_ids(batch)
         return batch
 
     first, second, third = begun(EXTREME[:3]), begun(EXTREME[1:5]), begun(EXTREME[4:])
     assert (store.num_live, store.num_trained) == (9, 0)
     assert torch.equal(initial_of(collection, EXTREME), starts), "what is in flight is untrained"
     assert collection.state()["tables/t/keys"].shape == (0,)
-    collection.look_up(first)
-    collection.outputs(first)["deep"].square().sum().backward()
-    collection.push(first)
-    collection.collect(first)
+    collection.lookup(first)
+    collection.gather_outputs(first)["deep"].square().sum().backward()
+    collection.send_grads(first)
+    collection.receive_grads(first)
     collection.update(1)
     state = collection.state()
     assert store.num_trained == state["tables/t"].shape[0] == 3
@@ -392,14 +392,14 @@ def test_rows_are_logged_by_their_number_in_the_store(ranks, memory):
 def full(world):
     collection, made = collected(world, keyed_mix(num_rows=5))
     trained_on(collection, EXTREME[:4])
-    fine = collection.begin(EXTREME[:1].unsqueeze(1), 1, training=True)
-    full = collection.begin(EXTREME[3:].unsqueeze(1), 6, training=True)
-    collection.receive(fine)
-    collection.receive(full)
-    collection.look_up(fine)  # the batch before it is not harmed
+    fine = collection.start_id_exchange(EXTREME[:1].unsqueeze(1), 1, training=True)
+    full = collection.start_id_exchange(EXTREME[3:].unsqueeze(1), 6, training=True)
+    collection.receive_ids(fine)
+    collection.receive_ids(full)
+    collection.lookup(fine)  # the batch before it is not harmed
     key = keys_of(mix(EXTREME[4:]).sort().values[1:2])
     with pytest.raises(DataError, match=f"table t: no row is free for key {int(key)}: all 5 rows"):
-        collection.look_up(full)
+        collection.lookup(full)
     store = made.made[0]
     store = KeyedStores()(request_of(world, keyed_mix(num_rows=5)))
     with pytest.raises(

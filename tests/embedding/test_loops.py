@@ -92,12 +92,12 @@ def test_addresses_are_those_of_torch(monkeypatch, size, pooling, weighted):
         (stack,) = (stack for group in plan.groups for stack in group.stacks if stack.ragged)
         for kind in (torch.int32, torch.int64):
             own = partial(OwnerAddresses, stack, size, CPU, address_dtype=kind)
-            equal(own().access(ids), without_loops(monkeypatch, own).access(ids))
+            equal(own().make_lookup(ids), without_loops(monkeypatch, own).make_lookup(ids))
         for rank in range(min(size, 4)):
             local = partial(LocalAddresses, stack, rank, CPU)
             slow = without_loops(monkeypatch, local)
             for pooled in (False, True):
-                equal(local().access(ids, pooled=pooled), slow.access(ids, pooled=pooled))
+                equal(local().make_lookup(ids, pooled=pooled), slow.make_lookup(ids, pooled=pooled))
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -13,9 +13,9 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import measure as module
 from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.kernels import with_known_kernels, with_measured_kernels
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.kernels import with_known_kernels, with_measured_kernels
+from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import FIELDS, make_config
 
 NUMBA = KernelChoice("numba", "compiled for this CPU")
@@ -109,7 +109,7 @@ def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]
         return {name: 3.0 - names.index(name) + 0.25 * len(calls) for name in names}
 
     with (
-        mock.patch("sbpflow.run.kernels.measure", fake),
+        mock.patch("sbpflow.run.planning.kernels.measure", fake),
         mock.patch.object(module, "cache_dir", return_value=folder / str(world.rank)),
     ):
         plan = with_measured_kernels(plan, "auto", Boxing(world))

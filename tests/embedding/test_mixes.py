@@ -349,7 +349,7 @@ def passed_samples(world, exchange: str) -> str:
     collection = make_collection(world, mix)
     ids = as_input(mix, mix.bags(0), slice(0, 3 + 2 * world.rank))
     with pytest.raises(DataError) as error:
-        collection.begin(ids, 8, training=True)
+        collection.start_id_exchange(ids, 8, training=True)
     return str(error.value)
 
 
@@ -371,14 +371,14 @@ class Watched(DeviceStore):
         self.leased: dict[int, list[int]] = {}
         lookup, update = kernel.lookup, kernel.update
 
-        def checked_lookup(access, lr=None):
-            assert lr is None or set(access.addresses.tolist()) <= set(self.held)
-            return lookup(access, lr)
+        def checked_lookup(wanted, lr=None):
+            assert lr is None or set(wanted.addresses.tolist()) <= set(self.held)
+            return lookup(wanted, lr)
 
-        def checked_update(access, grads, lr, step):
+        def checked_update(wanted, grads, lr, step):
             if not self.updates_others:
-                assert set(access.addresses.tolist()) <= set(self.held)
-            update(access, grads, lr, step)
+                assert set(wanted.addresses.tolist()) <= set(self.held)
+            update(wanted, grads, lr, step)
 
         kernel.lookup, kernel.update = checked_lookup, checked_update
 

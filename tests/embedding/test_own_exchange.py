@@ -16,8 +16,8 @@ from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.shapes import plan_of, problem_of, shapes_of
 from sbpflow.planner.task import Shape, embedding_plan
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe, format_plan
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan
 from tests.embedding.cases import Spec, join_outputs, join_tables
 from tests.embedding.cases import train as train_case
 from tests.embedding.own_exchange import two_hops

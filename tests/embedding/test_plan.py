@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -23,10 +23,10 @@ from sbpflow.embedding.plan.tables import (
     shards_of,
 )
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, choose_kernels
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -45,7 +45,7 @@ def make_case(**specs: Spec) -> Case:
     )
 
 
-def stack_of(case: Case, world_size: int, exchange: str) -> Stack:
+def stack_of(case: Case, world_size: int, exchange: str) -> TableBatch:
     (group,) = [g for g in case.plan(world_size).groups if g.exchange == exchange]
     return group.stacks[0]
 
@@ -100,7 +100,7 @@ def test_an_owner_address_leads_to_its_row_and_no_other(sizes):
                 where[piece.table.name, row] = local
     longest = max(rows for _, rows, _ in TABLES)
     ids = torch.stack([torch.arange(longest) % rows for _, rows, _ in TABLES], 1).int()
-    found = addresses.access(BatchIds(ids, None)).addresses.view(longest, 4)
+    found = addresses.make_lookup(BatchIds(ids, None)).addresses.view(longest, 4)
     for row in range(longest):
         for column, (name, rows, _) in enumerate(TABLES):
             assert found[row, column] == where[name, row % rows]
@@ -113,10 +113,10 @@ def test_local_addresses_leave_out_what_is_elsewhere():
     held = 0
     for rank in range(3):
         bases = {piece.table.name: piece for piece in stack.shards(rank)}
-        access = LocalAddresses(stack, rank, CPU).access(BatchIds(ids, None), pooled=False)
-        assert access.num_bags == 8
+        lookup = LocalAddresses(stack, rank, CPU).make_lookup(BatchIds(ids, None), pooled=False)
+        assert lookup.num_bags == 8
         for bag in range(8):
-            rows = access.addresses[access.offsets[bag] : access.offsets[bag + 1]]
+            rows = lookup.addresses[lookup.offsets[bag] : lookup.offsets[bag + 1]]
             table, row = TABLES[bag % 4][0], int(ids.view(-1)[bag])
             piece = bases.get(table)
             here = piece is not None and piece.row_start <= row < piece.row_stop
@@ -126,12 +126,12 @@ def test_local_addresses_leave_out_what_is_elsewhere():
 
 
 def test_row_gradients_sum_every_bag_of_a_row():
-    access = Access(torch.tensor([5, 2, 5, 9]), torch.tensor([0, 2, 2, 4]))
+    lookup = Lookup(torch.tensor([5, 2, 5, 9]), torch.tensor([0, 2, 2, 4]))
     grads = torch.tensor([[1.0], [10.0], [100.0]])
-    rows, sums = access.row_gradients(grads)
+    rows, sums = lookup.row_gradients(grads)
     assert rows.tolist() == [2, 5, 9]
     assert sums.tolist() == [[1.0], [101.0], [100.0]]
-    assert access.inverse().tolist() == [1, 0, 1, 2]
+    assert lookup.inverse().tolist() == [1, 0, 1, 2]
 
 
 def test_a_shard_starts_with_the_values_of_its_place():

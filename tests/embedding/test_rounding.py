@@ -9,7 +9,7 @@ import torch
 
 from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from tests.embedding.cases import Spec, join_outputs, join_tables, train
@@ -142,8 +142,8 @@ def test_steps_smaller_than_half_a_unit_add_up(dtype):
         noise=noise_of(64, 64),
     )
     storage.weights.fill_(1.0)
-    access = Access(torch.arange(64))
+    lookup = Lookup(torch.arange(64))
     for step in range(1, 101):
-        storage.update(access, torch.ones(64, 64), 1e-4, step)
+        storage.update(lookup, torch.ones(64, 64), 1e-4, step)
     # 100 steps of 1e-4 from 1.0; rounding to the nearest would leave every weight at 1.0.
     assert float(storage.weights.float().mean()) == pytest.approx(0.99, abs=1e-3)

@@ -8,8 +8,8 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.runtime.streams import fill_uniform
-from sbpflow.runtime.world import World
+from sbpflow.runtime.random.streams import fill_uniform
+from sbpflow.runtime.ranks.world import World
 from tests.embedding.cases import SEED, Case, Spec
 
 TABLES = (("w", 9, 4), ("x", 21, 4), ("y", 8, 4), ("z", 5, 4))

@@ -5,7 +5,7 @@ import torch
 
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 
@@ -52,10 +52,10 @@ def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
 
 def update_both(made, steps=(1, 2, 7)):
     for step in steps:
-        access = Access(torch.randint(0, ROWS, (40,), device=DEVICE))
+        lookup = Lookup(torch.randint(0, ROWS, (40,), device=DEVICE))
         grads = torch.randn(40, WIDTH, dtype=made[0].dtype, device=DEVICE)
         for storage in made:
-            storage.update(access, grads, 0.1 / step, step)
+            storage.update(lookup, grads, 0.1 / step, step)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -9,8 +9,8 @@ import torch
 
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import WEIGHTS, DeviceStore
 from sbpflow.sbp.sbp import balanced_sizes
@@ -63,14 +63,14 @@ def test_a_kernel_updates_rows_wherever_their_slots_are(kernel, rows_as, form):
             addresses[3:6] = whole.absent
         offsets = torch.arange(0, 61, 3) if form == "bags" else None
         weights = torch.rand(60, generator=generator) if form == "bags" else None
-        one = whole.access(addresses, offsets, weights)
-        other = block.access(addresses, offsets, weights).place(slot_of[addresses])
+        one = whole.make_lookup(addresses, offsets, weights)
+        other = block.make_lookup(addresses, offsets, weights).place(slot_of[addresses])
         assert torch.equal(whole.lookup(one, 0.1), block.lookup(other, 0.1))
         if step == 3 and kernel != "fbgemm":  # two batches of a step, of which one has few ids
-            first, second = Access(addresses[:7]), Access(addresses[7:])
-            one = Access.merge([first, second])
+            first, second = Lookup(addresses[:7]), Lookup(addresses[7:])
+            one = Lookup.merge([first, second])
             first.place(slot_of[first.addresses])
-            other = Access.merge([first, second.place(slot_of[second.addresses])])
+            other = Lookup.merge([first, second.place(slot_of[second.addresses])])
         grads = torch.randn(one.num_bags, WIDTH, generator=generator)
         whole.update(one, grads, 0.1, step)
         block.update(other, grads, 0.1, step)
@@ -117,7 +117,7 @@ def train_ahead(world, mix, stores, ahead):
         sizes = balanced_sizes(mix.batch_sizes[step], world.size)
         mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
         ids = as_input(mix, mix.bags(step), mine)
-        batch = collection.begin(ids, mix.batch_sizes[step], training=training)
+        batch = collection.start_id_exchange(ids, mix.batch_sizes[step], training=training)
         collection.arrive(batch)
         return batch
 
@@ -127,18 +127,18 @@ def train_ahead(world, mix, stores, ahead):
             window.append(begin(next(given)))
         batch = window.popleft()
         collection.read(batch)
-        vectors = collection.outputs(batch)
+        vectors = collection.gather_outputs(batch)
         for output in mix.outputs:
             vectors[output.name].tanh().sum().backward()
         outputs += [value.detach().clone() for value in vectors.values()]
-        collection.push(batch)
-        collection.collect(batch)
+        collection.send_grads(batch)
+        collection.receive_grads(batch)
         if (step + 1) % mix.accumulate == 0:
             collection.update((step + 1) // mix.accumulate)
         if step == last // 2:
             scored = begin(last, training=False)
             collection.read(scored)
-            outputs += collection.outputs(scored).values()
+            outputs += collection.gather_outputs(scored).values()
     for batch in window:
         collection.cancel(batch)
     rows = [

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.embedding.storage.triton_storage import TritonStorage
@@ -37,8 +37,8 @@ MOST_IDS = 200
 
 
 @st.composite
-def accesses(draw):
-    """(rows, access): few rows and long runs, or many; bags of one, of several or of none."""
+def lookups(draw):
+    """(rows, lookup): few rows and long runs, or many; bags of one, of several or of none."""
     rows = draw(st.sampled_from([1, 3, 20, 300]))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def accesses(draw):
         offsets = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([count])])
     weights = torch.randn(count, generator=generator) if draw(st.booleans()) else None
     tensors = [None if t is None else t.to(DEVICE) for t in (addresses, offsets, weights)]
-    return rows, Access(*tensors), generator
+    return rows, Lookup(*tensors), generator
 
 
 def noise_of(rows: int, width: int) -> RowNoise:
@@ -87,24 +87,24 @@ def both(rows, width, optimizer, row_dtype=None, **kwargs):
 
 
 @settings(max_examples=25, deadline=None)
-@given(accesses(), st.sampled_from([1, 5, 16]), st.sampled_from([None, torch.bfloat16]))
+@given(lookups(), st.sampled_from([1, 5, 16]), st.sampled_from([None, torch.bfloat16]))
 def test_lookup_pools_as_torch_does(case, width, row_dtype):
-    rows, access, _ = case
+    rows, lookup, _ = case
     one, other = both(rows, width, RULES["sgd"], row_dtype)
-    wanted, found = one.lookup(access), other.lookup(access)
-    if access.weights is None:
+    wanted, found = one.lookup(lookup), other.lookup(lookup)
+    if lookup.weights is None:
         assert torch.equal(found, wanted)
     else:  # torch multiplies and adds in one rounding; sums of up to 200 terms of about 1
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 @settings(max_examples=25, deadline=None)
-@given(accesses(), st.sampled_from([1, 5, 16]))
+@given(lookups(), st.sampled_from([1, 5, 16]))
 def test_runs_say_which_positions_hold_the_same_row(case, width):
-    _, access, _ = case
-    runs = access.runs()
+    _, lookup, _ = case
+    runs = lookup.runs()
     keys = runs.keys.tolist()
-    assert keys == sorted(access.addresses.tolist())
+    assert keys == sorted(lookup.addresses.tolist())
     for at, (start, stop) in enumerate(zip(runs.start.tolist(), runs.stop.tolist(), strict=True)):
         assert start <= at < stop
         assert set(keys[start:stop]) == {keys[at]}
@@ -115,17 +115,17 @@ def test_runs_say_which_positions_hold_the_same_row(case, width):
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=6, deadline=None)
 @given(
-    case=accesses(),
+    case=lookups(),
     width=st.sampled_from([1, 5, 16]),
     row_dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
 )
 def test_an_update_steps_as_torch_does(name, case, width, row_dtype):
-    rows, access, generator = case
+    rows, lookup, generator = case
     one, other = both(rows, width, RULES[name], row_dtype)
     for step in (1, 2):
-        grads = torch.randn(access.num_bags, width, generator=generator).to(DEVICE)
+        grads = torch.randn(lookup.num_bags, width, generator=generator).to(DEVICE)
         for storage in (one, other):
-            storage.update(access, grads, 0.1, step)
+            storage.update(lookup, grads, 0.1, step)
         compare(one, other, row_dtype)
         # The next step begins alike: what FTRL keeps follows from rows as they were rounded.
         other.weights.copy_(one.weights)
@@ -166,4 +166,4 @@ def test_an_optimizer_that_does_not_fit_the_kernel_is_refused():
     _, storage = both(3, 4, Large())
     message = "kernel triton: sparse optimizer large has 5 constants and 0 states; 4 and 2 fit"
     with pytest.raises(SbpError, match=message):
-        storage.update(Access(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)
+        storage.update(Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from sbpflow.errors import ConfigError, DataError, SbpError
-from sbpflow.runtime.launch import run_main
+from sbpflow.runtime.processes.launch import run_main
 
 
 def fail(mode: str, rank: int) -> None:
@@ -37,7 +37,7 @@ def main() -> int | None:
     import torch
     import torch.distributed as dist
 
-    from sbpflow.runtime.world import World
+    from sbpflow.runtime.ranks.world import World
 
     facts = json.loads(os.environ.get("FACTS", "{}"))
     world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "1200")), facts=facts)

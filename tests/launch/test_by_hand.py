@@ -23,12 +23,12 @@ from sbpflow.errors import (
     SbpError,
     TrainingError,
 )
-from sbpflow.runtime import devices
-from sbpflow.runtime import store as run_store
-from sbpflow.runtime.exit_messages import Meeting, Reason, compose
-from sbpflow.runtime.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
-from sbpflow.runtime.store import first_line, no_store
-from sbpflow.runtime.world import World, broken, device_type_of, refused
+from sbpflow.runtime.compute import devices
+from sbpflow.runtime.processes import store as run_store
+from sbpflow.runtime.processes.exit_messages import Meeting, Reason, compose
+from sbpflow.runtime.processes.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
+from sbpflow.runtime.processes.store import first_line, no_store
+from sbpflow.runtime.ranks.world import World, broken, device_type_of, refused
 from tests.deadlines import Deadline, crowd, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_one_process_says_its_mistake_once(tmp_path):
 def test_an_exit_of_the_program_says_where(tmp_path, call, code, said):
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nfrom sbpflow.runtime.launch import run_main\n\n\n"
+        "import sys\nfrom sbpflow.runtime.processes.launch import run_main\n\n\n"
         f"def main():\n    {call}\n\n\nrun_main(main)\n"
     )
     done = subprocess.run(

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sbpflow.runtime import shutdown as closing
-from sbpflow.runtime.world import World
+from sbpflow.runtime.processes import shutdown as closing
+from sbpflow.runtime.ranks.world import World
 
 
 @pytest.fixture

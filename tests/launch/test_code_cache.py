@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from sbpflow.runtime.cache_dir import code_cache, make_private
-from sbpflow.runtime.compiler import keep_compiled_privately
+from sbpflow.runtime.compute.compiler import keep_compiled_privately
+from sbpflow.runtime.files.cache_dir import code_cache, make_private
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGER = 12345
 PROGRAM = """
 import numpy as np
-from sbpflow.runtime.compiled import compiled
+from sbpflow.runtime.compute.compiled import compiled
 
 
 @compiled

@@ -21,7 +21,7 @@ from sbpflow.config.schema import Config, RunConfig
 from sbpflow.data import open_loader
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.wdl import WdlConfig
-from sbpflow.runtime.launch import classify
+from sbpflow.runtime.processes.launch import classify
 from sbpflow.training.report import MetricsWriter
 from tests.data.conftest import make_set
 from tests.deadlines import run
@@ -110,7 +110,7 @@ def test_a_folder_that_turns_read_only_keeps_its_checkpoints(disk):
 
 OUT_OF_MEMORY = """
     import resource
-    from sbpflow.runtime.launch import run_main
+    from sbpflow.runtime.processes.launch import run_main
 
     def main():
         import torch

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from sbpflow.config.topology_file import read_topology
 from sbpflow.errors import AbsentError, ConfigError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe, format_plan
-from sbpflow.run.plan_file import _digest, plan_from_json, plan_to_json
-from sbpflow.runtime import hosts
-from sbpflow.runtime.hosts import find_topology
-from sbpflow.runtime.store import TimedStore
-from sbpflow.runtime.topology import Link, Topology
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.run.planning.plan_file import _digest, plan_from_json, plan_to_json
+from sbpflow.runtime.processes.store import TimedStore
+from sbpflow.runtime.ranks import hosts
+from sbpflow.runtime.ranks.hosts import find_topology
+from sbpflow.runtime.ranks.topology import Link, Topology
 from tests.deadlines import output_of
 from tests.launch.machines import PORT, Machine, needs_namespaces, two_machines
 from tests.launch.test_by_hand import free_port
@@ -33,8 +33,8 @@ LIMIT_S = 90
 PROGRAM = """
 import json, os, platform, signal, sys, time
 from pathlib import Path
-from sbpflow.runtime import hosts
-from sbpflow.runtime.exit_messages import Meeting
+from sbpflow.runtime.ranks import hosts
+from sbpflow.runtime.processes.exit_messages import Meeting
 
 meeting, mode, gather = Meeting.connect(), os.environ["MODE"], hosts.gather
 rank, size, store = meeting.rank, meeting.world_size, meeting.store
@@ -125,7 +125,7 @@ from pathlib import Path
 from unittest import mock
 from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Boxing
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from tests.sbp.test_world import _log
 with World.start("cpu", timeout_s=60) as world, mock.patch.object(
     pairs, "pass_messages", side_effect=pairs.pass_messages

@@ -76,7 +76,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 def own_traceback(output: str) -> bool:
     """torchrun raises too; a traceback of ours has run_main in it."""
-    return "sbpflow/runtime/launch.py" in output
+    return "sbpflow/runtime/processes/launch.py" in output
 
 
 @pytest.mark.parametrize("run", ["mistake_on_one"], indirect=True)
@@ -156,7 +156,7 @@ def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
 def test_a_reader_that_leaves_early_ends_a_command_quietly(lines: int) -> None:
     """As ``explain | head``: no traceback, and the exit code of SIGPIPE."""
     code = f"""
-from sbpflow.runtime.launch import dispatch, run_main
+from sbpflow.runtime.processes.launch import dispatch, run_main
 
 def show(words):
     print("a line\\n" * {lines})

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sbpflow.runtime import store as module
-from sbpflow.runtime.store import open_store
+from sbpflow.runtime.processes import store as module
+from sbpflow.runtime.processes.store import open_store
 from tests.launch.test_by_hand import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ from pathlib import Path
 
 def main():
     import torch.distributed as dist
-    from sbpflow.runtime.world import World
+    from sbpflow.runtime.ranks.world import World
     from tests.launch.test_listens import listening
 
     world = World.start("cpu", timeout_s=60)
@@ -35,7 +35,7 @@ def main():
     world.close()
 
 if os.environ.get("WRAPPED"):
-    from sbpflow.runtime.launch import run_main
+    from sbpflow.runtime.processes.launch import run_main
     run_main(main)
 main()
 """

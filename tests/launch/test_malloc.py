@@ -11,7 +11,7 @@ from sbpflow.errors import ConfigError
 FAULTS = """
 import resource
 import numpy as np
-from sbpflow.runtime.malloc import keep_freed_memory
+from sbpflow.runtime.compute.malloc import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 def faults():
@@ -46,7 +46,9 @@ def test_memory_is_used_again():
 )
 def test_commands_that_need_it_ask_for_it(words, monkeypatch):
     asked = []
-    monkeypatch.setattr("sbpflow.runtime.malloc.keep_freed_memory", lambda: asked.append(words))
+    monkeypatch.setattr(
+        "sbpflow.runtime.compute.malloc.keep_freed_memory", lambda: asked.append(words)
+    )
     command, *others = words.split()
     try:
         assert COMMANDS[command](others) == 2

@@ -11,7 +11,7 @@ from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS as REGISTERED
-from sbpflow.run.model import Fields, count_parameters
+from sbpflow.run.model.spec import Fields, count_parameters
 from tests.models.twins import BATCH, DIM, FEW, MODELS, STEPS, config_of, named, twin_run
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_job, train
 

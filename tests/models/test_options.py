@@ -11,11 +11,11 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
 from sbpflow.models import layered
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.run.plain_model import plain_model
-from sbpflow.runtime import compiler
-from sbpflow.runtime.cache_dir import code_cache
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.export.plain_model import plain_model
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.compute import compiler
+from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.tensor import ops
 from tests.models.twins import FEW, MODELS, config_of, twin_run
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device, train

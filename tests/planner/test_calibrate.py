@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, MEMORY
 from sbpflow.embedding.rules.registry import RULES
@@ -15,6 +16,11 @@ from sbpflow.errors import DataError
 from sbpflow.planner.calibration import corrections, design
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
 from sbpflow.planner.calibration.command import describe, keep
+from sbpflow.planner.calibration.cross_validation import (
+    cross_validation,
+    predicted_phases,
+    predicted_steps,
+)
 from sbpflow.planner.calibration.design import (
     draw_batches,
     draw_plans,
@@ -23,10 +29,8 @@ from sbpflow.planner.calibration.design import (
     shapes_for,
 )
 from sbpflow.planner.calibration.fit import TERMS, fit
-from sbpflow.planner.calibration.judge import judge, predicted_phases, predicted_steps
 from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
 from sbpflow.planner.calibration.measure import MoveTimer, make_trainer, measure_in_turns, phases_of
-from sbpflow.planner.calibration.ranks import gather_texts
 from sbpflow.planner.calibration.records import (
     Record,
     count_work,
@@ -43,7 +47,7 @@ from sbpflow.planner.costs.profile import load, weights_from
 from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, step_ms
 from sbpflow.planner.costs.transfers import SKEWS, transfer_of
 from sbpflow.planner.task import Choice, Shape
-from sbpflow.runtime.topology import Topology
+from sbpflow.runtime.ranks.topology import Topology
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
 ENTRY = {
@@ -200,7 +204,14 @@ def test_every_move_of_a_step_is_timed_and_bytes_are_as_counted(ranks):
     for times, sent, counted, let_go in ranks(2, move_names):
         assert set(times) == set(PHASES)
         moved = {name for name, ms in times.items() if ms > 0}
-        assert {"begin", "look_up", "forward", "backward", "push", "update"} <= moved
+        assert {
+            "start_id_exchange",
+            "lookup",
+            "forward",
+            "backward",
+            "send_grads",
+            "update",
+        } <= moved
         assert {"ids", "vectors", "row gradients", "dense gradients"} <= moved
         assert sent == pytest.approx(counted, rel=0.1)
         assert let_go
@@ -243,10 +254,10 @@ def test_a_transfer_lasts_from_the_last_ranks_start_to_the_last_ones_end():
     """The sender goes on at once, for the link has room; 8 ms later all of it is there."""
     sender, receiver = ([[0.0] * NUM_PHASES] for _ in range(2))
     for row, work, wait in ((sender[0], 5.0, 0.1), (receiver[0], 1.0, 12.0)):
-        row[PHASE["look_up"]], row[PHASE["vectors"]] = work, wait
+        row[PHASE["lookup"]], row[PHASE["vectors"]] = work, wait
     found = phases_of([sender, receiver])
     assert [row[PHASE["vectors"]] for row in found] == [8.0, 8.0]
-    assert [row[PHASE["look_up"]] for row in found] == [5.0, 1.0]
+    assert [row[PHASE["lookup"]] for row in found] == [5.0, 1.0]
     assert sum(map(sum, found)) == 22.0
 
 
@@ -328,9 +339,9 @@ def test_non_negative_least_squares_finds_the_weights_and_no_negative_ones():
 def made_records(noise, samples=12):
     """Steps of a machine whose prices are known, with plans of as many tasks."""
     terms = {
-        "begin": {"always": 0.3, "home_sort": 2e-5},
-        "look_up": {"read_rows": 4e-5, "read_elements": 3e-6, "num_stacks": 0.3},
-        "push": {"home_elements": 4e-6, "expand_elements": 6e-6},
+        "start_id_exchange": {"always": 0.3, "home_sort": 2e-5},
+        "lookup": {"read_rows": 4e-5, "read_elements": 3e-6, "num_stacks": 0.3},
+        "send_grads": {"home_elements": 4e-6, "expand_elements": 6e-6},
         "update": {"step_elements": 2e-5, "update_ids": 3e-5, "always": 0.2},
         "vectors": {"vector_bytes": 4e-6, "num_row_transfers": 0.3, "num_dense_groups": 0.2},
         "row gradients": {"gradient_bytes": 4e-6, "num_row_transfers": 0.2},
@@ -377,14 +388,14 @@ def test_a_correction_learns_what_the_sum_cannot_say(fitted):
 
     def error(profile):
         phases, steps = predicted_phases(profile, fresh), predicted_steps(profile, fresh)
-        return judge(fresh, phases, steps)["update relative"]
+        return cross_validation(fresh, phases, steps)["update relative"]
 
     assert error(fitted) < 0.7 * error(replace(fitted, members=()))
 
 
 def test_a_correction_is_kept_only_where_it_helps_on_other_tasks(fitted):
     assert "update" in fitted.members[0]
-    assert not {"look_up", "vectors"} & set(fitted.members[0])  # sums already, but for noise
+    assert not {"lookup", "vectors"} & set(fitted.members[0])  # sums already, but for noise
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.04, False), (0.06, True)])
@@ -410,11 +421,11 @@ def test_sessions_are_judged_apart_and_brought_on_one_clock():
     assert drift_of(records) == {(0, 1): pytest.approx(2.0)}
     steps = np.array([one.step_ms for one in on_one_clock(records)])
     np.testing.assert_allclose(steps, [one.step_ms for one in exact])
-    errors = judge(records, [one.phases for one in records], steps)
+    errors = cross_validation(records, [one.phases for one in records], steps)
     assert errors["step relative"] == errors["regret"] == errors["regret of one round"] == 0.0
     assert errors["rank correlation"] == pytest.approx(1.0)
     assert errors["drift between sessions"] == pytest.approx(np.log(2.0))
-    wrong = judge(records, [one.phases for one in records], -steps)
+    wrong = cross_validation(records, [one.phases for one in records], -steps)
     assert wrong["regret"] == pytest.approx(max(steps[:3]) / min(steps[:3]) - 1.0)
     gain = steps[3] / steps[5] - 1.0
     assert errors["pick over the best drawn plan"] == pytest.approx(gain)

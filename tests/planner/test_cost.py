@@ -1,5 +1,6 @@
 """Counts, prices and the simulated step: against the engine's own plan, and for what must hold."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -162,32 +163,36 @@ def phases(**ms):
 
 
 def test_serial_steps_add_everything_up():
-    given = phases(begin=(1, 2), look_up=(3, 1), update=(2, 2), vectors=(4, 4))
+    given = phases(start_id_exchange=(1, 2), lookup=(3, 1), update=(2, 2), vectors=(4, 4))
     # Rank 1 ends its look-up at 3, rank 0 at 4; vectors 4 more, then the update.
     assert step_ms(given, {}, SERIAL) == pytest.approx([4 + 4 + 2])
 
 
 def test_what_travels_ahead_is_hidden_behind_the_moves_between():
-    given = phases(look_up=(1, 1), outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(4, 4))
+    given = phases(
+        lookup=(1, 1), gather_outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(4, 4)
+    )
     assert step_ms(given, {IDS: 1.0}, OVERLAPPED) == pytest.approx([7.0])
     assert step_ms(given, {IDS: 0.0}, OVERLAPPED) == pytest.approx([11.0])
-    longer = phases(look_up=(1, 1), outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(9, 9))
-    # The ids of the next batch leave after look_up and must be there before the next one: 7 for
+    longer = phases(
+        lookup=(1, 1), gather_outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(9, 9)
+    )
+    # The ids of the next batch leave after lookup and must be there before the next one: 7 for
     # the first step, whose ids are there, 10 for each after it.
     assert step_ms(longer, {IDS: 1.0}, OVERLAPPED) == pytest.approx([(7 + 10 + 10) / 3])
 
 
 def test_transfers_take_turns_on_the_link():
-    both = phases(look_up=(1, 1), vectors=(5, 5), ids=(5, 5), outputs=(1, 1))
-    alone = phases(look_up=(1, 1), vectors=(5, 5), outputs=(1, 1))
+    both = phases(lookup=(1, 1), vectors=(5, 5), ids=(5, 5), gather_outputs=(1, 1))
+    alone = phases(lookup=(1, 1), vectors=(5, 5), gather_outputs=(1, 1))
     hidden = {VECTORS: 1.0, IDS: 1.0}
     assert step_ms(both, hidden)[0] > step_ms(alone, hidden)[0] + 2
 
 
 @pytest.mark.parametrize("schedule", [OVERLAPPED, SERIAL], ids=["overlapped", "serial"])
 def test_a_step_of_several_batches_has_one_dense_update(schedule):
-    given = phases(look_up=(2, 2), backward=(1, 1), update=(3, 3), update_dense=(10, 10))
-    given += phases(dense_gradients=(1, 1), row_gradients=(2, 2), collect=(0.5, 0.5))
+    given = phases(lookup=(2, 2), backward=(1, 1), update=(3, 3), update_dense=(10, 10))
+    given += phases(dense_gradients=(1, 1), row_gradients=(2, 2), receive_grads=(0.5, 0.5))
     one, three = (float(step_ms(given, {}, schedule, batches=n)[0]) for n in (1, 3))
     assert one == pytest.approx(2 + 1 + 2 + 0.5 + 3 + 1 + 10)
     assert three == pytest.approx(3 * one - 2 * (10 + 1))
@@ -220,7 +225,7 @@ def learned(low=0.5, high=2.0):
         mix=tuple(map(tuple, mix.tolist())), scale=(1.0, 2.0), power=(0.8, 1.3), low=low, high=high
     )
     weights = weights_from(
-        {"update": {"step_rows": 1e-4, "always": 0.2}, "look_up": {"read_rows": 1e-4}}
+        {"update": {"step_rows": 1e-4, "always": 0.2}, "lookup": {"read_rows": 1e-4}}
     )
     return Profile(weights=weights, world_size=2, backend="gloo", members=({"update": fusion},) * 2)
 
@@ -245,6 +250,21 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     again = load(path)
     assert again == learned()
     np.testing.assert_allclose(again.weights_for(2), learned().weights_for(2))
+
+
+def test_a_profile_with_the_former_names_of_phases_is_read(tmp_path):
+    path = tmp_path / "profile.json"
+    profile = learned()
+    fusion = profile.members[0]["update"]
+    profile = replace(profile, members=({"lookup": fusion, "update": fusion},))
+    tree = json.loads(profile.as_json())
+    former = {"start_id_exchange": "begin", "exchange_ids": "advance", "lookup": "look_up"}
+    former |= {"gather_outputs": "outputs", "send_grads": "push", "receive_grads": "collect"}
+    assert set(former) <= set(tree["phases"])
+    tree["phases"] = [former.get(name, name) for name in tree["phases"]]
+    tree["members"] = [{former.get(n, n): one for n, one in tree["members"][0].items()}]
+    path.write_text(json.dumps(tree))
+    assert load(path) == profile
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"format": 99, "features": [], "phases": []}'])

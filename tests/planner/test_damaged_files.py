@@ -11,11 +11,11 @@ from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import load
-from sbpflow.planner.kept_plans import chosen_once
+from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml
-from sbpflow.runtime.cache_dir import cache_dir
+from sbpflow.runtime.files.cache_dir import cache_dir
 from tests.damage import damaged
 from tests.planner.tasks import make_task
 from tests.planner.test_calibrate import ENTRY

@@ -25,7 +25,7 @@ PRICES = {
         "fbgemm": (1.0, 0.0, 1e-6),
     }
 }
-READ = {"look_up": {"read_rows": 1e-3}, "update": {"update_ids": 1e-3}, "vectors": {}}
+READ = {"lookup": {"read_rows": 1e-3}, "update": {"update_ids": 1e-3}, "vectors": {}}
 
 
 def cost(task, kernels=PRICES):

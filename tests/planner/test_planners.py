@@ -23,7 +23,7 @@ from sbpflow.planner.planners import (
 )
 from sbpflow.planner.published import autoshard, dreamshard, neuroshard
 from sbpflow.planner.published.embark import embark
-from sbpflow.planner.published.kept import recall
+from sbpflow.planner.published.model_cache import recall
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.report import as_html, as_text, infeasible_text, report_of
 from sbpflow.planner.search.auto import Effort

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from sbpflow.costs.counts import NUM_FEATURES
-from sbpflow.planner.calibration.picks import NEAR, to_measure
+from sbpflow.planner.calibration.candidates import NEAR, to_measure
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import Fusion
@@ -20,7 +20,7 @@ SMALL = Effort(insertions=100, exact_time=0.0)
 
 def test_auto_starts_from_what_it_finds_without_corrections():
     fusion = Fusion(mix=((1e-6,) * NUM_FEATURES,), scale=(1.0,), power=(0.7,), low=0.4, high=2.5)
-    corrected = replace(PROFILE, members=({"look_up": fusion, "update": fusion},))
+    corrected = replace(PROFILE, members=({"lookup": fusion, "update": fusion},))
     task = random_task(3, num_tables=8, world_size=2, held_out=True)
     one, plain = (
         Setting(task, problem_of(CostModel(profile).of(task))) for profile in (corrected, PROFILE)
@@ -48,7 +48,7 @@ def test_auto_starts_from_what_it_finds_among_tables_that_are_not_split():
 
 def test_plans_to_measure_differ_and_have_the_uncorrected_one_and_all_alike():
     fusion = Fusion(mix=((1e-6,) * NUM_FEATURES,), scale=(1.0,), power=(0.5,), low=0.4, high=2.5)
-    corrected = replace(PROFILE, members=({"look_up": fusion, "update": fusion},))
+    corrected = replace(PROFILE, members=({"lookup": fusion, "update": fusion},))
     task = random_task(3, num_tables=10, world_size=2, held_out=True)
     ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
     assert ours.found is not None

@@ -67,7 +67,7 @@ def test_a_net_is_an_example_of_its_multiply_adds_and_what_its_layers_read():
     }
     assert x[0, INDEX["always"]] == 1.0
     assert ms.tolist() == [made(8, (4,), 10).ms["forward"]]
-    assert [len(part) for part in dense_examples([made(8, (4,), 10)], "look_up")] == [0, 0]
+    assert [len(part) for part in dense_examples([made(8, (4,), 10)], "lookup")] == [0, 0]
 
 
 def test_dense_work_counts_weights_and_biases():

@@ -116,7 +116,7 @@ def test_a_transfer_is_an_example_of_the_phases_that_make_it():
     assert x[:, INDEX["vector_bytes"]].tolist() == [800.0, 800.0]
     assert ms.tolist() == [transfers[0].ms] * 2
     assert len(examples(transfers, "row gradients", 2)[1]) == 2
-    assert len(examples(transfers, "look_up", 2)[1]) == 0
+    assert len(examples(transfers, "lookup", 2)[1]) == 0
     assert len(examples(transfers, "vectors", 4)[1]) == 0  # of half of the ranks
     # Each of 1000 numbers passes once to add and once to spread, all but a quarter of the time.
     summed = [made("P -> B", EVEN, 6000, (0, 1, 2, 3))]

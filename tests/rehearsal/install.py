@@ -219,7 +219,7 @@ def _claim_factories() -> None:
 
 def _claim_collectives() -> None:
     from sbpflow.boxing import executor
-    from sbpflow.runtime import world
+    from sbpflow.runtime.ranks import world
 
     patched: Any = dist
     real_init = dist.init_process_group
@@ -236,7 +236,7 @@ def _claim_collectives() -> None:
 def _plan_without() -> None:
     """Planning runs a model on meta tensors, which must stay that; FBGEMM is not rehearsed."""
     from sbpflow.embedding.storage import choose
-    from sbpflow.run import build_plan
+    from sbpflow.run.planning import build_plan
 
     planning: Any = build_plan
     real = planning.dense_steps

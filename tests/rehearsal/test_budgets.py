@@ -67,7 +67,7 @@ def second_step(world, config, accumulate):
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
-            if group.exchange == "local" and group.whole_gradients and world.size > 1
+            if group.exchange == "local" and group.dense_allreduce and world.size > 1
         )
         assert second.beside[sort]
     return len(second.syncs), len(second.late_reads), second.num_ops, second.summary()
@@ -96,7 +96,7 @@ LAID_OUT = {"3": 80, "dp": 110}
 def test_buffers_of_a_fixed_size_need_no_counts(rehearsed_ranks, scheme, share):
     """With room for all there is nothing to read; else how many rows there were, a step later."""
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
-    config = replace(config, parallel=replace(config.parallel, row_capacity=share))
+    config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=share))
     ops = BUDGETS[2, scheme].ops + LAID_OUT[scheme]
     budget = Budget(waits=0, late_reads=int(share < 1.0), ops=ops)
     check(rehearsed_ranks(2, second_step, config, 1), budget)
@@ -173,19 +173,21 @@ def ragged_step(world, mix):
         bags = ids["bags"]
         lists = Lists(bags.offsets.diff().int().unsqueeze(1), bags.values, bags.weights)
         given.append(BatchIds(torch.cat([ids["one"], ids["three"]], 1), lists, bounds))
-    coming = collection.begin(given[0], mix.batch_sizes[0], training=True)
+    coming = collection.start_id_exchange(given[0], mix.batch_sizes[0], training=True)
     for step in range(3):
         with journal() as made:
             batch, follows = coming, step < 2
-            collection.look_up(batch)
+            collection.lookup(batch)
             if follows:
-                coming = collection.begin(given[step + 1], mix.batch_sizes[step + 1], training=True)
-            vectors = collection.outputs(batch)
+                coming = collection.start_id_exchange(
+                    given[step + 1], mix.batch_sizes[step + 1], training=True
+                )
+            vectors = collection.gather_outputs(batch)
             if follows:
-                collection.advance(coming)
+                collection.exchange_ids(coming)
             sum(part.sum() for part in vectors.values()).backward()
-            collection.push(batch)
-            collection.collect(batch)
+            collection.send_grads(batch)
+            collection.receive_grads(batch)
             collection.update(step + 1)
         if step == 1:
             second = made

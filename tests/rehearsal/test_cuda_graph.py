@@ -12,9 +12,9 @@ from sbpflow.config.schema import OptimizerConfig, RmsProp, TrainConfig
 from sbpflow.config.train_options import ClipConfig, ScheduleConfig
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.model import embedding_output
-from sbpflow.run.torch_model import TorchModel
+from sbpflow.run.model.spec import embedding_output
+from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.planning.build_plan import plan_run
 from tests.embedding.mixes import make_collection
 from tests.embedding.test_mixes import RULES, mix_of
 from tests.models.test_options import config_with

@@ -179,7 +179,7 @@ def test_where_the_host_waits_is_listed_with_its_line(rehearsed_ranks):
         assert not entries, f"{name}: {entries}"
 
 
-def late_read(world):
+def async_scalar_read(world):
     from tests.rehearsal.journal import journal
 
     host = torch.empty(2, pin_memory=True)
@@ -193,7 +193,7 @@ def late_read(world):
 
 
 def test_a_pinned_read_has_its_value_after_its_event_only(rehearsed_ranks):
-    ((too_early, then, kinds),) = rehearsed_ranks(1, late_read)
+    ((too_early, then, kinds),) = rehearsed_ranks(1, async_scalar_read)
     assert then == [3.0, 4.0]
     assert str(too_early) == "[nan, nan]"
     assert kinds == ["upload", "late read", "event wait"]

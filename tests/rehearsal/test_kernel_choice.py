@@ -7,8 +7,8 @@ import pytest
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import measure
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.kernels import with_measured_kernels
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.kernels import with_measured_kernels
 from tests.training.wdl_case import FIELDS, make_config
 
 
@@ -26,8 +26,8 @@ def measured(world, folder, kernels):
         there["triton"] = "Triton is not installed"
     config = make_config("1", "adagrad", dtype="float32", dim=4, kernel="auto", batch_size=12)
     with (
-        mock.patch("sbpflow.run.kernels.missing_kernels", return_value=there),
-        mock.patch("sbpflow.run.kernels.measure", spy),
+        mock.patch("sbpflow.run.planning.kernels.missing_kernels", return_value=there),
+        mock.patch("sbpflow.run.planning.kernels.measure", spy),
         mock.patch.object(measure, "cache_dir", return_value=folder),
         mock.patch.object(measure, "SECONDS", 0.0),
         mock.patch.object(measure, "LEAST_ROUNDS", 1),

@@ -171,7 +171,7 @@ def test_torchrec_runs_on_the_same_shapes():
     from benchmarks import gpu_torchrec
     from sbpflow.config.load import load_config
     from sbpflow.models.registry import MODELS
-    from sbpflow.runtime.world import World
+    from sbpflow.runtime.ranks.world import World
 
     def timed(step, **_):
         return {"ms": float(step())}

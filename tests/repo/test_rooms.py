@@ -27,7 +27,7 @@ CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
     "embedding/exchange/all_to_all.py": {"all_to_all_single"},
-    "runtime/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
+    "runtime/ranks/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},
 }
 
 
@@ -95,16 +95,18 @@ def test_collectives_are_called_where_they_may_be():
 
 # JSON that is no file: messages between ranks, and a value that was text a moment ago.
 MESSAGES = set(
-    "sbpflow/runtime/exit_messages.py sbpflow/runtime/hosts.py sbpflow/runtime/startup.py "
-    "sbpflow/training/health.py "
-    "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/checkpoints.py "
+    "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
+    "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "
+    "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/saved/checkpoints.py "
     "planner/calibration/calibrate.py planner/calibration/measure.py "
     "planner/calibration/time_dense.py planner/calibration/time_transfers.py".split()
 )
 
 
 def test_files_of_json_and_yaml_are_read_in_one_place_each():
-    """With limits and one form of message: ``runtime/json_file.py`` and ``config/yaml_text.py``."""
+    """With limits and one form of message: ``runtime/files/json_file.py`` and
+    ``config/yaml_text.py``.
+    """
     found = {"json": set[str](), "yaml": set[str]()}
     for package in ("sbpflow", "models", "data", "planner"):
         for path in (ROOT / package).rglob("*.py"):
@@ -116,7 +118,7 @@ def test_files_of_json_and_yaml_are_read_in_one_place_each():
                     and node.value.id in found
                 ):
                     found[node.value.id].add(str(path.relative_to(ROOT)))
-    assert found["json"] == {*MESSAGES, "sbpflow/runtime/json_file.py"}
+    assert found["json"] == {*MESSAGES, "sbpflow/runtime/files/json_file.py"}
     # ``task.py`` reads back text that it has just made.
     assert found["yaml"] == {"sbpflow/config/yaml_text.py", "planner/task.py"}
 
@@ -173,11 +175,56 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
     return done
 
 
+def import_edges() -> set[tuple[str, str]]:
+    """(part of ``sbpflow/``, what it imports from): rooms, modules beside them, and ``sbpflow``
+    itself for a name of the package. Imports for type checkers count; data, models and planner,
+    which are folders next to ``sbpflow/``, do not.
+    """
+    found: set[tuple[str, str]] = set()
+    for path in FILES:
+        part = Path(name(path)).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for package, *inside in (module.split(".") for module in modules):
+                other = inside[0] if inside else package
+                if package == "sbpflow" and other not in (part, "data", "models", "planner"):
+                    found.add((part, other))
+    return found
+
+
+def layers(edges: set[tuple[str, str]]) -> list[set[str]]:
+    """The parts, each in the first layer above all that it imports from; fails on a cycle."""
+    rest, found = {part for edge in edges for part in edge}, list[set[str]]()
+    while rest:
+        layer = {part for part in rest if not any((part, other) in edges for other in rest)}
+        assert layer, f"a cycle among {sorted(rest)}"
+        found.append(layer)
+        rest -= layer
+    return found
+
+
+def test_layers_are_counted():
+    edges = {("a", "b"), ("b", "c"), ("a", "c"), ("d", "c")}
+    assert layers(edges) == [{"c"}, {"b", "d"}, {"a"}]
+    with pytest.raises(AssertionError, match=r"a cycle among \['a', 'b', 'd'\]"):
+        layers({*edges, ("b", "d"), ("d", "a")})
+
+
+def test_the_rooms_are_not_tied_together_more_than_they_were():
+    """At commit d4baee1 there were 10 layers and 56 edges."""
+    edges = import_edges()
+    assert len(edges) <= 56, sorted(edges)
+    assert len(layers(edges)) <= 10, layers(edges)
+
+
 def test_rooms_import_downwards_only():
     """Folder by folder, and inside the largest: no two import each other, directly or around."""
     rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
     assert rooms[0] == "sbp"
     assert rooms[-2:] == ["run", "commands"]
+    for large in ("runtime", "run"):
+        assert len(order(ROOT / "sbpflow" / large, but=set())) == 6
     inside = order(ROOT / "sbpflow" / "embedding", but=set())
     assert [room for room in inside if room != "state"] == [
         "rules",

@@ -123,7 +123,7 @@ def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
         if path.relative_to(ROOT).parts[0] == "sbpflow" and path.name != "__main__.py"
         if not path.name.startswith("triton") or find_spec("triton")
     ]
-    assert "sbpflow.runtime.launch" in modules
+    assert "sbpflow.runtime.processes.launch" in modules
     modules = [m for m in modules if m.rpartition(".")[2] not in COMPILED]
     code = (
         f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\n"
@@ -136,7 +136,8 @@ def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
 def test_the_launcher_is_light():
     """A Ctrl-C or a broken torch must be met inside run_main, not while importing it."""
     assert (
-        run_python("import sbpflow.runtime.launch, sys; print('torch' in sys.modules)") == "False"
+        run_python("import sbpflow.runtime.processes.launch, sys; print('torch' in sys.modules)")
+        == "False"
     )
 
 
@@ -237,7 +238,7 @@ def test_what_is_installed_runs_in_any_folder(wheel, tmp_path):
 
 
 def test_extras_pin_pairs_that_fit():
-    from sbpflow.runtime.versions import FBGEMM_OF_TORCH, minor
+    from sbpflow.runtime.compute.versions import FBGEMM_OF_TORCH, minor
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extra in ("cpu", "cuda"):

@@ -10,8 +10,8 @@ from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.data import load_manifest
-from sbpflow.run.job import Job
-from sbpflow.run.plan_file import plan_to_json
+from sbpflow.run.execution.job import Job
+from sbpflow.run.planning.plan_file import plan_to_json
 
 
 def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:

@@ -21,10 +21,10 @@ from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.embedding.storage.measure import Profile, choose_by_times
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.registry import MODELS
-from sbpflow.run.report_page import write_report
-from sbpflow.run.saved_documents import check_start, saved_set
-from sbpflow.run.saved_model import saved_config, saved_layouts
-from sbpflow.runtime.json_file import JsonError, parse_json, read_json
+from sbpflow.run.report.page import write_report
+from sbpflow.run.saved.saved_documents import check_start, saved_set
+from sbpflow.run.saved.saved_model import saved_config, saved_layouts
+from sbpflow.runtime.files.json_file import JsonError, parse_json, read_json
 from tests.damage import FILES, VALUES, damaged
 from tests.embedding.test_measure import shape_of
 

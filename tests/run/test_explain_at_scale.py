@@ -5,9 +5,9 @@ import cProfile
 import pytest
 
 from sbpflow.config.table_rules import TableRule
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe, format_plan, short_lists
-from sbpflow.run.model import Fields
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan, short_lists
 from tests.training.wdl_case import make_config
 
 FIELDS = Fields.of(

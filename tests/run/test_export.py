@@ -25,14 +25,14 @@ from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.export import FORMS, exported, score_plain, write_model
-from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields, IdField, embedding_output
-from sbpflow.run.plain_model import PlainModel, hashed_ids, plain_model
-from sbpflow.run.row_formats import ROW_FORMATS, make_rows
-from sbpflow.run.torch_model import TorchModel
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, build_job
+from sbpflow.run.export.export import FORMS, exported, score_plain, write_model
+from sbpflow.run.export.plain_model import PlainModel, hashed_ids, plain_model
+from sbpflow.run.export.row_formats import ROW_FORMATS, make_rows
+from sbpflow.run.model.spec import Fields, IdField, embedding_output
+from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.evaluate import score_split
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv
 from tests.run.test_torch_model import Model as OwnModel

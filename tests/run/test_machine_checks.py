@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.run import machine_checks
-from sbpflow.runtime import doctor
-from sbpflow.runtime.doctor import Finding
-from sbpflow.runtime.world import World
+from sbpflow.run.execution import machine_checks
+from sbpflow.runtime.compute import doctor
+from sbpflow.runtime.compute.doctor import Finding
+from sbpflow.runtime.ranks.world import World
 
 
 def _links(world: World) -> Finding:

@@ -9,11 +9,11 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.errors import ConfigError
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.run.kernels import _measurable
-from sbpflow.run.model import Fields, IdField
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.model.spec import Fields, IdField
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.kernels import _measurable
+from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, pieces_of
 
 # The ids of ``make_batches``: C1 below 37, C2 below 11, C3 below 53, C4 below 3, then two crosses.

@@ -30,13 +30,13 @@ from sbpflow.planner.costs.cost import CostModel
 from sbpflow.planner.costs.profile import load as load_profile
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml
-from sbpflow.run import resume
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.run.plan_file import plan_from_json
-from sbpflow.run.saved_model import saved_config, saved_layouts, saved_plan
-from sbpflow.runtime.versions import minor
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.run.saved import resume
+from sbpflow.run.saved.saved_model import saved_config, saved_layouts, saved_plan
+from sbpflow.runtime.compute.versions import minor
+from sbpflow.runtime.ranks.world import World
 from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_digest
 
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"

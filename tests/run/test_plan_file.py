@@ -7,8 +7,8 @@ import pytest
 
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import DataError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.plan_file import plan_from_json, plan_to_json
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
 from tests.training.wdl_case import FIELDS, make_config
 
 MIXED = {
@@ -35,6 +35,20 @@ def test_a_mixed_plan_survives_its_file():
     again = plan_from_json(plan_to_json(plan))
     assert again == plan
     assert again.steps() == plan.steps()
+
+
+def test_a_plan_with_the_former_names_of_classes_fields_and_moves_is_read():
+    plan = plan_of("dp", dim=8)
+    former = {"TableBatch": "Stack", "FeatureLookup": "Use", "dense_allreduce": "whole_gradients"}
+    former |= {"start_id_exchange": "begin", "exchange_ids": "advance", "receive_ids": "receive"}
+    former |= {"lookup": "look_up", "gather_outputs": "outputs", "send_grads": "push"}
+    former |= {"receive_grads": "collect", "comm_dtype": "wire"}
+    text = json.dumps(json.loads(plan_to_json(plan))["plan"])
+    for now, then in former.items():
+        assert f'"{now}"' in text
+        text = text.replace(f'"{now}"', f'"{then}"')
+    content = {"format": 3, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    assert plan_from_json(json.dumps({**content, "plan": json.loads(text)})) == plan
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from sbpflow.data.predictions import Scoring, check_ids
 from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.run.plan_file import plan_to_json
-from sbpflow.run.predict import on_rank_0, predictions, probabilities
-from sbpflow.run.saved_model import find_checkpoint, load_values, saved_config, saved_plan
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.execution.predict import on_rank_0, predictions, probabilities
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.saved.saved_model import find_checkpoint, load_values, saved_config, saved_plan
+from sbpflow.runtime.ranks.world import World
 from tests import deadlines
 from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
 from tests.run.saved import save_job

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.run.plan_file import plan_to_json
-from sbpflow.run.report_charts import Series, line_chart, ticks
-from sbpflow.run.report_data import read_runs
-from sbpflow.run.report_page import write_report
+from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.report.charts import Series, line_chart, ticks
+from sbpflow.run.report.data import read_runs
+from sbpflow.run.report.page import write_report
 from tests.training.wdl_case import FIELDS, make_config
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
@@ -75,7 +75,7 @@ def write(folder: Path, lines: list[dict[str, Any]], *, plan: bool = True, dim: 
         f"config:\n  model:\n    embedding_dim: {dim}\n    name: wdl\nversions:\n  torch 2\n"
     )
     if plan:
-        from sbpflow.run.build_plan import plan_run
+        from sbpflow.run.planning.build_plan import plan_run
 
         _, planned = plan_run(make_config("1", "sgd"), FIELDS, world_size=2, device_type="cpu")
         (folder / "plan.json").write_text(plan_to_json(planned))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, make_job
 
 

@@ -20,12 +20,12 @@ from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.plan.tables import INITIAL_RANGE
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import Job, start_job
-from sbpflow.run.model import Fields, embedding_output
-from sbpflow.run.torch_model import TorchModel
-from sbpflow.runtime.streams import fill_uniform, stream_key
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, start_job
+from sbpflow.run.model.spec import Fields, embedding_output
+from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.random.streams import fill_uniform, stream_key
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 from tests import deadlines

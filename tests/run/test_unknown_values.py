@@ -22,10 +22,10 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.run.row_formats import make_rows
+from sbpflow.run.export.row_formats import make_rows
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
@@ -53,9 +53,9 @@ def test_a_rule_that_a_kernel_does_not_know():
         "device": CPU,
     }
     storage = make_kernel(choice, 5, 4, **options)
-    access = Access(torch.tensor([1, 2]), None, None)
+    lookup = Lookup(torch.tensor([1, 2]), None, None)
     with pytest.raises(SbpError, match=r"kernel numba has no rule mine:Momentum"):
-        storage.update(access, torch.ones(2, 4), 0.1, 1)
+        storage.update(lookup, torch.ones(2, 4), 0.1, 1)
     assert not storage.weights.any()
 
 

@@ -9,10 +9,10 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import OptimizerConfig
 from sbpflow.config.table_rules import TableRule
 from sbpflow.config.train_options import ClipConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.run.warm_up import groups_of, warm_up
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.execution.warm_up import groups_of, warm_up
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from tests.training.test_steps import MIXED, SPLIT
 from tests.training.wdl_case import FIELDS, make_batches, make_config, to_device
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.runtime.streams import stream_key
+from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, parse_nd_sbp

@@ -11,9 +11,9 @@ from sbpflow.config.schema import Config, DataConfig, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe
-from sbpflow.run.model import Fields
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe
 
 B, F, D_EACH, CROSSES, DENSE, HIDDEN = 16384, 26, 16, 2, 13, 1024
 FIELDS = Fields.of(

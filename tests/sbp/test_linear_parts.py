@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import parse_nd_sbp

@@ -415,13 +415,13 @@ def test_an_id_that_is_no_row_on_a_grid(ranks):
 
 JOB = """
     import sys, time
-    from sbpflow.runtime.launch import run_main
+    from sbpflow.runtime.processes.launch import run_main
 
     def main():
         import torch
         from sbpflow import ops
         from sbpflow.boxing.executor import Boxing
-        from sbpflow.runtime.world import World
+        from sbpflow.runtime.ranks.world import World
         from sbpflow.tensor.global_tensor import GlobalTensor
         from tests.oracle import line_layout
         from sbpflow.sbp.sbp import Broadcast, Split

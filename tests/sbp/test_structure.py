@@ -11,7 +11,11 @@ from sbpflow.tensor import ops
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ["sbp", "boxing", "runtime", "tensor"]
-BESIDE = {"runtime/doctor", "runtime/versions", "runtime/launch"}  # tools around a run
+BESIDE = {  # tools around a run
+    "runtime/compute/doctor",
+    "runtime/compute/versions",
+    "runtime/processes/launch",
+}
 LAYER = [
     name
     for room in ROOMS
@@ -58,7 +62,7 @@ def test_collectives_are_called_in_one_place(name):
     } & COLLECTIVES
     allowed = {
         "boxing/executor": {"all_to_all_single", "all_reduce"},
-        "runtime/world": {"all_reduce"},
+        "runtime/ranks/world": {"all_reduce"},
     }
     assert called <= allowed.get(name, set()), f"{name} calls {called}"
 

@@ -13,8 +13,8 @@ from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.comm_log import CommRecord
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.comm_log import CommRecord
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
@@ -271,7 +271,7 @@ ALONE = """
     import torch
     from sbpflow.boxing.executor import Boxing
     from sbpflow.boxing.plan import plan_boxing
-    from sbpflow.runtime.world import World
+    from sbpflow.runtime.ranks.world import World
     from tests.oracle import line_layout
     from sbpflow.sbp.sbp import parse_sbp
 

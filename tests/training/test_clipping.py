@@ -15,7 +15,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.config.train_options import ClipConfig
 from sbpflow.embedding.rules.sgd import Sgd
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, make_job
 
 RATE = 0.1  # of both optimizers, in make_config

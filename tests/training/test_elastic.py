@@ -25,7 +25,7 @@ CONFIG = ROOT / "configs" / "scheme3.yaml"
 # A step takes 60 ms and more, so that machines come and go during the run.
 ENTRY = """
 import sys, time
-from sbpflow.runtime.launch import run_main
+from sbpflow.runtime.processes.launch import run_main
 class Slow:
     def step(self, *figures): pass
     def evaluation(self, *scores): pass

@@ -13,7 +13,7 @@ import torch
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.rules.ftrl import Ftrl
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.runtime.random.streams import fill_uniform
 from tests.reference_wdl import ReferenceWdl, SparseRule
 from tests.training.wdl_case import (
     FIELDS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sbpflow.errors import ConfigError, MetricError
-from sbpflow.runtime.world import World
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
 from sbpflow.training.histogram_auc import ScoreHistogram, auc_of_counts
 from sbpflow.training.metrics import Evaluation, calibration_groups, evaluate, slice_by

@@ -12,9 +12,9 @@ from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.read.loaders import open_loaders
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import build_job
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.evaluate import score_split
 from sbpflow.training.metrics import auc, gauc

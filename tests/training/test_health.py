@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError, DataError, ReplicaError, TrainingError
-from sbpflow.runtime.differences import differences
-from sbpflow.runtime.world import World
+from sbpflow.runtime.files.run_folder import RunLock
+from sbpflow.runtime.processes.differences import differences
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.evaluate import gather_rows, score_split
 from sbpflow.training.health import (
     LossWatch,
     check_replicas,
-    gather_text,
-    on_all_or_none,
 )
 from sbpflow.training.metrics import Evaluation, auc
-from sbpflow.training.run_folder import RunLock
 from tests.training.wdl_case import FIELDS, Rows, make_batches, make_config, make_job
 
 
@@ -118,7 +117,7 @@ def test_a_copy_that_differs_is_named(ranks, what):
 
 
 def compare(world: World) -> list[str]:
-    return gather_text(Boxing(world), f"rank {world.rank}")
+    return gather_texts(Boxing(world), f"rank {world.rank}")
 
 
 def test_every_rank_has_the_text_of_all(ranks):
@@ -159,7 +158,7 @@ def hold(world: World, folder: Path) -> str:
     held: list[RunLock] = []
 
     def attempt() -> None:
-        held.append(on_all_or_none(Boxing(world), lambda: RunLock(folder, rank=world.rank)))
+        held.append(run_on_all_ranks(Boxing(world), lambda: RunLock(folder, rank=world.rank)))
 
     text = message_of(ConfigError, attempt)
     for lock in held:

@@ -21,13 +21,13 @@ from sbpflow.embedding.storage.initial import initial_rows
 from sbpflow.embedding.storage.store import device_store
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.models.wdl import WdlConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields
-from sbpflow.run.plain_model import plain_model
-from sbpflow.run.saved_model import load_values
-from sbpflow.runtime.streams import mix
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, build_job
+from sbpflow.run.export.plain_model import plain_model
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.saved.saved_model import load_values
+from sbpflow.runtime.random.streams import mix
+from sbpflow.runtime.ranks.world import World
 from tests.embedding.key_map import KeyedStores
 from tests.training.wdl_case import Rows, make_config
 

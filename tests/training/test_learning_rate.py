@@ -10,8 +10,8 @@ import torch
 from sbpflow.config.schema import OptimizerConfig, ScheduleConfig
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.streams import stream_key
-from sbpflow.runtime.world import World
+from sbpflow.runtime.random.streams import stream_key
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.learning_rate import constant, rate_factor
 from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
 

@@ -8,9 +8,9 @@ import pytest
 
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe, format_plan
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 from tests.training.wdl_case import (
     FIELDS,
@@ -195,9 +195,9 @@ def test_explain_shows_the_window_and_its_memory():
         facts = describe(plan)
         assert facts["lookahead"] == lookahead
         batches = {move["move"]: move["batch"] for move in facts["schedule"]}
-        assert batches["look_up"] == "this"
-        assert batches["begin"] == {0: "this", 1: "next", 4: "+4"}[lookahead]
-        assert batches["receive"] == {0: "this", 1: "this", 4: "+3"}[lookahead]
+        assert batches["lookup"] == "this"
+        assert batches["start_id_exchange"] == {0: "this", 1: "next", 4: "+4"}[lookahead]
+        assert batches["receive_ids"] == {0: "this", 1: "this", 4: "+3"}[lookahead]
         found[lookahead] = [rank["window_bytes"] for rank in facts["ranks"]]
         assert f"of the {1 + lookahead} batches in the window" in format_plan(plan)
     assert all(each > 0 for each in found[0])

@@ -15,8 +15,8 @@ from sbpflow.embedding.rules.adagrad import Adagrad
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split

@@ -19,7 +19,7 @@ from sbpflow.data.format.manifest import load_manifest, write_manifest
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.model import Fields
+from sbpflow.run.model.spec import Fields
 from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ class Run:
     def end(self) -> str:
         text = output_of(self.process, 60)
         assert self.process.returncode != 0
-        assert "sbpflow/runtime/launch.py" not in text, text  # a traceback of ours
+        assert "sbpflow/runtime/processes/launch.py" not in text, text  # a traceback of ours
         return text
 
     def ranks(self) -> list[int]:

@@ -8,11 +8,11 @@ import pytest
 
 from sbpflow.config.schema import Config, TrainConfig
 from sbpflow.errors import ConfigError
-from sbpflow.run.explain import describe
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.explain import describe
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.health import LossWatch
 from sbpflow.training.loop import fit
-from sbpflow.training.move_times import MoveTimes, StepProfiler, peak_memory_bytes
+from sbpflow.training.move_times import MoveTimes, StepProfiler, peak_memory_of
 from tests.training.test_health import Split
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
@@ -50,7 +50,7 @@ def traced(world: World, config: Config, folder: str, steps: tuple[int, int], la
     planned = {
         step["id"]: step["bytes_per_rank"][world.rank] for step in describe(job.plan)["steps"]
     }
-    return {"extra": kept.extra, "planned": planned, "peak": peak_memory_bytes(world.device)}
+    return {"extra": kept.extra, "planned": planned, "peak": peak_memory_of(world.device)}
 
 
 def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
@@ -81,7 +81,7 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
 
 
 def describe_moves(config: Config) -> Any:
-    from sbpflow.run.build_plan import plan_run
+    from sbpflow.run.planning.build_plan import plan_run
 
     _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
     return describe(plan)["schedule"]

@@ -26,11 +26,11 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.models.registry import MODELS
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe
-from sbpflow.run.job import build_job
-from sbpflow.run.plan_file import plan_from_json, plan_to_json
-from sbpflow.runtime.streams import fill_uniform
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe
+from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
+from sbpflow.runtime.random.streams import fill_uniform
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.embedding.own_rule import ScaledMomentum
 from tests.training.wdl_case import FIELDS, make_batches, make_config

@@ -31,11 +31,11 @@ from sbpflow.models.registry import MODELS
 from sbpflow.planner.costs.profile import Profile, default_path, weights_from
 from sbpflow.planner.for_run import plan_tables
 from sbpflow.planner.task import embedding_plan, rules
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe
-from sbpflow.run.plan_file import plan_from_json
-from sbpflow.run.saved_model import find_checkpoint, saved_config, saved_layouts
-from sbpflow.training.run_folder import TABLE_PLAN_FILE
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe
+from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.run.saved.saved_model import find_checkpoint, saved_config, saved_layouts
+from sbpflow.runtime.files.run_folder import TABLE_PLAN_FILE
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
@@ -46,7 +46,7 @@ def profile(step_row=1e-3, vector_byte=1e-6):
     """A machine where updates of rows and bytes of vectors are what costs."""
     terms = {
         "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
-        "look_up": {"read_rows": 1e-5},
+        "lookup": {"read_rows": 1e-5},
         "vectors": {"vector_bytes": vector_byte, "num_row_transfers": 0.3, "num_dense_groups": 0.2},
         "row gradients": {
             "gradient_bytes": vector_byte,

@@ -4,7 +4,7 @@ import pytest
 
 from sbpflow.data.__main__ import main as data
 from sbpflow.errors import ConfigError
-from sbpflow.run import checkpoints, resume
+from sbpflow.run.saved import checkpoints, resume
 from sbpflow.training.trainer import Trainer
 from tests.data.rows import run_prepare
 from tests.training.test_resume import Interrupted, events, interrupt, run

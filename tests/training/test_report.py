@@ -18,10 +18,10 @@ import torch
 from sbpflow.config.load import load_config
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
+from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.report import MetricsWriter, Report, setup_logging
-from sbpflow.training.run_folder import RunLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path):
 def test_a_run_that_was_killed_holds_nothing(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; "
-        "from sbpflow.training.run_folder import RunLock; "
+        "from sbpflow.runtime.files.run_folder import RunLock; "
         "lock = RunLock(Path(sys.argv[1]), rank=0); print(flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(

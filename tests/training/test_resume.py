@@ -14,8 +14,8 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import read_run
 from sbpflow.commands import train
 from sbpflow.errors import ConfigError
-from sbpflow.run import checkpoints
-from sbpflow.run.checkpoints import Checkpoints
+from sbpflow.run.saved import checkpoints
+from sbpflow.run.saved.checkpoints import Checkpoints
 from sbpflow.training.trainer import Trainer
 
 CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")

@@ -25,14 +25,14 @@ from sbpflow.data import load_manifest
 from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.models.layered import LayeredPart
-from sbpflow.run.explain import describe
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.explain import describe
+from sbpflow.runtime.files.run_folder import RunLock
+from sbpflow.runtime.ranks.world import World
 from sbpflow.tensor import ops
 from sbpflow.training import loop
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.loop import is_logged
 from sbpflow.training.metrics import Evaluation
-from sbpflow.training.run_folder import RunLock
 from sbpflow.training.step_schedule import SERIAL
 from tests.deadlines import output_of
 from tests.training.wdl_case import make_batches, make_config, make_job
@@ -162,7 +162,7 @@ def test_the_checked_mode_and_what_ranks_must_agree_on_reach_the_world(
         given.update(kwargs)
         raise InterruptedError
 
-    monkeypatch.setattr("sbpflow.runtime.world.World.start", start)
+    monkeypatch.setattr("sbpflow.runtime.ranks.world.World.start", start)
     with pytest.raises(InterruptedError):
         train_wdl.main(["--config", CONFIG, f"data.path={synth_set}", f"parallel.checked={word}"])
     assert given["checked"] is (word == "true")

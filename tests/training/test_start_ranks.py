@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.start_ranks import start_ranks
+from sbpflow.runtime.processes.start_ranks import start_ranks
 from tests.deadlines import output_of
 
 ROOT = Path(__file__).parents[2]

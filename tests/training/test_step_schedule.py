@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sbpflow.errors import DataError, SbpError, TrainingError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.overlap import OverlapWatch
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule
@@ -28,15 +28,15 @@ from tests.training.wdl_case import (
 # The next ids sorted before anything else, gradients waited for where they start.
 ANOTHER = StepSchedule(
     each_batch=(
-        moves.BEGIN,
-        moves.RECEIVE,
-        moves.LOOK_UP,
-        moves.OUTPUTS,
-        moves.ADVANCE,
+        moves.START_ID_EXCHANGE,
+        moves.RECEIVE_IDS,
+        moves.LOOKUP,
+        moves.GATHER_OUTPUTS,
+        moves.EXCHANGE_IDS,
         moves.FORWARD,
         moves.BACKWARD,
-        moves.PUSH,
-        moves.COLLECT,
+        moves.SEND_GRADS,
+        moves.RECEIVE_GRADS,
     ),
     each_step=(moves.UPDATE, moves.SEND_DENSE, moves.RECEIVE_DENSE, moves.UPDATE_DENSE),
 )
@@ -111,52 +111,59 @@ def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int =
 
 def test_the_moves_of_two_batches_in_one_step():
     assert " ".join(order_of(OVERLAPPED, 2, 1)) == (
-        "begin 0 advance 0 receive 0 look_up 0 begin 1 outputs 0 forward 0 advance 1 backward 0 "
-        "push 0 receive 1 look_up 1 begin 2 outputs 1 forward 1 advance 2 backward 1 push 1 "
-        "send_dense collect 0 collect 1 update receive_dense update_dense"
+        "start_id_exchange 0 exchange_ids 0 receive_ids 0 lookup 0 start_id_exchange 1 "
+        "gather_outputs 0 forward 0 exchange_ids 1 backward 0 send_grads 0 receive_ids 1 lookup 1 "
+        "start_id_exchange 2 gather_outputs 1 forward 1 exchange_ids 2 backward 1 send_grads 1 "
+        "send_dense receive_grads 0 receive_grads 1 update receive_dense update_dense"
     )
     assert " ".join(order_of(SERIAL, 1, 0)) == (
-        "begin 0 advance 0 receive 0 look_up 0 outputs 0 forward 0 backward 0 push 0 collect 0 "
-        "send_dense receive_dense update update_dense"
+        "start_id_exchange 0 exchange_ids 0 receive_ids 0 lookup 0 gather_outputs 0 forward 0 "
+        "backward 0 send_grads 0 receive_grads 0 send_dense receive_dense update update_dense"
     )
 
 
 def test_the_window_fills_batch_by_batch():
     made = " ".join(order_of(OVERLAPPED, 1, 5, lookahead=3))
     assert made.startswith(
-        "begin 0 advance 0 receive 0 begin 1 advance 1 receive 1 begin 2 advance 2 receive 2 "
-        "look_up 0 begin 3 outputs 0 forward 0 advance 3 backward 0 "
+        "start_id_exchange 0 exchange_ids 0 receive_ids 0 start_id_exchange 1 exchange_ids 1 "
+        "receive_ids 1 start_id_exchange 2 exchange_ids 2 receive_ids 2 lookup 0 start_id_exchange "
+        "3 gather_outputs 0 forward 0 exchange_ids 3 backward 0 "
     )
     assert "4" not in made, "it is beyond the lookahead"
     without = " ".join(order_of(OVERLAPPED, 1, 5, lookahead=0))
-    assert without.startswith("begin 0 advance 0 receive 0 look_up 0 outputs 0 forward 0 backward")
+    assert without.startswith(
+        "start_id_exchange 0 exchange_ids 0 receive_ids 0 lookup 0 gather_outputs 0 forward 0 "
+        "backward"
+    )
     assert "1" not in without
 
 
 def test_ids_must_be_received_before_the_lookup():
     for order in (
-        (moves.LOOK_UP, moves.RECEIVE, moves.BEGIN, moves.ADVANCE),
-        (moves.RECEIVE, moves.ADVANCE, moves.BEGIN, moves.LOOK_UP),
+        (moves.LOOKUP, moves.RECEIVE_IDS, moves.START_ID_EXCHANGE, moves.EXCHANGE_IDS),
+        (moves.RECEIVE_IDS, moves.EXCHANGE_IDS, moves.START_ID_EXCHANGE, moves.LOOKUP),
     ):
-        rest = (moves.OUTPUTS, moves.FORWARD, moves.BACKWARD, moves.PUSH)
-        with pytest.raises(ValueError, match="receive"):
+        rest = (moves.GATHER_OUTPUTS, moves.FORWARD, moves.BACKWARD, moves.SEND_GRADS)
+        with pytest.raises(ValueError, match="receive_ids"):
             replace(OVERLAPPED, each_batch=(*order, *rest))
 
 
 def test_what_is_in_flight_during_a_move():
     during = {move.name: flying for move, flying in OVERLAPPED.in_flight()}
-    assert during["begin"] == ("vectors",)
+    assert during["start_id_exchange"] == ("vectors",)
     assert during["forward"] == ("next ids", "next counts")
     assert during["backward"] == ("next ids", "next counted ids")
     assert during["update"] == ("next ids", "next counted ids", "dense gradients")
     assert not any(flying for _, flying in SERIAL.in_flight())
     far = {move.name: flying for move, flying in OVERLAPPED.in_flight(lookahead=4)}
     assert far["backward"] == ("ids +4", "counted ids +4")
-    assert far["look_up"] == ()
+    assert far["lookup"] == ()
     only = {move.name: flying for move, flying in OVERLAPPED.in_flight({moves.IDS})}
-    assert only["look_up"] == only["begin"] == ()
-    assert only["outputs"] == ("next ids",)
-    assert "update         the step    one optimizer step on the rows next ids, " in str(OVERLAPPED)
+    assert only["lookup"] == only["start_id_exchange"] == ()
+    assert only["gather_outputs"] == ("next ids",)
+    assert "update             the step    one optimizer step on the rows next ids, " in str(
+        OVERLAPPED
+    )
 
 
 def test_the_architecture_page_shows_the_schedule():
@@ -301,9 +308,9 @@ def train_two(world: World, config: Any) -> list[float]:
     [
         (OVERLAPPED.each_batch[:-1], OVERLAPPED.each_step, "every move once"),
         (
-            (*OVERLAPPED.each_batch[:5], moves.BACKWARD, moves.ADVANCE, moves.PUSH),
+            (*OVERLAPPED.each_batch[:5], moves.BACKWARD, moves.EXCHANGE_IDS, moves.SEND_GRADS),
             (
-                moves.COLLECT,
+                moves.RECEIVE_GRADS,
                 moves.UPDATE,
                 moves.RECEIVE_DENSE,
                 moves.SEND_DENSE,
@@ -312,19 +319,31 @@ def train_two(world: World, config: Any) -> list[float]:
             "receive_dense comes after send_dense",
         ),
         (
-            (moves.LOOK_UP, moves.RECEIVE, moves.BEGIN, moves.ADVANCE, *SERIAL.each_batch[4:]),
+            (
+                moves.LOOKUP,
+                moves.RECEIVE_IDS,
+                moves.START_ID_EXCHANGE,
+                moves.EXCHANGE_IDS,
+                *SERIAL.each_batch[4:],
+            ),
             SERIAL.each_step,
-            "look_up comes after receive",
+            "lookup comes after receive_ids",
         ),
         (
-            (moves.OUTPUTS, *SERIAL.each_batch[:4], *SERIAL.each_batch[5:]),
+            (moves.GATHER_OUTPUTS, *SERIAL.each_batch[:4], *SERIAL.each_batch[5:]),
             SERIAL.each_step,
-            "outputs comes after look_up",
+            "gather_outputs comes after lookup",
         ),
         (
-            (moves.RECEIVE, moves.ADVANCE, moves.LOOK_UP, moves.BEGIN, *SERIAL.each_batch[4:]),
+            (
+                moves.RECEIVE_IDS,
+                moves.EXCHANGE_IDS,
+                moves.LOOKUP,
+                moves.START_ID_EXCHANGE,
+                *SERIAL.each_batch[4:],
+            ),
             SERIAL.each_step,
-            "more than two steps; use begin, advance, receive",
+            "more than two steps; use start_id_exchange, exchange_ids, receive_ids",
         ),
         (
             (*SERIAL.each_batch, moves.UPDATE),
@@ -333,13 +352,13 @@ def train_two(world: World, config: Any) -> list[float]:
         ),
         (
             SERIAL.each_batch[2:],
-            (*SERIAL.each_step, moves.BEGIN, moves.ADVANCE),
-            "begin is a move of each batch",
+            (*SERIAL.each_step, moves.START_ID_EXCHANGE, moves.EXCHANGE_IDS),
+            "start_id_exchange is a move of each batch",
         ),
         (
-            (*OVERLAPPED.each_batch[:-1], moves.Move("push", "mine")),
+            (*OVERLAPPED.each_batch[:-1], moves.Move("send_grads", "mine")),
             OVERLAPPED.each_step,
-            "is none of this module's; use PUSH",
+            "is none of this module's; use SEND_GRADS",
         ),
     ],
 )

@@ -11,9 +11,9 @@ from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.exchange.all_to_all import RowTransfer
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.explain import describe
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.health import check_replicas
 from tests.ranks import RanksFailed
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job, to_device

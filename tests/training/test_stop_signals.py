@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from sbpflow.checkpoint.folder import list_checkpoints
-from sbpflow.runtime import launch
+from sbpflow.runtime.processes import launch
 from sbpflow.training.trainer import Trainer
 from tests.training.test_resume import events, run
 

@@ -15,8 +15,8 @@ from sbpflow.config.schema import Config, OptimizerConfig, TrainConfig
 from sbpflow.config.train_options import PlateauConfig, StopConfig, is_better
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError, TrainingError
-from sbpflow.run.build_plan import plan_run
-from sbpflow.runtime.world import World
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.health import LossWatch
 from sbpflow.training.loop import fit
 from sbpflow.training.metrics import Evaluation

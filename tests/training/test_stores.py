@@ -18,10 +18,10 @@ from sbpflow.config.table_rules import TableRule
 from sbpflow.config.train_options import ClipConfig
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.storage.store import device_store
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, build_job
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from tests.embedding.dict_store import DictStores
 from tests.training.wdl_case import Rows, make_config
 

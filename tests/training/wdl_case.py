@@ -16,10 +16,10 @@ from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.build_plan import plan_run
-from sbpflow.run.job import Job, build_job
-from sbpflow.run.model import Fields
-from sbpflow.runtime.world import World
+from sbpflow.run.execution.job import Job, build_job
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 

@@ -15,8 +15,8 @@ from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Pending
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.comm_log import CommRecord
-from sbpflow.runtime.world import World, broken, refused
+from sbpflow.runtime.ranks.comm_log import CommRecord
+from sbpflow.runtime.ranks.world import World, broken, refused
 
 
 class RowTransfer:

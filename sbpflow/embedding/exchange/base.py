@@ -1,18 +1,19 @@
 """The moves of a group with a batch, in order, and the base of the classes that make them.
 
-    begin      ids are at hand: addresses, deduplication, first transfer of its own
-    advance    sizes are known: the transfer that needed them
-    next_round ids came that are passed on: deduplication, counts, and ``advance`` again
-    receive    ids are where they are looked up: addresses there, final
-    announce   the stores learn which rows a training batch needs
-    look_up    rows out of the stores, vectors on their way
-    vectors    they are home
-    push       gradients on their way
-    collect    they are where the rows are
-    update     one optimizer step
+    start_id_exchange  ids are at hand: addresses, deduplication, first transfer of its own
+    exchange_ids       sizes are known: the transfer that needed them
+    next_round         ids came that are passed on: deduplication, counts, and again
+                       ``exchange_ids``
+    receive_ids        ids are where they are looked up: addresses there, final
+    announce           the stores learn which rows a training batch needs
+    lookup             rows out of the stores, vectors on their way
+    gather_outputs     they are home
+    send_grads         gradients on their way
+    receive_grads      they are where the rows are
+    update             one optimizer step
 
 Between two moves the caller computes, or makes another group's move: that is all there is to
-overlap. The moves up to ``receive`` depend on ids alone, so they may run batches ahead.
+overlap. The moves up to ``receive_ids`` depend on ids alone, so they may run batches ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -28,15 +29,15 @@ from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.rules.base import SumOverColumns
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import sum_of_squares
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# (the batches kept, rows of all, one merged (access, gradients) per store)
-Collected = tuple[list["GroupInFlight"], int, list[tuple[Access, Tensor]]]
+# (the batches kept, rows of all, one merged (lookup, gradients) per store)
+Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
 # (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
@@ -55,7 +56,7 @@ class GroupInFlight:
     number: int | None
     lr_factor: float = 1.0  # of the optimizers' rates, which the rows are looked up for
     everywhere: BatchIds | None = None
-    accesses: list[Access] = field(default_factory=list[Access])
+    lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
     counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
     round: int = 0  # how often ids were passed on
@@ -64,18 +65,18 @@ class GroupInFlight:
     def training(self) -> bool:
         return self.number is not None
 
-    def look_up(self, store: RowStore, access: Access, lr: float) -> Tensor:
+    def lookup(self, store: RowStore, lookup: Lookup, lr: float) -> Tensor:
         """Rows of a store, which keeps them in their slots until ``release`` if this is training;
         ``lr`` is the rate of its optimizer.
         """
         if self.number is None:
-            return store.peek(access)
-        access.place(store.admit(self.number))
-        return store.kernel.lookup(access, lr * self.lr_factor)
+            return store.peek(lookup)
+        lookup.place(store.admit(self.number))
+        return store.kernel.lookup(lookup, lr * self.lr_factor)
 
-    def update(self, store: RowStore, access: Access, grads: Tensor, lr: float, step: int) -> None:
+    def update(self, store: RowStore, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         """A step on rows that were looked up, by this batch or by ones before it."""
-        store.kernel.update(access, grads, lr * self.lr_factor, step)
+        store.kernel.update(lookup, grads, lr * self.lr_factor, step)
 
     def take_pending(self) -> Pending:
         """What an earlier move sent on its way; each can be taken once."""
@@ -101,7 +102,7 @@ class Given:
 
     make_store: MakeStore
     received: Received
-    row_capacity: float | None = None
+    row_buffer_fraction: float | None = None
 
 
 BatchT = TypeVar("BatchT", bound=GroupInFlight)
@@ -113,30 +114,30 @@ class Group(ABC, Generic[BatchT]):
     def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
         del given
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
-        self._collected: list[tuple[GroupInFlight, list[Access], list[Tensor]]] = []
+        self._collected: list[tuple[GroupInFlight, list[Lookup], list[Tensor]]] = []
         self._merged: Collected | None = None
 
     @abstractmethod
-    def stores(self) -> list[tuple[Stack, RowStore]]:
+    def stores(self) -> list[tuple[TableBatch, RowStore]]:
         """What this rank stores."""
 
     @abstractmethod
-    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
+    def start_id_exchange(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
         """Sort and count the ids of this rank's samples, and send what others need of that.
 
         ``batch_size`` counts the whole batch; ``number`` as ``GroupInFlight`` has it.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
-        """What the host must know of the batch before ``advance``, int64; ``None``: nothing.
+        """What the host must know of the batch before ``exchange_ids``, int64; ``None``: nothing.
 
-        Takes what ``begin`` sent on its way.
+        Takes what ``start_id_exchange`` sent on its way.
         """
         del batch
         return None
 
     @abstractmethod
-    def advance(self, batch: BatchT) -> None:
+    def exchange_ids(self, batch: BatchT) -> None:
         """Take what the ranks counted, and send the ids themselves where they travel."""
 
     def next_round(self, batch: BatchT) -> None:
@@ -144,51 +145,51 @@ class Group(ABC, Generic[BatchT]):
         raise NotImplementedError(f"{self.plan.name}: its ids travel once")
 
     @abstractmethod
-    def receive(self, batch: BatchT) -> None:
-        """Take what is looked up here, as ``batch.accesses``.
+    def receive_ids(self, batch: BatchT) -> None:
+        """Take what is looked up here, as ``batch.lookups``.
 
         ``batch.everywhere`` is set by now, where this rank needs it.
         """
 
     def sort_ahead(self, batch: BatchT) -> None:
-        """After ``receive``, of a training batch: what an update will want sorted."""
-        for access, (_, store) in zip(batch.accesses, self.stores(), strict=True):
-            store.kernel.sort_ahead(access)
+        """After ``receive_ids``, of a training batch: what an update will want sorted."""
+        for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
+            store.kernel.sort_ahead(lookup)
 
     def announce(self, batch: BatchT) -> None:
-        """After ``receive``, when the addresses are final, once for each batch in turn."""
+        """After ``receive_ids``, when the addresses are final, once for each batch in turn."""
         if batch.number is not None:
-            for access, (_, store) in zip(batch.accesses, self.stores(), strict=True):
-                rows = store.announce(batch.number, access.addresses)
-                access.addresses = access.addresses if rows is None else rows
+            for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
+                rows = store.announce(batch.number, lookup.addresses)
+                lookup.addresses = lookup.addresses if rows is None else rows
 
     def cancel(self, batch: BatchT) -> None:
         """After ``announce``, of a batch that will not be looked up: end its leases."""
         self._release([batch])
 
     @abstractmethod
-    def look_up(self, batch: BatchT) -> None:
+    def lookup(self, batch: BatchT) -> None:
         """Read the rows that are stored here, and send them as vectors, rows or terms."""
 
     @abstractmethod
-    def vectors(self, batch: BatchT) -> Tensor:
+    def gather_outputs(self, batch: BatchT) -> Tensor:
         """[local batch, plan.width]."""
 
     @abstractmethod
-    def push(self, batch: BatchT, grad: Tensor) -> None:
+    def send_grads(self, batch: BatchT, grad: Tensor) -> None:
         """Takes [local batch, plan.width]."""
 
     @abstractmethod
-    def collect(self, batch: BatchT) -> None:
+    def receive_grads(self, batch: BatchT) -> None:
         """Keeps the gradients for ``update``; several batches' may come together."""
 
     @abstractmethod
     def update(self, step: int) -> None:
         """One step on all that was collected; ``step`` is the job's."""
 
-    def keep(self, batch: GroupInFlight, accesses: list[Access], grads: list[Tensor]) -> None:
+    def keep(self, batch: GroupInFlight, lookups: list[Lookup], grads: list[Tensor]) -> None:
         """Put aside for ``update`` what a batch gives this rank's stores."""
-        self._collected.append((batch, accesses, grads))
+        self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
         """Squares of the collected gradients, those of a row summed first: 0-d float64, which adds
@@ -198,14 +199,14 @@ class Group(ABC, Generic[BatchT]):
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.plan.kind.copies and self.world.rank != self.plan.world.ranks[0]:
             return total
-        for (access, grads), (_, store) in zip(merged, self.stores(), strict=True):
-            total += sum_of_squares(store.kernel, access, grads)
+        for (lookup, grads), (_, store) in zip(merged, self.stores(), strict=True):
+            total += sum_of_squares(store.kernel, lookup, grads)
         return total
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply what was collected by ``factor``, 0-d."""
         batches, batch_size, merged = self._merged or self._merge()
-        scaled = [(access, grads * factor.to(grads.dtype)) for access, grads in merged]
+        scaled = [(lookup, grads * factor.to(grads.dtype)) for lookup, grads in merged]
         self._merged = (batches, batch_size, scaled)
 
     def take_collected(self) -> "Collected":
@@ -224,11 +225,11 @@ class Group(ABC, Generic[BatchT]):
         kept, self._collected = self._collected, []
         if not kept:
             raise RuntimeError(f"{self.plan.name}: an update without collected gradients")
-        merged: list[tuple[Access, Tensor]] = []
+        merged: list[tuple[Lookup, Tensor]] = []
         for index in range(len(kept[0][1])):
-            access = Access.merge([accesses[index] for _, accesses, _ in kept])
+            lookup = Lookup.merge([lookups[index] for _, lookups, _ in kept])
             grads = [batch[index] for _, _, batch in kept]
-            merged.append((access, grads[0] if len(grads) == 1 else torch.cat(grads)))
+            merged.append((lookup, grads[0] if len(grads) == 1 else torch.cat(grads)))
         batches = [batch for batch, _, _ in kept]
         return batches, sum(batch.batch_size for batch in batches), merged
 

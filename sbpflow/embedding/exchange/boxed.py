@@ -20,8 +20,8 @@ from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import LocalAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 
 
@@ -30,7 +30,7 @@ class Member:
     """A stack that this rank takes part in, its store and the map from ids to rows of it."""
 
     index: int
-    stack: Stack
+    stack: TableBatch
     store: RowStore
     addresses: LocalAddresses
 
@@ -63,19 +63,19 @@ class AddressedGroup(Group[BatchT]):
             if plan.takes_part(index, self.world.rank)
         ]
 
-    def advance(self, batch: BatchT) -> None:
+    def exchange_ids(self, batch: BatchT) -> None:
         """Nothing to do: the ids are all there is to know."""
 
-    def receive(self, batch: BatchT) -> None:
+    def receive_ids(self, batch: BatchT) -> None:
         if not self.members:
             return
         ids, pooled = self._ids_of(batch), self.plan.pooled
-        batch.accesses = [
-            m.addresses.access(ids, pooled=pooled, absent=m.store.kernel.absent)
+        batch.lookups = [
+            m.addresses.make_lookup(ids, pooled=pooled, absent=m.store.kernel.absent)
             for m in self.members
         ]
 
-    def stores(self) -> list[tuple[Stack, RowStore]]:
+    def stores(self) -> list[tuple[TableBatch, RowStore]]:
         return [(member.stack, member.store) for member in self.members]
 
     def _ids_of(self, batch: BatchT) -> BatchIds:
@@ -88,10 +88,10 @@ class AddressedGroup(Group[BatchT]):
         """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
-            batch.look_up(member.store, access, member.stack.optimizer.lr).view(
+            batch.lookup(member.store, lookup, member.stack.optimizer.lr).view(
                 samples, self._width(member)
             )
-            for member, access in zip(self.members, batch.accesses, strict=True)
+            for member, lookup in zip(self.members, batch.lookups, strict=True)
         ]
         if len(parts) == 1:
             return parts[0]
@@ -113,10 +113,10 @@ class AddressedGroup(Group[BatchT]):
         mine = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
             if index in mine:
-                access, grad = merged[mine[index]]
+                lookup, grad = merged[mine[index]]
                 member = self.members[mine[index]]
                 lr = member.stack.optimizer.lr
-                batches[-1].update(member.store, access, grad, lr, step)
+                batches[-1].update(member.store, lookup, grad, lr, step)
             else:
                 self._state.stand_by(index)
         self._release(batches)
@@ -145,45 +145,47 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
     def _steps(self) -> tuple[BoxingStep, ...]:
         return self.plan.conversion(0, "gradients")  # of a size that no batch changes
 
-    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> LocalInFlight:
+    def start_id_exchange(
+        self, local: BatchIds, batch_size: int, *, number: int | None
+    ) -> LocalInFlight:
         return LocalInFlight(local=local, batch_size=batch_size, number=number)
 
-    def look_up(self, batch: LocalInFlight) -> None:
+    def lookup(self, batch: LocalInFlight) -> None:
         batch.vectors = self.rows_of(batch)
 
-    def vectors(self, batch: LocalInFlight) -> Tensor:
+    def gather_outputs(self, batch: LocalInFlight) -> Tensor:
         vectors, batch.vectors = batch.vectors, None
         if vectors is None:
             raise RuntimeError(f"{self.plan.name}: vectors before the lookup, or twice")
         return vectors
 
-    def push(self, batch: LocalInFlight, grad: Tensor) -> None:
+    def send_grads(self, batch: LocalInFlight, grad: Tensor) -> None:
         parts = self.split(grad)
         if self.world.size == 1:
             batch.grads = parts
             return
         whole: list[Tensor] = []
-        for access, member, part in zip(batch.accesses, self.members, parts, strict=True):
-            rows, sums = member.store.kernel.row_gradients(access, part)
+        for lookup, member, part in zip(batch.lookups, self.members, parts, strict=True):
+            rows, sums = member.store.kernel.row_gradients(lookup, part)
             table = part.new_zeros(member.store.num_rows, member.store.width + 1)
             counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
             whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
         batch.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
 
-    def collect(self, batch: LocalInFlight) -> None:
+    def receive_grads(self, batch: LocalInFlight) -> None:
         if self.world.size == 1:
-            self.keep(batch, batch.accesses, batch.grads)
+            self.keep(batch, batch.lookups, batch.grads)
             return
         flat = self.arrived(self._steps, batch.take_pending())
-        accesses: list[Access] = []
+        lookups: list[Lookup] = []
         grads: list[Tensor] = []
         sizes = [m.store.num_rows * (m.stack.dim + 1) for m in self.members]
         for member, part in zip(self.members, flat.split(sizes), strict=True):
             table = part.view(-1, member.stack.dim + 1)
             rows, sums = _touched(table, member.store.kernel.absent)
-            accesses.append(Access(rows))
+            lookups.append(Lookup(rows))
             grads.append(sums)
-        self.keep(batch, accesses, grads)
+        self.keep(batch, lookups, grads)
 
 
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
@@ -227,10 +229,12 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
         super().__init__(plan, boxing, given)
         self._order = ColumnOrder(plan, self.world.device)
 
-    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> GroupInFlight:
+    def start_id_exchange(
+        self, local: BatchIds, batch_size: int, *, number: int | None
+    ) -> GroupInFlight:
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
-    def look_up(self, batch: GroupInFlight) -> None:
+    def lookup(self, batch: GroupInFlight) -> None:
         steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
             part = self.rows_of(batch)
@@ -240,19 +244,19 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
             )
         batch.pending = self.start(steps, part, VECTORS)
 
-    def vectors(self, batch: GroupInFlight) -> Tensor:
+    def gather_outputs(self, batch: GroupInFlight) -> Tensor:
         out = self.arrived(self.plan.conversion(batch.batch_size, "vectors"), batch.take_pending())
         return self._order.to_uses(out)
 
-    def push(self, batch: GroupInFlight, grad: Tensor) -> None:
+    def send_grads(self, batch: GroupInFlight, grad: Tensor) -> None:
         steps = self.plan.conversion(batch.batch_size, "gradients")
         batch.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
 
-    def collect(self, batch: GroupInFlight) -> None:
+    def receive_grads(self, batch: GroupInFlight) -> None:
         pending = batch.take_pending()
         if not self.members:  # no rows here, but the same steps on all ranks
             pending.wait()
             self.keep(batch, [], [])
             return
         grad = self.arrived(self.plan.conversion(batch.batch_size, "gradients"), pending)
-        self.keep(batch, batch.accesses, self.split(grad))
+        self.keep(batch, batch.lookups, self.split(grad))

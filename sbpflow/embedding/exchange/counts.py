@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sbpflow.runtime.late_read import LateRead
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class Counted(Protocol):
@@ -31,7 +31,7 @@ class CountsUnderWay:
         self, sources: Sequence[tuple[Counted, Callable[[], Tensor | None]]], *, at_once: bool
     ) -> None:
         self._sources = sources
-        self._late: LateRead | None = None
+        self._late: AsyncScalarRead | None = None
         self._found: list[Tensor | None] | None = None
         if at_once:
             self.copy()
@@ -45,7 +45,7 @@ class CountsUnderWay:
         """Send them to the host."""
         self._found = [take() for _, take in self._sources]
         told = [counts for counts in self._found if counts is not None]
-        self._late = LateRead(torch.cat(told)) if told else None
+        self._late = AsyncScalarRead(torch.cat(told)) if told else None
 
     def finish(self) -> None:
         """Give every source its ``counts``."""

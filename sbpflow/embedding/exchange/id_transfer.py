@@ -1,8 +1,9 @@
 """Ids on their way to the ranks that look them up for the whole batch, in three moves.
 
-``begin`` starts the matrix and the lengths of the lists, ``advance`` what the lists hold, for the
-lengths say how much that is, and ``finish`` waits. Between them the caller computes, and the host
-reads how much it is together with what else it must know of the batch (``counts``).
+``start_id_exchange`` starts the matrix and the lengths of the lists, ``exchange_ids`` what the
+lists hold, for the lengths say how much that is, and ``finish`` waits. Between them the caller
+computes, and the host reads how much it is together with what else it must know of the batch
+(``counts``).
 """
 
 from functools import lru_cache
@@ -39,7 +40,7 @@ class IdTransfer:
         self.needs = self.needs.to(self.world.device)  # [lists, ranks]: which looks up which
         self.exchange = RowTransfer(self.world, IDS)
 
-    def begin(self, ids: BatchIds, batch_size: int) -> "IdsUnderWay":
+    def start_id_exchange(self, ids: BatchIds, batch_size: int) -> "IdsUnderWay":
         """Start; every rank calls it for the same batches in the same order."""
         return IdsUnderWay(self, ids, batch_size)
 
@@ -68,7 +69,8 @@ class IdsUnderWay:
 
     def sizes(self) -> Tensor | None:
         """Ids in the lists that go to each rank, then in those that each sends here, [2 x ranks]
-        int64; ``None`` if no list travels. Takes the lengths that ``begin`` sent on their way.
+        int64; ``None`` if no list travels. Takes the lengths that ``start_id_exchange``
+        sent on their way.
         """
         transfer, lists = self._transfer, self._ids.lists
         if self._lengths is None:
@@ -79,7 +81,7 @@ class IdsUnderWay:
         lengths = lists.lengths.sum(0, dtype=torch.int64)[: transfer.needs.shape[0]]
         return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._coming()])
 
-    def advance(self) -> None:
+    def exchange_ids(self) -> None:
         """``counts`` is here: start what the lists hold."""
         transfer, lists = self._transfer, self._ids.lists
         if not self.counts or lists is None:

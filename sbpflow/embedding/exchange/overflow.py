@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
-from sbpflow.runtime.late_read import LateRead
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +27,15 @@ class PaddedGroups:
         }
         self._told: dict[int, int] = {}  # the most rows that was said to be too many
 
-    def ask(self, parts: Sequence[GroupInFlight]) -> LateRead | None:
-        """After ``receive``: how many rows some rank names to another in each group, on its way to
-        the host; ``None`` where there is room for all that may be.
+    def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
+        """After ``receive_ids``: how many rows some rank names to another in each group, on its way
+        to the host; ``None`` where there is room for all that may be.
         """
         found = [part.most for part in self._asked(parts).values() if part.most is not None]
-        return LateRead(torch.cat(found)) if found else None
+        return AsyncScalarRead(torch.cat(found)) if found else None
 
-    def overflowing(self, parts: Sequence[GroupInFlight], late: LateRead) -> list[int]:
-        """Before ``look_up``: the groups that have left rows of their parts out."""
+    def overflowing(self, parts: Sequence[GroupInFlight], late: AsyncScalarRead) -> list[int]:
+        """Before ``lookup``: the groups that have left rows of their parts out."""
         asked, found = self._asked(parts), list[int]()
         for (index, part), most in zip(asked.items(), late.wait().tolist(), strict=True):
             room = part.asked[0]
@@ -73,9 +73,9 @@ class PaddedGroups:
         counts = group.counts(again)
         if counts is None:
             raise RuntimeError(f"{group.plan.name}: no counts of a batch that does not fit")
-        again.counts = LateRead(counts).wait().tolist()
-        group.advance(again)
-        group.receive(again)
+        again.counts = AsyncScalarRead(counts).wait().tolist()
+        group.exchange_ids(again)
+        group.receive_ids(again)
         group.sort_ahead(again)
         return again
 
@@ -86,9 +86,9 @@ class PaddedGroups:
             return
         self._told[index] = most
         logger.warning(
-            "parallel.row_capacity: %g has room for %d rows of %s between two ranks, a batch of %d "
-            "names %d: it was sent again with transfers of that size, for which the host waits; %g "
-            "has room for it",
+            "parallel.row_buffer_fraction: %g has room for %d rows of %s between two ranks, a "
+            "batch of %d names %d: it was sent again with transfers of that size, for which the "
+            "host waits; %g has room for it",
             group.capacity.share,
             room,
             group.plan.name,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Slots:
     of_rows: Tensor
     size: int
 
-    def spread(self, access: Access, grads: Tensor) -> Tensor:
+    def spread(self, lookup: Lookup, grads: Tensor) -> Tensor:
         """[size, width]: the bags' ``grads`` summed per row, in its slot; zeros in others."""
-        _, sums = access.spread_gradients(grads)
+        _, sums = lookup.spread_gradients(grads)
         out = sums.new_zeros(self.size, sums.shape[1])
         return out.index_copy_(0, self.of_rows, sums)
 
@@ -70,7 +70,7 @@ class Layout:
         self._bases, self._lasts, self._before = bases, lasts, bases - 1
         self._absent = lasts + 1 - bases  # the address behind a part's rows
 
-    def lay_out(self, wanted: Access, room: int) -> tuple[Slots, Tensor]:
+    def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
         """Slots in buffers of ``room`` rows, and what to send: [parts, 1 + room], the most rows of
         a part and then the part's rows, counted from its base. Rows beyond the room are left out.
         """

@@ -19,9 +19,9 @@ from sbpflow.embedding.plan.group_plan import (
     GroupPlan,
     Purpose,
 )
-from sbpflow.embedding.plan.stack import Stack
-from sbpflow.embedding.storage.access import Access, sum_bags
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.storage.choose import deduplicator
+from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.store import RowStore
 
 
@@ -31,7 +31,7 @@ class RowsInFlight(GroupInFlight):
     are in ``named`` and ``counts`` first, or in buffers of a fixed size the room for them.
     """
 
-    wanted: Access  # of the local samples
+    wanted: Lookup  # of the local samples
     named: Tensor | None = None  # [ranks] int64
     slots: Slots | None = None  # in buffers of a fixed size
     own: Tensor | None = None  # what was sent in one
@@ -50,7 +50,7 @@ class RowsInFlight(GroupInFlight):
 class RowGroup(Group[RowsInFlight]):
     """One stack, whose rows have job-wide addresses; who wants which is told once per batch.
 
-    ``Given.row_capacity`` is for the buffers of training batches.
+    ``Given.row_buffer_fraction`` is for the buffers of training batches.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
@@ -77,7 +77,7 @@ class RowGroup(Group[RowsInFlight]):
         self._gradients = RowTransfer(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
         on_cuda = self.world.device.type == "cuda"  # where what did not fit is asked for
-        share = given.row_capacity
+        share = given.row_buffer_fraction
         if share is not None and on_cuda and self._store.kernel.absent is not None:
             self.capacity = Capacity(share, plan)
 
@@ -94,8 +94,10 @@ class RowGroup(Group[RowsInFlight]):
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         """Start the ids of ``Layout.lay_out``."""
 
-    def begin(self, local: BatchIds, batch_size: int, *, number: int | None) -> RowsInFlight:
-        wanted = self._deduplicated(self._addresses.access(local))
+    def start_id_exchange(
+        self, local: BatchIds, batch_size: int, *, number: int | None
+    ) -> RowsInFlight:
+        wanted = self._deduplicated(self._addresses.make_lookup(local))
         batch = RowsInFlight(local=local, batch_size=batch_size, number=number, wanted=wanted)
         if number is not None and self.capacity is not None:
             room, size = self.capacity.rows(batch_size), self.world.size
@@ -108,7 +110,7 @@ class RowGroup(Group[RowsInFlight]):
         return batch
 
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
-        """After ``receive``, of a batch that does not fit: with transfers of the sizes it needs."""
+        """After ``receive_ids``, of a batch that does not fit: with transfers that do."""
         again = RowsInFlight(
             local=batch.local,
             batch_size=batch.batch_size,
@@ -125,7 +127,7 @@ class RowGroup(Group[RowsInFlight]):
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: no {purpose} travel, by its plan")
 
-    def stores(self) -> list[tuple[Stack, RowStore]]:
+    def stores(self) -> list[tuple[TableBatch, RowStore]]:
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
@@ -137,7 +139,7 @@ class RowGroup(Group[RowsInFlight]):
         step = self.step(batch, "counts")
         return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
 
-    def vectors(self, batch: RowsInFlight) -> Tensor:
+    def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         """Expand ``batch.rows`` to the samples' vectors."""
         samples = batch.local.num_samples
         at = batch.wanted.inverse() if batch.slots is None else batch.slots.of_ids
@@ -159,25 +161,25 @@ class RowGroup(Group[RowsInFlight]):
             sums = batch.slots.spread(batch.wanted, grad)
         return sums.to(self.plan.grad_comm_dtype)
 
-    def receive(self, batch: RowsInFlight) -> None:
+    def receive_ids(self, batch: RowsInFlight) -> None:
         step, count = self.step(batch, "ids"), sum(batch.into)
         if batch.slots is None:
-            batch.accesses = [Access(received(step, batch.take_pending(), count))]
+            batch.lookups = [Lookup(received(step, batch.take_pending(), count))]
             return
         ranks = len(batch.into)
         buffers = received(step, batch.take_pending(), ranks + count).view(ranks, -1)
-        batch.accesses = [Access(buffers[:, 1:].reshape(-1))]
+        batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]
         if self.capacity is not None and not self.capacity.is_enough(batch.batch_size):
             batch.most = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
 
-    def collect(self, batch: RowsInFlight) -> None:
-        step, count = self.step(batch, "gradients"), batch.accesses[0].num_bags
+    def receive_grads(self, batch: RowsInFlight) -> None:
+        step, count = self.step(batch, "gradients"), batch.lookups[0].num_bags
         sums = received(step, batch.take_pending(), count).to(self.plan.dtype)
-        self.keep(batch, batch.accesses, [sums])
+        self.keep(batch, batch.lookups, [sums])
 
     def update(self, step: int) -> None:
-        batches, self._state.batch_size, ((access, grad),) = self.take_collected()
-        batches[-1].update(self._store, access, grad, self._stack.optimizer.lr, step)
+        batches, self._state.batch_size, ((lookup, grad),) = self.take_collected()
+        batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
         self._release(batches)
 
 
@@ -199,7 +201,7 @@ class UniqueGroup(RowGroup):
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
-    def advance(self, batch: RowsInFlight) -> None:
+    def exchange_ids(self, batch: RowsInFlight) -> None:
         if batch.slots is not None:
             return
         size = self.world.size
@@ -210,25 +212,25 @@ class UniqueGroup(RowGroup):
         rows = unique - self._bases.index_select(0, owner)
         batch.pending = self._ids.start(self.step(batch, "ids"), rows, batch.asked, batch.into)
 
-    def look_up(self, batch: RowsInFlight) -> None:
+    def lookup(self, batch: RowsInFlight) -> None:
         asked, into = batch.asked, batch.into
         lr = self._stack.optimizer.lr
-        rows = batch.look_up(self._store, batch.accesses[0], lr)
+        rows = batch.lookup(self._store, batch.lookups[0], lr)
         step = self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows.to(self.plan.comm_dtype), into, asked)
 
-    def vectors(self, batch: RowsInFlight) -> Tensor:
+    def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         rows = received(self.step(batch, "vectors"), batch.take_pending(), sum(batch.asked))
         batch.rows = rows.to(self.plan.dtype)
-        return super().vectors(batch)
+        return super().gather_outputs(batch)
 
-    def push(self, batch: RowsInFlight, grad: Tensor) -> None:
+    def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self.step(batch, "gradients")
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
 
 
-class ToldToAllGroup(RowGroup):
+class AllGatherRowsGroup(RowGroup):
     """Every rank stores the same rows, or some columns of each, and is told which ones all ranks
     want: addresses are local ones everywhere.
     """
@@ -253,7 +255,7 @@ class ToldToAllGroup(RowGroup):
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start_for_all(self.step(batch, "ids"), buffers.view(-1), sizes)
 
-    def advance(self, batch: RowsInFlight) -> None:
+    def exchange_ids(self, batch: RowsInFlight) -> None:
         if batch.slots is not None:
             return
         size = self.world.size
@@ -263,12 +265,12 @@ class ToldToAllGroup(RowGroup):
             step, rows = self.step(batch, "ids"), batch.wanted.rows()
             batch.pending = self._ids.start_for_all(step, rows, batch.into)
 
-    def receive(self, batch: RowsInFlight) -> None:
+    def receive_ids(self, batch: RowsInFlight) -> None:
         if self.is_told(batch):
-            super().receive(batch)
+            super().receive_ids(batch)
 
 
-class UniqueColumnsGroup(ToldToAllGroup):
+class UniqueColumnsGroup(AllGatherRowsGroup):
     """S(1), skewed: unique rows are asked of all ranks, each of which has columns of every row.
 
     What a rank sends to another is a block [rows, columns of the one that stores them], in one
@@ -280,14 +282,14 @@ class UniqueColumnsGroup(ToldToAllGroup):
         self._columns = self._stack.columns_by_rank()  # ascending from rank to rank or not
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
-    def look_up(self, batch: RowsInFlight) -> None:
+    def lookup(self, batch: RowsInFlight) -> None:
         lr = self._stack.optimizer.lr
-        rows = batch.look_up(self._store, batch.accesses[0], lr).to(self.plan.comm_dtype)
+        rows = batch.lookup(self._store, batch.lookups[0], lr).to(self.plan.comm_dtype)
         wanted, held = self._sizes(batch)
         step = self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
 
-    def vectors(self, batch: RowsInFlight) -> Tensor:
+    def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         wanted, _ = self._sizes(batch)
         flat = received(self.step(batch, "vectors"), batch.take_pending(), sum(wanted))
         rows = flat.new_empty(batch.asked[0], self._stack.dim, dtype=self.plan.dtype)
@@ -295,9 +297,9 @@ class UniqueColumnsGroup(ToldToAllGroup):
             here = rows[:, columns]
             here.copy_(part.view(here.shape))
         batch.rows = rows
-        return super().vectors(batch)
+        return super().gather_outputs(batch)
 
-    def push(self, batch: RowsInFlight, grad: Tensor) -> None:
+    def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         wanted, held = self._sizes(batch)
         sums = self.row_gradients(batch, grad)
         flat = sums.new_empty(sums.numel())
@@ -307,11 +309,11 @@ class UniqueColumnsGroup(ToldToAllGroup):
         step = self.step(batch, "gradients")
         batch.pending = self._gradients.start(step, flat, wanted, held)
 
-    def collect(self, batch: RowsInFlight) -> None:
+    def receive_grads(self, batch: RowsInFlight) -> None:
         _, held = self._sizes(batch)
         flat = received(self.step(batch, "gradients"), batch.take_pending(), sum(held))
         sums = flat.view(sum(batch.into), self._widths[self.world.rank])
-        self.keep(batch, batch.accesses, [sums.to(self.plan.dtype)])
+        self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
         """Elements of the rows wanted here, by the rank that stores them, and of those stored here,
@@ -321,17 +323,17 @@ class UniqueColumnsGroup(ToldToAllGroup):
         return [batch.asked[0] * w for w in self._widths], [count * mine for count in batch.into]
 
 
-class LocalRowsGroup(ToldToAllGroup):
+class LocalRowsGroup(AllGatherRowsGroup):
     """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
 
     def is_told(self, batch: RowsInFlight) -> bool:
         return batch.training
 
-    def look_up(self, batch: RowsInFlight) -> None:
+    def lookup(self, batch: RowsInFlight) -> None:
         rows = batch.wanted.rows() if batch.own is None else batch.own
-        batch.rows = self._store.peek(Access(rows))
+        batch.rows = self._store.peek(Lookup(rows))
 
-    def push(self, batch: RowsInFlight, grad: Tensor) -> None:
+    def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self.step(batch, "gradients")
         sums = self.row_gradients(batch, grad)
         batch.pending = self._gradients.start_for_all(step, sums, batch.into)

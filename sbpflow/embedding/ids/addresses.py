@@ -2,7 +2,7 @@
 
 Two maps: ``LocalAddresses`` for ranks that look ids up in their own shards, and ``OwnerAddresses``
 for the unique exchange, where an address also says which rank owns the row. Both give an
-``Access``: addresses, the bags they form, and a weight each where sums are weighted. Of a table
+``Lookup``: addresses, the bags they form, and a weight each where sums are weighted. Of a table
 with rows by key these are addresses of keys, int64, which become rows in its store.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.ids.list_loops import find_loops
-from sbpflow.embedding.plan.stack import Stack, Use, columns_of
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, columns_of
+from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
 _MOST_COMPARED = 8  # parts of a table up to which comparing beats a binary search
@@ -31,7 +31,7 @@ class BagShape:
 
     def __init__(
         self,
-        uses: tuple[Use, ...],
+        uses: tuple[FeatureLookup, ...],
         device: torch.device,
         *,
         ragged: bool,
@@ -127,7 +127,7 @@ class LocalAddresses:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: TableBatch,
         rank: int,
         device: torch.device,
         *,
@@ -163,7 +163,7 @@ class LocalAddresses:
         """Vectors of a sample that are looked up here."""
         return len(self.bags.uses)
 
-    def access(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Access:
+    def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
         """A bag per (sample, use), or per sample if ``pooled``; rows held elsewhere stay out, or
         have the address ``absent``.
         """
@@ -184,17 +184,17 @@ class LocalAddresses:
             offsets, weights = bags.offsets(samples, pooled=pooled), bags.shares(samples)
         addresses = (wanted + shift).reshape(-1)
         if self._whole:
-            return Access(addresses, offsets, weights)
+            return Lookup(addresses, offsets, weights)
         here = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
         if absent is not None:
-            return Access(torch.where(here, addresses, absent), offsets, weights)
+            return Lookup(torch.where(here, addresses, absent), offsets, weights)
         ends = _ends(here)
         kept = None if weights is None else weights[here]
-        return Access(
+        return Lookup(
             addresses[here], ends if offsets is None else ends.index_select(0, offsets), kept
         )
 
-    def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Access:
+    def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:
         """The same by one compiled pass."""
         samples, uses = lists.lengths.shape
         total = lists.values.numel()
@@ -207,7 +207,7 @@ class LocalAddresses:
         ids = (values, lists.lengths, self._shift, self._firsts, self._lasts)
         arrays = (*ids, given, addresses, kept_weights, offsets)
         kept = loops.local_addresses(*(one.contiguous().numpy() for one in arrays))
-        return Access(addresses[:kept], offsets, None if weights is None else kept_weights[:kept])
+        return Lookup(addresses[:kept], offsets, None if weights is None else kept_weights[:kept])
 
 
 class OwnerAddresses:
@@ -220,7 +220,7 @@ class OwnerAddresses:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: TableBatch,
         world_size: int,
         device: torch.device,
         *,
@@ -268,7 +268,7 @@ class OwnerAddresses:
         self._loops = find_loops(device) if stack.ragged else None
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
-    def access(self, ids: BatchIds) -> Access:
+    def make_lookup(self, ids: BatchIds) -> Lookup:
         """Addresses in the address dtype, a bag per (sample, use)."""
         bags = self.bags
         if self._loops is not None:
@@ -277,20 +277,20 @@ class OwnerAddresses:
             lists = bags.lists(ids)
             addresses = self._address(self._addresses(lists.values), bags.use_of(lists))
             offsets = bags.list_offsets(lists, pooled=False)
-            return Access(addresses, offsets, bags.list_weights(lists))
+            return Lookup(addresses, offsets, bags.list_weights(lists))
         wanted = self._addresses(bags.matrix(ids))
         addresses = self._address(wanted, None).reshape(-1)
         samples = wanted.shape[0]
-        return Access(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
+        return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
 
-    def _by_loop(self, loops: ModuleType, lists: Lists) -> Access:
+    def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:
         """The same by one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
         values = self._addresses(lists.values)
         arrays = (values, lists.lengths, *self._by_use, addresses, offsets)
         loops.owner_addresses(*(one.contiguous().numpy() for one in arrays))
-        return Access(addresses, offsets, self.bags.list_weights(lists))
+        return Lookup(addresses, offsets, self.bags.list_weights(lists))
 
     def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
         """``ids`` [samples, columns], or [n] with the ``column`` of each."""
@@ -314,7 +314,7 @@ class OwnerAddresses:
         return ids + self._totals[part, column]
 
 
-def _row_parts(stack: Stack, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
+def _row_parts(stack: TableBatch, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
     """Per table (first row, address minus row) of each part that has rows, by first row."""
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
     for rank, base in enumerate(bases):

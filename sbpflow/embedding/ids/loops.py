@@ -7,7 +7,7 @@ the torch code beside each call. Arrays are C-contiguous.
 import numpy as np
 import torch
 
-from sbpflow.runtime.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled
 
 _MOST_COMPARED = 32  # parts of a table up to which comparing beats a binary search
 

@@ -20,8 +20,8 @@ from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
 from sbpflow.embedding.plan.numbering import ANY_ID
 from sbpflow.errors import DataError, unknown_value
-from sbpflow.runtime.late_read import LateRead
-from sbpflow.runtime.streams import mix
+from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
+from sbpflow.runtime.random.streams import mix
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,9 @@ class IdCheck:
     """
 
     error: DataError | None = None  # for the first bad id
-    flagged: list[LateRead] = field(default_factory=list[LateRead])  # on CUDA, not yet on the host
+    flagged: list[AsyncScalarRead] = field(
+        default_factory=list[AsyncScalarRead]
+    )  # on CUDA, not yet on the host
     replaced: Tensor | None = None  # [features] int64, under the policies clamp and hash
 
     def fail(self, error: DataError) -> None:
@@ -346,7 +348,7 @@ class IdReader:
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
         check.flagged.append(
-            LateRead(torch.cat([bad.any().to(torch.int64).unsqueeze(0), first, id]))
+            AsyncScalarRead(torch.cat([bad.any().to(torch.int64).unsqueeze(0), first, id]))
         )
 
     def _lists(self, matrix: Tensor, bags: Mapping[int, Bags], check: IdCheck) -> Lists:

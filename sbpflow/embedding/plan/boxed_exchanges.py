@@ -41,13 +41,13 @@ class Alone(Exchange):
         }
 
 
-class WholeGradients(Exchange):
+class DenseAllreduce(Exchange):
     """B tables so small that all-reducing whole gradients sends less than touched rows would."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
     calls = ("num_whole_groups",)
-    pools = copies = shares_lookups = whole_gradients = True
+    pools = copies = shares_lookups = dense_allreduce = True
 
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return is_copied(layout, world_size)

@@ -1,6 +1,6 @@
 """Which exchanges there are, and which of them a table's layout can run."""
 
-from sbpflow.embedding.plan.boxed_exchanges import Alone, Columns, Reduce, WholeGradients
+from sbpflow.embedding.plan.boxed_exchanges import Alone, Columns, DenseAllreduce, Reduce
 from sbpflow.embedding.plan.group_plan import ALONE, EXCHANGES, Exchange, exchange_of, register
 from sbpflow.embedding.plan.row_exchanges import CopiedRows, Unique, UniqueColumns
 from sbpflow.embedding.plan.tables import TableConfig, TableLayout
@@ -9,7 +9,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
 # The simplest first, as a planner tries them; of one name, the first that suits a table is taken.
-register(Alone(), WholeGradients(), CopiedRows(), Columns(), UniqueColumns(), Unique(), Reduce())
+register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique(), Reduce())
 
 
 def exchange_names() -> tuple[str, ...]:

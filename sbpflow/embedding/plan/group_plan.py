@@ -16,7 +16,7 @@ import torch
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.costs.counts import Counts, Cut, Facts
-from sbpflow.embedding.plan.stack import Stack, Use
+from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
@@ -108,7 +108,7 @@ class Exchange(ABC):
     adds_terms: ClassVar[bool] = False  # all owners look up, and what they find is added up
     shares_lookups: ClassVar[bool] = False  # an owner reads its share of the lookups alone
     is_default: ClassVar[bool] = False  # where others accept a layout too
-    whole_gradients: ClassVar[bool] = False  # those of whole tables are added up over the ranks
+    dense_allreduce: ClassVar[bool] = False  # those of whole tables are added up over the ranks
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
@@ -154,12 +154,12 @@ def register(*exchanges: Exchange) -> None:
 
 
 def exchange_of(
-    name: str, layout: Layout, world_size: int, *, whole_gradients: bool = False
+    name: str, layout: Layout, world_size: int, *, dense_allreduce: bool = False
 ) -> Exchange:
     """The one of that name that runs a layout; ConfigError if there is none."""
     for one in EXCHANGES:
         fits = one.name == name and one.accepts(layout, world_size)
-        if fits and one.whole_gradients == whole_gradients:
+        if fits and one.dense_allreduce == dense_allreduce:
             return one
     raise ConfigError(f"exchange {name!r}: none of that name runs {layout} on {world_size} ranks")
 
@@ -169,27 +169,27 @@ class GroupPlan:
     """The tables of one output that travel together.
 
     ``shared_state`` are the stacks whose optimizer state is one number per row while ranks share
-    the row: their squares are added up. ``whole_gradients`` of tables are all-reduced where that is
+    the row: their squares are added up. ``dense_allreduce`` of tables are all-reduced where that is
     less than touched rows. Vectors travel as ``comm_dtype``, gradients as ``grad_comm_dtype``.
     """
 
     name: str
     output: OutputConfig
     exchange: str
-    stacks: tuple[Stack, ...]
+    stacks: tuple[TableBatch, ...]
     shared_state: tuple[int, ...]
     world: Placement
     dtype: torch.dtype
     comm_dtype: torch.dtype
     backend: str
-    whole_gradients: bool = False
+    dense_allreduce: bool = False
 
     @cached_property
     def kind(self) -> Exchange:
         """What is done for ``exchange`` in this world, for these layouts."""
         layout, size = self.stacks[0].layouts[0], self.world.size
         name = ALONE if size == 1 else self.exchange
-        return exchange_of(name, layout, size, whole_gradients=self.whole_gradients)
+        return exchange_of(name, layout, size, dense_allreduce=self.dense_allreduce)
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
@@ -201,7 +201,7 @@ class GroupPlan:
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
-    def uses(self) -> tuple[Use, ...]:
+    def uses(self) -> tuple[FeatureLookup, ...]:
         """The vectors of a sample, in the group's order."""
         return tuple(use for stack in self.stacks for use in stack.uses)
 
@@ -242,7 +242,7 @@ class GroupPlan:
         rows = [tuple(r for r in ranks if r in holders) for ranks in self.grid.axis_groups(1)]
         return tuple(ranks for ranks in rows if ranks)
 
-    def looks_up_everything(self, rank: int) -> tuple[Use, ...]:
+    def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
         """The uses that ``rank`` looks up for the whole batch, whose ids it therefore needs."""
         if not self.kind.looks_up_all:
             return ()

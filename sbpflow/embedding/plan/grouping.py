@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan, Member
-from sbpflow.embedding.plan.stack import Stack, Use
+from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -129,7 +129,7 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                 dtype=context.dtype,
                 comm_dtype=comm_dtype,
                 backend=context.backend,
-                whole_gradients=kind.whole_gradients,
+                dense_allreduce=kind.dense_allreduce,
             )
         )
     return groups
@@ -167,14 +167,14 @@ def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Memb
 
 def _stacks_of(
     tables: list[TableConfig], output: OutputConfig, context: _Context
-) -> tuple[Stack, ...]:
+) -> tuple[TableBatch, ...]:
     stacks: dict[tuple[Hashable, ...], list[TableConfig]] = {}
     for table in tables:
         stacks.setdefault(_member(table, output, context).stack_key, []).append(table)
-    found: list[Stack] = []
+    found: list[TableBatch] = []
     for members in stacks.values():
         ragged = members[0].name in context.ragged
-        stack = Stack(
+        stack = TableBatch(
             tables=tuple(members),
             layouts=tuple(context.layouts[table.name].layout for table in members),
             uses=tuple(use for table in members for use in _uses_of(table, ragged, context)),
@@ -193,17 +193,19 @@ def _column_split(layout: Layout) -> Hashable:
     return None
 
 
-def _uses_of(table: TableConfig, ragged: bool, context: _Context) -> list[Use]:
-    uses: list[Use] = []
+def _uses_of(table: TableConfig, ragged: bool, context: _Context) -> list[FeatureLookup]:
+    uses: list[FeatureLookup] = []
     for number, feature in enumerate(context.features):
         if feature.name not in table.features:
             continue
         first = context.ids.first[number]
         if ragged or first is None:
             place = context.ids.lists.index(number)
-            use = Use(table=table, feature=number, place=place, hotness=feature.hotness)
+            use = FeatureLookup(table=table, feature=number, place=place, hotness=feature.hotness)
         else:
             columns = tuple(range(first, first + feature.hotness))
-            use = Use(table=table, feature=number, columns=columns, hotness=feature.hotness)
+            use = FeatureLookup(
+                table=table, feature=number, columns=columns, hotness=feature.hotness
+            )
         uses.append(use)
     return sorted(uses, key=lambda use: table.features.index(context.features[use.feature].name))

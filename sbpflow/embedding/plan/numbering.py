@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sbpflow.runtime.streams import GAMMA, mix, unmix
+from sbpflow.runtime.random.streams import GAMMA, mix, unmix
 
 ANY_ID = 2**63 - 1  # as a number of ids: every id of 64 bits is legal
 _FIRST, _COUNT = -(2**63), 2**64  # of addresses of keys

@@ -15,9 +15,9 @@ from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
 from sbpflow.costs.prices import Price, price_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
-from sbpflow.runtime.topology import Topology
+from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
@@ -103,7 +103,7 @@ def _add_table(
 def _facts(
     plan: EmbeddingPlan,
     group: GroupPlan,
-    stack: Stack,
+    stack: TableBatch,
     table: TableConfig,
     curve: IdCurve,
     lookups: float,

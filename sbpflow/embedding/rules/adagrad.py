@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
-from sbpflow.runtime.ranges import Accumulator, Epsilon
+from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

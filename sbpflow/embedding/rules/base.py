@@ -13,8 +13,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, get_args, get_type_
 from torch import Tensor
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import LearningRate, NonNegative, broken_rule
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import LearningRate, NonNegative, broken_rule
 
 StateSize = Literal["row", "element"]
 CompiledKernel = Literal["numba", "fbgemm", "triton"]

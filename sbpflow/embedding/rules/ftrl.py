@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Accumulator, NonNegative
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Accumulator, NonNegative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

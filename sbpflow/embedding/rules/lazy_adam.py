@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer, StepNumbers
-from sbpflow.runtime.ranges import Betas, Epsilon, LearningRate
+from sbpflow.runtime.fields.ranges import Betas, Epsilon, LearningRate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.own_class import import_own_class
+from sbpflow.runtime.fields.own_class import import_own_class
 
 RULES: dict[str, type[SparseOptimizer]] = {
     str(kind.__dataclass_fields__["name"].default): kind

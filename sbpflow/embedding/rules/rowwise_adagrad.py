@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
-from sbpflow.runtime.keys import Key
-from sbpflow.runtime.ranges import Accumulator, Epsilon
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

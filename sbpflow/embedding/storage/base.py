@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.storage.access import Access
+from sbpflow.embedding.storage.lookup import Lookup
 
 RowListener = Callable[[Tensor], None]  # of row numbers, which may come several times
 
@@ -20,7 +20,7 @@ RowListener = Callable[[Tensor], None]  # of row numbers, which may come several
 class RowKernel(Protocol):
     """A block [slots, width] of rows with their optimizer state.
 
-    An ``Access`` has the row numbers, by which rows are sorted and their noise is drawn, and the
+    A ``Lookup`` has the row numbers, by which rows are sorted and their noise is drawn, and the
     slots, where the block has them. ``listeners`` are called with the rows right before each
     ``update`` changes them; another thread may take one away.
     """
@@ -49,30 +49,30 @@ class RowKernel(Protocol):
         """
         ...
 
-    def access(
+    def make_lookup(
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Access:
-        """An access to these rows that deduplicates in this kernel's way."""
+    ) -> Lookup:
+        """A lookup to these rows that deduplicates in this kernel's way."""
         ...
 
-    def sort_ahead(self, access: Access) -> None:
-        """Sort what an ``update`` of this access will want sorted, if no host waits for that."""
+    def sort_ahead(self, lookup: Lookup) -> None:
+        """Sort what an ``update`` of this lookup will want sorted, if no host waits for that."""
         ...
 
-    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+    def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         """[bags, width]: each bag's weighted sum of rows, zeros for an empty bag; no autograd.
 
-        ``lr`` announces an ``update`` of the same access, at that learning rate.
+        ``lr`` announces an ``update`` of the same lookup, at that learning rate.
         """
         ...
 
-    def pool(self, block: Tensor, access: Access) -> Tensor:
+    def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """As ``lookup`` without an update, of rows that are not the kernel's: the slots of
-        ``access`` are places in ``block`` [.., width], which has the dtype of ``weights``.
+        ``lookup`` are places in ``block`` [.., width], which has the dtype of ``weights``.
         """
         ...
 
-    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows, the bags' ``grads`` summed per row [unique, width]).
 
         Where addresses may be ``absent`` the two are of the batch's length, and the last row comes
@@ -80,8 +80,8 @@ class RowKernel(Protocol):
         """
         ...
 
-    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
-        """One optimizer step on the rows of ``access`` from the gradients [bags, width].
+    def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
+        """One optimizer step on the rows of ``lookup`` from the gradients [bags, width].
 
         Duplicates are summed before the rule is applied, so a row takes one step. ``step`` is the
         job's, counted from 1.
@@ -95,14 +95,14 @@ def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:
         listener(rows)
 
 
-def sum_of_squares(kernel: RowKernel, access: Access, grads: Tensor) -> Tensor:
+def sum_of_squares(kernel: RowKernel, lookup: Lookup, grads: Tensor) -> Tensor:
     """Over the rows stored here, of the gradients that an update with these would sum: 0-d float64.
 
     Each row's columns first, so that duplicates count as the one gradient that they make.
     """
-    rows, sums = kernel.row_gradients(access, grads)
+    rows, sums = kernel.row_gradients(lookup, grads)
     squares = sums.to(torch.float64).square().sum(1)
     if kernel.absent is None or rows.numel() == 0:
         return squares.sum()
-    first_time = torch.arange(rows.numel(), device=rows.device) <= access.runs().number[-1]
+    first_time = torch.arange(rows.numel(), device=rows.device) <= lookup.runs().number[-1]
     return torch.where(first_time & (rows != kernel.absent), squares, 0.0).sum()

@@ -15,16 +15,16 @@ import torch
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
 from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer, SumOverColumns
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError, unknown_value
-from sbpflow.runtime.versions import import_fbgemm
+from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
 _SILENT_S = 2.0  # a user who waits longer is told what for
@@ -53,7 +53,7 @@ class StackFacts:
     device_type: str
 
     @staticmethod
-    def of(plan: EmbeddingPlan, group: GroupPlan, stack: Stack) -> "StackFacts":
+    def of(plan: EmbeddingPlan, group: GroupPlan, stack: TableBatch) -> "StackFacts":
         """Of a stack of a plan, the same on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
@@ -156,7 +156,7 @@ def choose_kernel(
     return KernelChoice("torch", faults["fbgemm"])
 
 
-def request_of(stack: Stack, request: KernelRequest) -> KernelRequest:
+def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
     """What is asked for a stack: by its tables, or by the run."""
     return stack.tables[0].kernel or request
 
@@ -199,17 +199,17 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
     log_warm_up(sum(seconds))
 
 
-def deduplicator(kernel: str, num_addresses: int | None) -> Callable[[Access], Access]:
+def deduplicator(kernel: str, num_addresses: int | None) -> Callable[[Lookup], Lookup]:
     """How a kernel deduplicates ids at home, whose addresses are below ``num_addresses``; ``None``
     for addresses of keys, which may be negative: compiled loops sort none of those.
     """
     if kernel != "numba" or num_addresses is None:
-        return lambda access: access
-    from sbpflow.embedding.storage.numba_storage import CompiledAccess, Indexer
+        return lambda lookup: lookup
+    from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
 
     indexer = Indexer(num_addresses)
-    return lambda access: CompiledAccess(
-        access.addresses, access.offsets, access.weights, indexer=indexer
+    return lambda lookup: CompiledLookup(
+        lookup.addresses, lookup.offsets, lookup.weights, indexer=indexer
     )
 
 

@@ -13,8 +13,8 @@ from typing import Protocol, cast
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.runtime.compiled import Array, compiled
-from sbpflow.runtime.streams import GAMMA, MIX_1, MIX_2
+from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))

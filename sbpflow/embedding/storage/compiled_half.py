@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from sbpflow.embedding.storage.compiled import GAMMA_64, U64, fma, mixed
-from sbpflow.runtime.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 class _Builder(Protocol):

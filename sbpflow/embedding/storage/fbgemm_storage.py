@@ -14,8 +14,8 @@ from torch import Tensor
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import huge_pages
-from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import RowListener, notify
+from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 
 
 class FbgemmStorage:
@@ -56,44 +56,44 @@ class FbgemmStorage:
         (state,) = self._tbe.split_optimizer_states()[0]
         return {self._state_names[0]: state.data}
 
-    def sort_ahead(self, access: Access) -> None:
+    def sort_ahead(self, lookup: Lookup) -> None:
         """TBE sorts in its backward."""
 
-    def access(
+    def make_lookup(
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Access:
-        return Access(addresses, offsets, weights)
+    ) -> Lookup:
+        return Lookup(addresses, offsets, weights)
 
-    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+    def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         if lr is None:
-            return self.pool(self.weights, access)
-        access.graph = self._run(access, lr)
-        return access.graph.detach()
+            return self.pool(self.weights, lookup)
+        lookup.graph = self._run(lookup, lr)
+        return lookup.graph.detach()
 
-    def pool(self, block: Tensor, access: Access) -> Tensor:
-        return sum_bags(block, access)
+    def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
+        return sum_bags(block, lookup)
 
-    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
-        return access.row_gradients(grads)
+    def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
+        return lookup.row_gradients(grads)
 
-    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
+    def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         del step  # none of its rules counts
         if self.listeners:
-            notify(self.listeners, access.rows())
-        graph, access.graph = access.graph, None
+            notify(self.listeners, lookup.rows())
+        graph, lookup.graph = lookup.graph, None
         if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
-            graph = self._run(access, lr)
+            graph = self._run(lookup, lr)
         torch.autograd.backward([graph], [grads.contiguous()])
 
-    def _run(self, access: Access, lr: float) -> Tensor:
+    def _run(self, lookup: Lookup, lr: float) -> Tensor:
         if lr != self._lr:  # TBE's backward takes the rate that was set at its forward
             self._tbe.set_learning_rate(lr)
             self._lr = lr
-        slots = access.slots
+        slots = lookup.slots
         if slots.is_cuda:  # its CUDA kernels take ids and offsets of one type
             slots = slots.to(torch.int64)
         with torch.enable_grad():
-            return self._tbe(slots, access.explicit_offsets(), per_sample_weights=access.weights)
+            return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
 
 
 class Tbe(Protocol):

@@ -12,7 +12,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
 from sbpflow.embedding.storage.keyed import KeyedStore, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
-from sbpflow.runtime.streams import fill_uniform, stream_key, uniform_rows
+from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
 
 # Where the torch loop takes longer than loading numba does (about half a second).
 LEAST_ELEMENTS = 1 << 20

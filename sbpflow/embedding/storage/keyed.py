@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.numbering import NUMBERINGS, keys_of
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowListener
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 
@@ -104,16 +104,16 @@ class KeyedStore:
         if not self._live_after:
             self._forget(self.num_trained)
 
-    def peek(self, access: Access) -> Tensor:
+    def peek(self, lookup: Lookup) -> Tensor:
         """A key without a row reads what it would start with."""
-        unique, inverse = torch.unique(access.addresses, return_inverse=True)
+        unique, inverse = torch.unique(lookup.addresses, return_inverse=True)
         rows = self._map.find(unique)
         known, unknown = (rows >= 0).nonzero().squeeze(1), (rows < 0).nonzero().squeeze(1)
         values = self._rows.read(rows[known])[WEIGHTS]
         block = values.new_empty(unique.numel(), self.width)
         block[known] = values
         block[unknown] = self._initial(unique[unknown])[WEIGHTS]
-        again = Access(access.addresses, access.offsets, access.weights)
+        again = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
         return self.kernel.pool(block, again.place(inverse))
 
     def read(

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from sbpflow.costs.ids import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.stack import Stack
+from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
-from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
@@ -34,9 +33,10 @@ from sbpflow.embedding.storage.choose import (
     deduplicator,
     make_kernel,
 )
+from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise
-from sbpflow.runtime.cache_dir import cache_dir, make_private
-from sbpflow.runtime.json_file import JsonError, is_number, object_of, read_json
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, read_json
 
 LOG = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class StackShape:
     @staticmethod
     def of(
         group: GroupPlan,
-        stack: Stack,
+        stack: TableBatch,
         batch_size: int,
         row_dtype: torch.dtype,
         skew: Mapping[str, float] | None = None,
@@ -112,7 +112,7 @@ class StackShape:
         return json.dumps(facts, default=str, sort_keys=True)
 
 
-def _mean_skew(stack: Stack, rank: int, skew: Mapping[str, float]) -> float:
+def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float:
     """Over the lookups of a rank, in halves."""
     uses = [(use.hotness, skew.get(use.table.name, CLICKS)) for use in stack.uses_on(rank)]
     return round(2 * sum(n * e for n, e in uses) / sum(n for n, _ in uses)) / 2
@@ -197,14 +197,14 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
         device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator().manual_seed(1)
     rows = min(shape.rows, max(1, MOST_ELEMENTS // max(shape.width, 1)))
-    access = _ids(shape, rows, generator, device)
+    lookup = _ids(shape, rows, generator, device)
     home = _draw(shape.home_ids, rows, shape.skew, generator).to(device)
     grads, home_grads = (
         torch.randn(count, shape.width, dtype=shape.dtype, generator=generator).to(device)
-        for count in (access.num_bags, shape.home_ids)
+        for count in (lookup.num_bags, shape.home_ids)
     )
     turns = {
-        name: _turn(_storage(name, shape, rows, device), access, grads, home, home_grads, rows)
+        name: _turn(_storage(name, shape, rows, device), lookup, grads, home, home_grads, rows)
         for name in kernels
     }
     times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
@@ -234,17 +234,17 @@ def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
 
 
 def _turn(
-    storage: RowKernel, access: Access, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
+    storage: RowKernel, lookup: Lookup, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
 ) -> Callable[[], None]:
-    """One batch through a storage; accesses are made anew, for they keep what they found."""
+    """One batch through a storage; lookups are made anew, for they keep what they found."""
     lr, deduplicated = 0.01, deduplicator(storage.name, rows)
 
     def turn() -> None:
         if home.numel():
-            wanted = deduplicated(Access(home))
+            wanted = deduplicated(Lookup(home))
             wanted.row_gradients(home_grads)
             sum_bags(home_grads, wanted, wanted.inverse())
-        one = Access(access.addresses, access.offsets, access.weights)
+        one = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
         storage.lookup(one, lr)
         storage.update(one, grads, lr, 1)
 
@@ -269,16 +269,16 @@ def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.devic
     )
 
 
-def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch.device) -> Access:
+def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch.device) -> Lookup:
     if shape.lists:
         each = max(1, shape.ids // shape.lists**2)  # what one rank asks one owner for
         parts = [torch.unique(_draw(each, rows, shape.skew, generator)) for _ in range(shape.lists)]
-        return Access(torch.cat(parts).to(device))
+        return Lookup(torch.cat(parts).to(device))
     ids = _draw(shape.ids, rows, shape.skew, generator).to(device)
     if shape.per_bag == 1:
-        return Access(ids)
+        return Lookup(ids)
     ends = range(0, shape.ids + 1, shape.per_bag)
-    return Access(ids[: ends[-1]], torch.tensor(ends, device=device))
+    return Lookup(ids[: ends[-1]], torch.tensor(ends, device=device))
 
 
 def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Tensor:

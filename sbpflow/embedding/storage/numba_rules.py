@@ -17,7 +17,7 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.embedding.storage.compiled import fma
-from sbpflow.runtime.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 class RowArrays(NamedTuple):

@@ -17,12 +17,12 @@ from torch import Tensor
 from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import compiled, compiled_half
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import notify
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
-from sbpflow.runtime.cache_dir import code_cache
-from sbpflow.runtime.streams import step_keys, stream_key
+from sbpflow.runtime.files.cache_dir import code_cache
+from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
 # Addresses per id of a batch up to which a bit for each is looked through; beyond, ids are hashed.
@@ -57,8 +57,8 @@ class Indexer:
         return torch.from_numpy(rows[:count]), torch.from_numpy(inverse)
 
 
-class CompiledAccess(Access):
-    """An ``Access`` that finds its unique rows and sums gradients in compiled loops."""
+class CompiledLookup(Lookup):
+    """A ``Lookup`` that finds its unique rows and sums gradients in compiled loops."""
 
     def __init__(
         self,
@@ -117,35 +117,35 @@ class NumbaStorage(TorchStorage):
     def _rule(self) -> Callable[[SparseOptimizer, RowArrays], None]:
         return kernel_function(self.optimizer, "numba")
 
-    def access(
+    def make_lookup(
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Access:
+    ) -> Lookup:
         if self._indexer is None:
             self._indexer = Indexer(self._num_rows)
-        return CompiledAccess(addresses, offsets, weights, indexer=self._indexer)
+        return CompiledLookup(addresses, offsets, weights, indexer=self._indexer)
 
-    def _indexed(self, access: Access) -> Access:
-        if isinstance(access, CompiledAccess):
-            return access
-        mine = self.access(access.addresses, access.offsets, access.weights)
-        return mine.place(access.placed)
+    def _indexed(self, lookup: Lookup) -> Lookup:
+        if isinstance(lookup, CompiledLookup):
+            return lookup
+        mine = self.make_lookup(lookup.addresses, lookup.offsets, lookup.weights)
+        return mine.place(lookup.placed)
 
-    def pool(self, block: Tensor, access: Access) -> Tensor:
+    def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """As ``TorchStorage``; of rows of half precision in one pass, without widening them first.
 
         Rows of the arithmetic's dtype are read by torch, whose kernel is up to three times faster.
         """
         if block.dtype == self.dtype or self.dtype != torch.float32:
-            return super().pool(block, access)
+            return super().pool(block, lookup)
         dropped = _DROPPED[block.dtype]
-        bits, at = block.view(torch.int16).numpy(), access.slots.contiguous().numpy()
-        out = torch.empty(access.num_bags, block.shape[1])
-        if access.offsets is None:
+        bits, at = block.view(torch.int16).numpy(), lookup.slots.contiguous().numpy()
+        out = torch.empty(lookup.num_bags, block.shape[1])
+        if lookup.offsets is None:
             compiled_half.widen(bits, at, out.numpy(), dropped)
-            return out if access.weights is None else out * access.weights.unsqueeze(1)
-        ends, shares = access.offsets.contiguous().numpy(), _NOTHING[self.dtype]
-        if access.weights is not None:
-            shares = access.weights.to(self.dtype).contiguous().numpy()
+            return out if lookup.weights is None else out * lookup.weights.unsqueeze(1)
+        ends, shares = lookup.offsets.contiguous().numpy(), _NOTHING[self.dtype]
+        if lookup.weights is not None:
+            shares = lookup.weights.to(self.dtype).contiguous().numpy()
         compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
         return out
 
@@ -245,12 +245,12 @@ def warm_up(
     )
     for address_dtype in address_dtypes:
         addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
-        for access in (
-            Access(addresses),
-            Access(addresses, torch.tensor([0, 1, 3])),
+        for lookup in (
+            Lookup(addresses),
+            Lookup(addresses, torch.tensor([0, 1, 3])),
         ):
-            storage.lookup(access)
-            storage.update(access, torch.zeros(access.num_bags, 4, dtype=dtype), 0.1, 1)
+            storage.lookup(lookup)
+            storage.update(lookup, torch.zeros(lookup.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
     return time.perf_counter() - start
 

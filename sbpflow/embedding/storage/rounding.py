@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.runtime.streams import GAMMA, mix, step_keys, stream_key
+from sbpflow.runtime.random.streams import GAMMA, mix, step_keys, stream_key
 
 # Mantissa bits that float32 has and the narrow dtype has not.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}

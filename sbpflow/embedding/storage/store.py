@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import RowKernel, RowListener
+from sbpflow.embedding.storage.lookup import Lookup
 
 WEIGHTS = ""  # the key of the rows themselves, among the names of the optimizer's state
 
@@ -75,7 +75,7 @@ class RowStore(Protocol):
         """After the update of an announced batch, or instead of it."""
         ...
 
-    def peek(self, access: Access) -> Tensor:
+    def peek(self, lookup: Lookup) -> Tensor:
         """[bags, width]: a lookup for a batch that is not trained, which leases nothing."""
         ...
 
@@ -119,8 +119,8 @@ class DeviceStore:
     def release(self, number: int) -> None:
         """Nothing to do: every row keeps its slot."""
 
-    def peek(self, access: Access) -> Tensor:
-        return self.kernel.lookup(access)
+    def peek(self, lookup: Lookup) -> Tensor:
+        return self.kernel.lookup(lookup)
 
     def read(
         self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
@@ -187,10 +187,10 @@ def device_store(request: StoreRequest) -> DeviceStore:
     return DeviceStore(request.make_kernel(request.num_rows))
 
 
-def peek_through(store: RowStore, access: Access) -> Tensor:
+def peek_through(store: RowStore, lookup: Lookup) -> Tensor:
     """``RowStore.peek`` for any store, from a ``read`` of the unique rows."""
     kernel = store.kernel
-    found = kernel.access(access.addresses, access.offsets, access.weights)
+    found = kernel.make_lookup(lookup.addresses, lookup.offsets, lookup.weights)
     rows, none = found.rows(), slice(0, 0)
     like = store.read(none)[WEIGHTS]
     block = like.new_zeros(rows.numel(), *like.shape[1:])

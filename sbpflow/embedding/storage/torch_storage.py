@@ -5,8 +5,8 @@ from torch import Tensor
 
 from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer, StepNumbers, SumOverColumns
 from sbpflow.embedding.storage import huge_pages
-from sbpflow.embedding.storage.access import Access, sum_bags
 from sbpflow.embedding.storage.base import RowListener, notify
+from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.step_numbers import KeptNumbers
 
@@ -67,44 +67,44 @@ class TorchStorage:
         self._sum_over_columns = sum_over_columns
         self._noise = noise
 
-    def sort_ahead(self, access: Access) -> None:
-        if self.absent is not None and access.addresses.numel():
-            access.runs()
+    def sort_ahead(self, lookup: Lookup) -> None:
+        if self.absent is not None and lookup.addresses.numel():
+            lookup.runs()
 
-    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+    def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         del lr
-        return self.pool(self._weights, access)
+        return self.pool(self._weights, lookup)
 
-    def pool(self, block: Tensor, access: Access) -> Tensor:
+    def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         if block.dtype == self.dtype:
-            return sum_bags(block, access)
-        rows = block.index_select(0, access.slots).to(self.dtype)
-        if access.offsets is None and access.weights is None:
+            return sum_bags(block, lookup)
+        rows = block.index_select(0, lookup.slots).to(self.dtype)
+        if lookup.offsets is None and lookup.weights is None:
             return rows
-        return sum_bags(rows, access, torch.arange(rows.shape[0], device=rows.device))
+        return sum_bags(rows, lookup, torch.arange(rows.shape[0], device=rows.device))
 
-    def access(
+    def make_lookup(
         self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Access:
-        return Access(addresses, offsets, weights)
+    ) -> Lookup:
+        return Lookup(addresses, offsets, weights)
 
-    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
+    def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         fixed = self.absent is not None
-        access = self._indexed(access)
-        rows, summed = access.spread_gradients(grads) if fixed else access.row_gradients(grads)
-        slots = access.spread_slots(rows) if fixed else access.row_slots()
+        lookup = self._indexed(lookup)
+        rows, summed = lookup.spread_gradients(grads) if fixed else lookup.row_gradients(grads)
+        slots = lookup.spread_slots(rows) if fixed else lookup.row_slots()
         self.step_rows(rows, slots, summed, self._squares(summed), lr, step)
 
-    def row_gradients(self, access: Access, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows ascending, their gradients summed over the batch); of a fixed size the last
         row and its sum come again and again.
         """
-        fixed, access = self.absent is not None, self._indexed(access)
-        return access.spread_gradients(grads) if fixed else access.row_gradients(grads)
+        fixed, lookup = self.absent is not None, self._indexed(lookup)
+        return lookup.spread_gradients(grads) if fixed else lookup.row_gradients(grads)
 
-    def _indexed(self, access: Access) -> Access:
-        """The access, with this kernel's way to find unique rows."""
-        return access
+    def _indexed(self, lookup: Lookup) -> Lookup:
+        """The lookup, with this kernel's way to find unique rows."""
+        return lookup
 
     def row_squares(self, grads: Tensor) -> Tensor:
         """[touched]: each row's sum of squares over the columns that are here.

@@ -14,11 +14,11 @@ from torch import Tensor
 from sbpflow.embedding.rules.base import StepNumbers
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import triton_kernels as kernels
-from sbpflow.embedding.storage.access import Access
 from sbpflow.embedding.storage.base import notify
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
-from sbpflow.runtime.streams import step_keys
+from sbpflow.runtime.random.streams import step_keys
 
 _launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
 MOST_CONSTANTS, MOST_STATES = 4, 2  # of a step, as ``triton_rules`` says
@@ -56,49 +56,49 @@ class TritonStorage(TorchStorage):
             )
         return step, (*constants, *[0.0] * (MOST_CONSTANTS - len(constants)))
 
-    def lookup(self, access: Access, lr: float | None = None) -> Tensor:
+    def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         del lr
-        return self.pool(self.weights, access)
+        return self.pool(self.weights, lookup)
 
-    def pool(self, block: Tensor, access: Access) -> Tensor:
-        bags, width = access.num_bags, block.shape[1]
+    def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
+        bags, width = lookup.num_bags, block.shape[1]
         out = torch.empty(bags, width, device=block.device)
         if out.numel() == 0:
             return out
-        if access.addresses.numel() == 0:
+        if lookup.addresses.numel() == 0:
             return out.zero_()
         _launch.lookup[self._grid(bags)](
             block,
-            access.slots,
-            access.slots if access.offsets is None else access.offsets,
-            out if access.weights is None else access.weights,
+            lookup.slots,
+            lookup.slots if lookup.offsets is None else lookup.offsets,
+            out if lookup.weights is None else lookup.weights,
             out,
             bags,
             width,
-            HAS_OFFSETS=access.offsets is not None,
-            HAS_WEIGHTS=access.weights is not None,
+            HAS_OFFSETS=lookup.offsets is not None,
+            HAS_WEIGHTS=lookup.weights is not None,
             BLOCK=self._block,
             COLUMNS=self._columns,
         )
         return out
 
-    def update(self, access: Access, grads: Tensor, lr: float, step: int) -> None:
-        if access.addresses.numel() == 0:
+    def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
+        if lookup.addresses.numel() == 0:
             if self.optimizer.has_row_state:
                 self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
             return
         if self.listeners:
-            notify(self.listeners, access.addresses.unique())
+            notify(self.listeners, lookup.addresses.unique())
         numbers = self.numbers(lr, step)
-        runs, width = access.runs(), self.weights.shape[1]
+        runs, width = lookup.runs(), self.weights.shape[1]
         grads = grads.contiguous()
         count = runs.keys.numel()
-        weights = access.weights
+        weights = lookup.weights
         scale = {"scale": grads if weights is None else weights.index_select(0, runs.order)}
         tile = {"SPLIT": kernels.SPLIT, "BLOCK": self._block, "COLUMNS": self._columns}
         flags = {"HAS_SCALE": weights is not None, **tile}
         partial = grads.new_empty(count // kernels.SPLIT + 1, width, dtype=torch.float32)
-        source = access.bags_of(runs.order)
+        source = lookup.bags_of(runs.order)
         where = {"start": runs.start, "stop": runs.stop, "source": source, **scale}
         grid = self._grid(count)
         _launch.sum_long_runs[grid](
@@ -113,7 +113,7 @@ class TritonStorage(TorchStorage):
             )
             grads, flags = sums, flags | {"HAS_SCALE": False}
             squares = self._squares(sums)
-        placed = access.placed
+        placed = lookup.placed
         _launch.update[grid](
             runs.keys,
             runs.keys if placed is None else placed.index_select(0, runs.order),

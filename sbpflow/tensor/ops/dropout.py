@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.errors import SbpError
-from sbpflow.runtime.streams import GAMMA, mix, stream_key
+from sbpflow.runtime.random.streams import GAMMA, mix, stream_key
 from sbpflow.tensor.dispatch import apply, check_floating
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule

@@ -1,0 +1,59 @@
+"""The command that makes a set of an earlier format anew, from what its manifest says."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_CRITEO_DENSE = 13
+
+
+def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
+    """``sbpflow prepare ...`` as it was for the set in ``folder``.
+
+    Names that the manifest does not know (the folder of the inputs, a schema file) stay in
+    capitals. Any content at all gives a command: it is somebody's file.
+    """
+    try:
+        words = _synth(content) if content.get("source") == "synth" else _prepare(content)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        words = ["prepare", "--input", "ROWS"]
+    return shlex.join(["sbpflow", *words, "--output", str(folder)])
+
+
+def _prepare(content: Mapping[str, Any]) -> list[str]:
+    words = ["prepare", "--input", *(f"FOLDER/{entry['name']}" for entry in content["inputs"])]
+    schema = content["schema"]
+    if list(schema["columns"][:2]) != ["label", "I1"] or len(schema["dense"]) != _CRITEO_DENSE:
+        words += ["--schema", "SCHEMA"]
+    split = content["split"]
+    kind = split["kind"]
+    if kind == "file":
+        rule = ",".join(f"{name}={pattern}" for name, pattern in split["patterns"])
+    elif kind in ("time", "ratio"):
+        rule = ",".join(f"{fraction:g}" for fraction in split["fractions"])
+    elif kind == "date":
+        kind, rule = "time", ",".join(f"{split['column']}<{time}" for time in split["times"])
+    else:
+        raise ValueError(f"split.kind: {kind!r} is not of a prepared set")
+    words += ["--split", f"{kind}:{rule}"]
+    fields = content["fields"]
+    crosses = [entry["name"] for entry in fields if "x" in entry["name"]]
+    words += ["--crosses", ",".join(crosses) or "none"]
+    if hashed := [f"{entry['name']}={entry['rows']}" for entry in fields if entry.get("hashed")]:
+        words += ["--hash-size", ",".join(hashed)]
+    words += ["--min-count", str(content["min_count"]), "--seed", str(content["seed"])]
+    if transforms := {entry["transform"] for entry in content["dense"]}:
+        words += ["--dense", min(transforms)]
+    return words
+
+
+def _synth(content: Mapping[str, Any]) -> list[str]:
+    options = content["options"]
+    words = ["synth", "--rows", str(options["rows"])]
+    for key in ("vocab_scale", "ctr", "auc", "drift", "seed"):
+        words += [f"--{key.replace('_', '-')}", f"{options[key]:g}"]
+    for key in ("skew", "hot"):
+        if values := options[key]:
+            words += [f"--{key}", ",".join(f"{name}={value:g}" for name, value in values)]
+    return words

@@ -1,0 +1,74 @@
+"""What all ranks learn of one another on the control channel: facts, text, and refusals."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.errors import ConfigError
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Sbp, Split
+
+Result = TypeVar("Result")
+CHANNEL = "control"
+
+
+def gather_texts(boxing: Boxing, text: str) -> list[str]:
+    """Every rank's text, of any length, in rank order; every rank calls it."""
+    if boxing.world.size == 1:
+        return [text]
+    device, raw = boxing.world.device, text.encode()
+    length = torch.tensor([len(raw)], device=device)
+    lengths = combine_parts(boxing, length, Split(0), "agreement/lengths").tolist()
+    mine = torch.tensor(list(raw.ljust(max(1, *lengths))), dtype=torch.uint8, device=device)
+    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "agreement/texts").tolist()
+    return [bytes(row[:size]).decode() for row, size in zip(everyone, lengths, strict=True)]
+
+
+def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
+    """The facts of every rank, in rank order."""
+    return [json.loads(text) for text in gather_texts(boxing, json.dumps(dict(facts)))]
+
+
+def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
+    """What ``attempt`` returns; if it raises ConfigError on any rank, that is raised on every one.
+
+    Every rank calls it. A rank that left alone would leave the others in a collective.
+    """
+    result, refused = None, ""
+    try:
+        result = attempt()
+    except ConfigError as error:
+        if boxing.world.size == 1:
+            raise
+        refused = str(error)
+    everyone = gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
+    if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
+        raise ConfigError(reasons[0])
+    return cast("Result", result)
+
+
+def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
+    """Gather (Split) or add up (Partial) the ranks' parts of equal shape, on every rank."""
+    world = boxing.world
+    placement = Placement.line(world.device.type, world.size)
+    shape = tuple(part.shape)
+    if isinstance(src, Split):
+        shape = (shape[0] * world.size, *shape[1:])
+    steps = plan_boxing(
+        Layout(placement, (src,)),
+        Layout(placement, (Broadcast(),)),
+        shape,
+        part.dtype,
+        id=id,
+        backend=world.backend,
+    )
+    out = boxing.run(steps, part, CHANNEL)
+    if out is None:
+        raise RuntimeError(f"{id}: no result on rank {world.rank}")
+    return out

@@ -1,0 +1,214 @@
+"""One batch's use of stored rows: which ones, in which bags, and what is derived from that."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sbpflow.embedding.storage.sorted_segments import SortedSegments
+
+
+class Lookup:
+    """Addresses, the bags they form, and a weight each; sorted and deduplicated once, on demand.
+
+    ``addresses`` [n] int32 or int64; ``offsets`` [bags + 1] int64, or ``None`` for one address per
+    bag; ``weights`` [n], or ``None`` for ones. On CUDA the host waits to learn how many rows are
+    unique, unless ``num_unique`` was set. Addresses are local row numbers: rows are sorted, summed
+    and rounded in that order wherever they lie. A row store may have put each of them in a slot.
+    """
+
+    def __init__(
+        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> None:
+        self.addresses = addresses
+        self.offsets = offsets
+        self.weights = weights
+        self.placed: Tensor | None = None  # [n], ``RowStore.admit``; ``None``: slots are rows
+        self.graph: Tensor | None = None  # TBE output whose backward is the fused update
+        self.num_unique: int | None = None
+        self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._runs: SortedSegments | None = None
+
+    @staticmethod
+    def merge(lookups: Sequence["Lookup"]) -> "Lookup":
+        """Several batches' as one, bags in turn."""
+        if len(lookups) == 1:
+            return lookups[0]
+        addresses = torch.cat([lookup.addresses for lookup in lookups])
+        placed = None
+        if any(lookup.placed is not None for lookup in lookups):
+            placed = torch.cat([lookup.slots for lookup in lookups])
+        weights = None
+        if any(lookup.weights is not None for lookup in lookups):
+            like = next(a.weights for a in lookups if a.weights is not None)
+            weights = torch.cat(
+                [
+                    like.new_ones(lookup.addresses.numel())
+                    if lookup.weights is None
+                    else lookup.weights
+                    for lookup in lookups
+                ]
+            )
+        if all(lookup.offsets is None for lookup in lookups):
+            return Lookup(addresses, None, weights).place(placed)
+        parts: list[Tensor] = []
+        start = 0
+        for lookup in lookups:
+            parts.append(lookup.explicit_offsets()[:-1] + start)
+            start += lookup.addresses.numel()
+        ends = torch.cat([*parts, parts[0].new_full((1,), start)])
+        return Lookup(addresses, ends, weights).place(placed)
+
+    def tensors(self) -> list[Tensor | None]:
+        """What it was made of, and what is sorted of it so far."""
+        runs = self._runs
+        ordered = [] if runs is None else [runs.keys, runs.order, runs.start, runs.stop]
+        return [self.addresses, self.offsets, self.weights, *ordered]
+
+    def new_like(self) -> "Lookup":
+        """Memory for another one of its sizes."""
+        tensors = [None if one is None else torch.empty_like(one) for one in self.tensors()]
+        addresses, offsets, weights, *ordered = tensors
+        if addresses is None:
+            raise RuntimeError("a lookup without addresses")
+        made = Lookup(addresses, offsets, weights)
+        made._runs = (
+            SortedSegments(*(one for one in ordered if one is not None)) if ordered else None
+        )
+        return made
+
+    def place(self, slots: Tensor | None) -> Self:
+        """From now on the rows are in these slots, [n]; ``None``: in those of their numbers."""
+        self.placed = slots
+        return self
+
+    @property
+    def slots(self) -> Tensor:
+        """[n]: where in a kernel's block the rows are."""
+        return self.addresses if self.placed is None else self.placed
+
+    @property
+    def num_bags(self) -> int:
+        if self.offsets is None:
+            return self.addresses.numel()
+        return self.offsets.numel() - 1
+
+    def explicit_offsets(self) -> Tensor:
+        """[bags + 1] int64."""
+        if self.offsets is not None:
+            return self.offsets
+        return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
+
+    def rows(self) -> Tensor:
+        """Unique addresses ascending."""
+        return self._dedup()[0]
+
+    def row_slots(self) -> Tensor:
+        """The slots of ``rows``."""
+        rows, order, starts, _ = self._dedup()
+        if self.placed is None:
+            return rows
+        return self.placed.index_select(0, order.index_select(0, starts))
+
+    def inverse(self) -> Tensor:
+        """[n]: which unique row each address is."""
+        _, order, _, run = self._dedup()
+        return torch.empty_like(order).scatter_(0, order, run)
+
+    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
+        rows, order, starts, _ = self._dedup()
+        if rows.numel() == 0:
+            return rows, grads.new_zeros(0, grads.shape[1])
+        return rows, self._segment_sums(grads, order, starts)
+
+    def spread_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``row_gradients``, [n] and [n, width] whatever is unique: after all rows the last one
+        comes again, with its sum, so that writing it once more changes nothing.
+        """
+        if self.addresses.numel() == 0:
+            return self.addresses, grads.new_zeros(0, grads.shape[1])
+        runs = self.runs()
+        sums = self._segment_sums(grads, runs.order, runs.starts)
+        rows = runs.keys.index_select(0, runs.starts.index_select(0, runs.slots))
+        return rows, sums.index_select(0, runs.slots)
+
+    def spread_slots(self, rows: Tensor) -> Tensor:
+        """The slots of the rows of ``spread_gradients``."""
+        if self.placed is None or self.addresses.numel() == 0:
+            return rows
+        runs = self.runs()
+        heads = runs.starts.index_select(0, runs.slots)
+        return self.placed.index_select(0, runs.order.index_select(0, heads))
+
+    def unique_up_to(self, lasts: Tensor) -> Tensor:
+        """[lasts] int64: how many unique rows are not above each of ``lasts`` (ascending)."""
+        if self.addresses.numel() == 0:
+            return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
+        if not self.addresses.is_cuda:
+            return torch.searchsorted(self.rows(), lasts, right=True)
+        runs = self.runs()
+        numbers = torch.cat([runs.number, runs.number[-1:] + 1])
+        return numbers.index_select(0, torch.searchsorted(runs.keys, lasts, right=True))
+
+    def bags_of(self, order: Tensor) -> Tensor:
+        """[n] int64: the bag of each address, in this order of them."""
+        if self.offsets is None:
+            return order
+        total = self.addresses.numel()
+        bag = torch.arange(self.num_bags, device=order.device)
+        bag = bag.repeat_interleave(self.offsets.diff(), output_size=total)
+        return bag.index_select(0, order)
+
+    def runs(self) -> SortedSegments:
+        """The addresses, of which there is at least one, sorted without the host waiting."""
+        if self._runs is None:
+            self._runs = SortedSegments.of(self.addresses)
+        return self._runs
+
+    def _segment_sums(self, grads: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        weights = None if self.weights is None else self.weights.index_select(0, order)
+        # 5 to 10 times faster than index_add_ on CPU, bitwise equal to it.
+        return F.embedding_bag(
+            self.bags_of(order), grads, starts, mode="sum", per_sample_weights=weights
+        )
+
+    def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Unique rows, order of addresses by row, start of each row's run in it, run of each."""
+        if self._sorted is None and self.num_unique is not None and self.addresses.numel():
+            runs = self.runs()
+            starts = runs.starts[: self.num_unique]
+            rows = runs.keys.index_select(0, starts)
+            self._sorted = (rows, runs.order, starts, runs.number)
+        elif self._sorted is None:
+            ordered, order = torch.sort(self.addresses, stable=True)
+            rows, run, counts = torch.unique_consecutive(
+                ordered, return_inverse=True, return_counts=True
+            )
+            starts = torch.zeros_like(counts)
+            torch.cumsum(counts[:-1], 0, out=starts[1:])
+            self._sorted = (rows, order, starts, run)
+        return self._sorted
+
+
+def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
+    """[bags, width]: each bag's weighted sum of ``rows`` [m, width], in the dtype of ``rows``.
+
+    ``positions`` [n] are the rows that the addresses stand for; by default their slots.
+    """
+    at = lookup.slots if positions is None else positions
+    if lookup.offsets is None:
+        found = rows.index_select(0, at)
+        return found if lookup.weights is None else found * lookup.weights.unsqueeze(1)
+    if at.numel() == 0:
+        return rows.new_zeros(lookup.num_bags, rows.shape[1])
+    return F.embedding_bag(
+        at.to(torch.int64),
+        rows,
+        lookup.offsets,
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=lookup.weights,
+    )

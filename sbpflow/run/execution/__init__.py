@@ -1,0 +1,1 @@
+"""A run on its ranks: started, warmed up, trained or scored, and the machine checked."""

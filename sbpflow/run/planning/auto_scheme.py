@@ -1,0 +1,145 @@
+"""``parallel.scheme: auto``: complete plans side by side, and the cheapest of them.
+
+A candidate says where every table lives; what it costs is a property of the whole plan, for tables
+that travel together share their calls. ``embedding/plan/price.py`` prices them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+
+from sbpflow.config.table_rules import TableRule
+from sbpflow.costs.ids import IdFrequencies
+from sbpflow.costs.prices import Price
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample, price_plan
+from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.errors import PlanError
+from sbpflow.runtime.ranks.topology import Topology
+
+Rules = dict[str, TableRule]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A complete plan by its name, with its price."""
+
+    name: str
+    rules: Rules
+    price: Price
+    plan: EmbeddingPlan
+
+
+def candidates(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    world_size: int,
+    batch_size: int,
+    frequencies: Mapping[str, IdFrequencies] | None = None,
+) -> dict[str, Rules]:
+    """Rules per table: all alike, whole tables balanced, and small tables copied beside those."""
+    alike: dict[str, Callable[[TableConfig], TableRule]] = {
+        "all B": lambda _: TableRule(sbp="B", exchange="local"),
+    }
+    if world_size > 1:
+        whole = _balanced(tables, features, world_size, batch_size, frequencies or {})
+        alike |= {
+            "all unique": lambda _: TableRule(sbp="S(0)", exchange="unique"),
+            "all reduce": lambda _: TableRule(sbp="S(0)", exchange="reduce"),
+            "all whole": lambda table: whole[table.name],
+            "all S(1)": lambda table: (
+                TableRule(sbp="S(1)", exchange="columns")
+                if table.dim >= world_size
+                else whole[table.name]
+            ),
+            "all S(1), unique": lambda table: (
+                TableRule(sbp="S(1)", exchange="unique")
+                if table.dim >= world_size
+                else whole[table.name]
+            ),
+        }
+    found = {
+        name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
+    }
+    for limit in (batch_size // (2 * world_size), 2 * batch_size):
+        small = [table for table in tables if table.num_rows <= limit]
+        if not 0 < len(small) < len(tables):
+            continue
+        copied = {escape(table.name): alike["all B"](table) for table in small}
+        for name in alike:
+            if name != "all B":
+                found[f"B up to {limit:,} rows, else {name.removeprefix('all ')}"] = (
+                    found[name] | copied
+                )
+    return found
+
+
+def _balanced(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    world_size: int,
+    batch_size: int,
+    known: Mapping[str, IdFrequencies],
+) -> dict[str, TableRule]:
+    """Each table whole on one rank: the heaviest first, to the rank with the least so far."""
+    by_name = {feature.name: feature for feature in features}
+
+    def weight(table: TableConfig) -> float:
+        lookups = batch_size * sum(ids_per_sample(by_name[name], known) for name in table.features)
+        found = curve_of_table(table, known).touched(lookups)
+        return (lookups + 5 * min(found, table.num_rows)) * (8 + table.dim)
+
+    loads = [0.0] * world_size
+    rules: dict[str, TableRule] = {}
+    for table in sorted(tables, key=weight, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += weight(table)
+        rules[table.name] = TableRule(sbp="B", ranks=(rank,), exchange="columns")
+    return rules
+
+
+def rank_candidates(
+    rules: Mapping[str, Rules],
+    plan: Callable[[Rules], EmbeddingPlan],
+    *,
+    batch_size: int,
+    topology: Topology,
+    frequencies: Mapping[str, IdFrequencies] | None = None,
+) -> list[Candidate]:
+    """All that fit in memory, the cheapest first; PlanError if none does."""
+    limit = None if topology.memory_bytes is None else sum(topology.memory_bytes)
+    found: list[Candidate] = []
+    least = None
+    equal: dict[tuple[tuple[str, TableRule], ...], list[str]] = {}  # planned and priced once
+    for name, chosen in rules.items():
+        equal.setdefault(tuple(chosen.items()), []).append(name)
+    for names in equal.values():
+        planned = plan(rules[names[0]])
+        held = table_bytes(planned)
+        least = held if least is None else min(least, held)
+        if limit is None or held <= limit:
+            price = price_plan(planned, batch_size, topology, frequencies)
+            found += [Candidate(name, rules[name], price, planned) for name in names]
+    if not found:
+        raise PlanError(
+            f"parallel.scheme: auto: the tables take {(least or 0) / 1e9:.1f} GB with their state, "
+            f"the ranks have {(limit or 0) / 1e9:.1f} GB; use fewer rows, a smaller "
+            "model.embedding_dim, parallel.table_dtype: bfloat16, or name a scheme and run it "
+            "on more machines"
+        )
+    order = list(rules)
+    return sorted(found, key=lambda one: (one.price.ms, order.index(one.name)))
+
+
+def table_bytes(plan: EmbeddingPlan) -> int:
+    """Bytes of rows and optimizer state, over all ranks."""
+    total = 0
+    for group in plan.groups:
+        for stack in group.stacks:
+            by_row, by_element = stack.optimizer.state_counts
+            per_row = by_row * plan.dtype.itemsize
+            per_element = plan.row_dtype.itemsize + by_element * plan.dtype.itemsize
+            for rank in plan.world.ranks:
+                shards = stack.shards(rank)
+                total += sum(s.num_rows * (per_row + per_element * s.width) for s in shards)
+    return total

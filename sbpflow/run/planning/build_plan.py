@@ -1,0 +1,304 @@
+"""From a configuration and the columns of a data set to everything static about a run.
+
+``run.job`` executes the result and ``sbpflow explain`` prints it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import cast
+
+from sbpflow.config.checks import check
+from sbpflow.config.model_tables import TableRules, check_matches
+from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainConfig
+from sbpflow.config.table_layouts import resolve_dense_layouts
+from sbpflow.config.table_plan import read_table_plan
+from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
+from sbpflow.config.topology_file import read_topology
+from sbpflow.costs.ids import IdFrequencies, exponent_of
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.tables import (
+    KernelRequest,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+)
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import with_constants
+from sbpflow.embedding.storage.choose import choose_kernels
+from sbpflow.errors import ConfigError, SbpError
+from sbpflow.run.model.spec import Fields, ModelConfig, ModelSpec
+from sbpflow.run.planning.auto_scheme import candidates, rank_candidates
+from sbpflow.run.planning.dense_steps import dense_steps
+from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
+from sbpflow.runtime.compute.devices import backend_of_device
+from sbpflow.runtime.ranks.hosts import assumed_topology
+from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.sbp.placement import Placement
+from sbpflow.tensor.gradient_sync import Total, plan_gradients
+from sbpflow.training.clipping import clip_steps
+from sbpflow.training.dense_optimizers import state_per_element
+from sbpflow.training.evaluate import slice_columns
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
+
+
+def _with_optimizers(
+    outputs: tuple[OutputConfig, ...],
+    patterns: Mapping[str, TableOptimizer],
+    sparse: SparseOptimizer,
+) -> tuple[OutputConfig, ...]:
+    """Each table with the optimizer of the last pattern that matches its name, and the changes of
+    those after it; ``sparse`` is what tables without a pattern have.
+    """
+    names = [table.name for output in outputs for table in output.tables]
+    check_matches("optimizer.tables", patterns, names, "table")
+
+    def changed(table: TableConfig) -> TableConfig:
+        for pattern, given in patterns.items():
+            if fnmatchcase(table.name, pattern):
+                table = _changed(table, f"optimizer.tables.{pattern}", given, sparse)
+        return table
+
+    return tuple(replace(out, tables=tuple(map(changed, out.tables))) for out in outputs)
+
+
+def _with_kernels(
+    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, KernelRequest]
+) -> tuple[OutputConfig, ...]:
+    """Each table with the kernel of the last pattern that matches its name."""
+    names = [table.name for output in outputs for table in output.tables]
+    check_matches("parallel.kernels", patterns, names, "table")
+
+    def asked(table: TableConfig) -> TableConfig:
+        found = [kernel for pattern, kernel in patterns.items() if fnmatchcase(table.name, pattern)]
+        return replace(table, kernel=found[-1]) if found else table
+
+    return tuple(replace(out, tables=tuple(map(asked, out.tables))) for out in outputs)
+
+
+def _changed(
+    table: TableConfig, key: str, given: TableOptimizer, sparse: SparseOptimizer
+) -> TableConfig:
+    """``table`` with what one pattern gives it."""
+    if not isinstance(given, TableChanges):
+        return replace(table, optimizer=given)
+    rule = table.optimizer or sparse
+    settings = {"lr": given.lr, "weight_decay": given.weight_decay}
+    changes = {name: value for name, value in settings.items() if value is not None}
+    try:
+        rule = with_constants(rule, changes)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {table.name}: {error}") from error
+    start = table.initial_range if given.initial_range is None else given.initial_range
+    return replace(table, optimizer=rule, initial_range=start)
+
+
+def plan_run(
+    config: Config,
+    fields: Fields,
+    *,
+    world_size: int,
+    device_type: str,
+    planned: Mapping[str, TableRule] | None = None,
+    topology: Topology | None = None,
+) -> tuple[ModelSpec, RunPlan]:
+    """The model's shapes and the plan of the run; ConfigError for what does not fit together.
+
+    ``planned`` are the rules that stand for ``parallel.plan``: a planner's for ``auto``, or those
+    that a saved run had. Without them a file is read. Without the ``topology`` that ranks found it
+    is that of ``parallel.topology``, or one host like this machine.
+    """
+    spec = cast("ModelConfig", config.model).spec(fields)
+    parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
+    if missing := [part for part in parts if not hasattr(spec, part)]:
+        raise SbpError(
+            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which has "
+            f"no {', '.join(missing)}; a TorchModel has all, docs/embeddings.md shows a spec whole"
+        )
+    if not spec.outputs:
+        raise ConfigError(
+            f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
+            'such as embedding_output("fields", fields.sparse, dim=8)'
+        )
+    _check_table_rules(config.model, fields, spec.outputs)
+    world = Placement.line(device_type, world_size)
+    dtype = DTYPES[config.parallel.dtype]
+    backend = backend_of_device(device_type)
+    planned = _planned_rules(config, planned, world_size)
+    topology = topology or given_topology(config, world_size)
+    topology = topology or assumed_topology(world_size, device_type)
+    if config.parallel.link_gb_per_s is not None:
+        topology = topology.with_link(config.parallel.link_gb_per_s)
+    layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned, topology)
+    dense = _dense_parameters(config, spec, device_type, world_size)
+    sent = dense_steps(
+        spec,
+        fields,
+        {parameter.name: parameter.layout for parameter in dense},
+        world,
+        dtype=dtype,
+        backend=backend,
+        batch_size=config.data.batch_size,
+        loss=config.train.loss,
+    )
+    slice_columns(config.train.slices, embeddings)
+    _check_metrics(config.train, fields)
+    clip = config.optimizer.clip
+    schedule = OVERLAPPED if config.parallel.overlap else SERIAL
+    return spec, RunPlan(
+        embeddings=embeddings,
+        layouts=layouts,
+        kernels=choose_kernels(embeddings, config.parallel.kernel),
+        dense=dense,
+        dense_forward=sent.forward,
+        dense_backward=sent.backward,
+        dense_conversions=sent.conversions,
+        dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
+        clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world, backend),
+        schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),
+        topology=topology,
+        batch_size=config.data.batch_size,
+        accumulate=config.train.accumulate,
+        lookahead=config.train.num_ahead,
+        priced=priced,
+        skew=_skew(embeddings, fields, config.data.batch_size),
+    )
+
+
+def given_topology(config: Config, world_size: int) -> Topology | None:
+    """What ``parallel.topology`` describes, if it is given."""
+    path = config.parallel.topology
+    return None if path is None else read_topology(path, world_size=world_size)
+
+
+def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
+    """ConfigError for a pattern of ``model.fields`` or ``model.tables`` that matches nothing."""
+    if isinstance(model, TableRules):
+        names = [table.name for output in outputs for table in output.tables]
+        check_matches("model.fields", model.fields, (one.name for one in fields.ids), "field")
+        check_matches("model.tables", model.tables, names, "table")
+
+
+def _check_metrics(train: TrainConfig, fields: Fields) -> None:
+    """ConfigError if a run would wait for a metric that its set cannot have."""
+    for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
+        if watch is not None and watch.metric == "gauc" and not fields.grouped:
+            raise ConfigError(
+                f"train.{name}.metric: gauc needs rows that name a group, and the set has none; "
+                "prepare it with a group in its schema, such as `group: {user: string}`, or use "
+                f"train.{name}.metric=auc"
+            )
+
+
+def _planned_rules(
+    config: Config, chosen: Mapping[str, TableRule] | None, world_size: int
+) -> Mapping[str, TableRule] | None:
+    """What stands for ``parallel.plan``, if it is given."""
+    plan = config.parallel.plan
+    if plan is None or chosen is not None:
+        return None if plan is None else chosen
+    if plan != "auto":
+        return read_table_plan(Path(plan), world_size=world_size)
+    raise ConfigError(
+        "parallel.plan: auto is chosen by a planner, which `sbpflow train` and `sbpflow "
+        "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
+        "`sbpflow plan` wrote, or use parallel.scheme: auto"
+    )
+
+
+def _plan_tables(
+    config: Config,
+    spec: ModelSpec,
+    fields: Fields,
+    world: Placement,
+    planned: Mapping[str, TableRule] | None,
+    topology: Topology,
+) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
+    """The tables' layouts and their plan; with ``scheme: auto`` the cheapest, and the others."""
+    tables = [table for output in spec.outputs for table in output.tables]
+    shapes = {table.name: table.shape for table in tables}
+    features = [
+        *(field.feature() for field in fields.ids),
+        *(cross.field().feature() for cross in spec.hashed_columns),
+    ]
+    parallel, sparse = config.parallel, config.optimizer.sparse
+
+    def resolve(schemes: Schemes) -> dict[str, TableLayout]:
+        return check(config, shapes, schemes, world.size, world.device_type, planned)
+
+    outputs = _with_optimizers(spec.outputs, config.optimizer.tables, sparse)
+    outputs = _with_kernels(outputs, parallel.kernels)
+
+    def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
+        return plan_embeddings(
+            outputs,
+            layouts,
+            features=features,
+            optimizer=sparse,
+            dtype=DTYPES[parallel.dtype],
+            world=world,
+            backend=backend_of_device(world.device_type),
+            batch_size=config.data.batch_size,
+            row_dtype=DTYPES[parallel.table_dtype or parallel.dtype],
+            out_of_range=config.data.out_of_range,
+        )
+
+    if parallel.scheme != "auto":
+        layouts = resolve(spec.schemes)
+        return layouts, plan(layouts), ()
+    frequencies = _frequencies(fields)
+    ranked = rank_candidates(
+        candidates(tables, features, world.size, config.data.batch_size, frequencies),
+        lambda rules: plan(resolve({"auto": rules})),
+        batch_size=config.data.batch_size,
+        topology=topology,
+        frequencies=frequencies,
+    )
+    priced = tuple(PricedPlan(name=one.name, ms=one.price.ms) for one in ranked)
+    return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
+
+
+def _frequencies(fields: Fields) -> dict[str, IdFrequencies]:
+    return {one.name: one.frequencies for one in fields.ids if one.frequencies is not None}
+
+
+def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
+    """By table, how its ids repeat in a batch, as ``costs.ids`` counts it; what is known."""
+    known = _frequencies(fields)
+    found: dict[str, float] = {}
+    for table in (table for group in embeddings.groups for table in group.tables):
+        of_table = [known[name] for name in table.features if name in known]
+        draws = [batch_size * one.per_sample for one in of_table]
+        if sum(draws) > 0:
+            exponents = [
+                exponent_of(one.curve, table.num_rows, number)
+                for one, number in zip(of_table, draws, strict=True)
+            ]
+            weighted = sum(e * n for e, n in zip(exponents, draws, strict=True)) / sum(draws)
+            found[table.name] = round(2 * weighted) / 2
+    return found
+
+
+def _dense_parameters(
+    config: Config, spec: ModelSpec, device_type: str, world_size: int
+) -> tuple[DenseParameter, ...]:
+    if config.parallel.dense and not spec.splits_parameters:
+        pattern = next(iter(config.parallel.dense))
+        raise ConfigError(
+            f"parallel.dense.{pattern}: the parameters of {config.model.name} are those of a torch "
+            "module, whole on every rank (B); remove parallel.dense, or write the model on global "
+            "tensors, whose ops take split parameters"
+        )
+    shapes = {name: one.shape for name, one in spec.parameters.items()}
+    layouts = resolve_dense_layouts(config.parallel, shapes, device_type, world_size)
+    return tuple(
+        DenseParameter(
+            name=name,
+            shape=shape,
+            layout=layouts[name],
+            dtype=DTYPES[config.parallel.dtype],
+            state_per_element=state_per_element(config.optimizer.dense),
+        )
+        for name, shape in shapes.items()
+    )

@@ -1,0 +1,71 @@
+"""The conversions that the dense part of a model makes, found by running it without data.
+
+Ops choose their signatures when they run, so the steps are recorded from a real forward and
+backward over tensors without storage (torch's meta device), with no other rank there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sbpflow.boxing.dry_run import DryBoxing
+from sbpflow.boxing.plan import Conversion
+from sbpflow.boxing.step import BoxingStep
+from sbpflow.config.train_options import LossConfig
+from sbpflow.run.model.spec import Fields, ModelSpec
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split, balanced_sizes
+from sbpflow.tensor import ops
+from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.losses import PLAIN, row_losses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSteps:
+    """``forward`` and ``backward`` steps that send something, in order, and what was asked for.
+
+    ``conversions`` are those of the forward and of the row losses, each with its adjoint.
+    """
+
+    forward: tuple[BoxingStep, ...]
+    backward: tuple[BoxingStep, ...]
+    conversions: tuple[Conversion, ...]
+
+
+def dense_steps(
+    spec: ModelSpec,
+    fields: Fields,
+    layouts: Mapping[str, Layout],
+    world: Placement,
+    *,
+    dtype: torch.dtype,
+    backend: str,
+    batch_size: int,
+    loss: LossConfig = PLAIN,
+) -> DenseSteps:
+    """What the dense part sends for a global batch of ``batch_size`` rows, as rank 0 plans it."""
+    boxing = DryBoxing(world.size)
+    boxing.world.backend = backend
+    part = spec.build(layouts, boxing, seed=0, dtype=dtype)
+    sizes = balanced_sizes(batch_size, world.size)
+    home = Layout(world, (Split(0),))
+
+    def rows(width: int) -> GlobalTensor:
+        local = torch.empty(sizes[0], width, dtype=dtype, device="meta")
+        return GlobalTensor.from_local(local, home, (batch_size, width), boxing)
+
+    vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
+    logits = part.forward(vectors, rows(len(fields.dense)), training=True, seed=0)
+    losses = row_losses(part, logits, rows(1), loss)
+    asked = tuple(boxing.conversions)
+    mean = ops.reduce_mean(losses, id="loss")
+    num_forward = len(boxing.trace)
+    mean.backward()
+    forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]
+    return DenseSteps(
+        forward=tuple(step for step in forward if step.groups),
+        backward=tuple(step for step in backward if step.groups),
+        conversions=asked,
+    )

@@ -1,0 +1,377 @@
+"""What a run will do, without starting a rank: tables, shards, steps, bytes, memory.
+
+Renders the very plan objects that a run executes, so that the two cannot differ. Text for people,
+the same facts as a dictionary for programs.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
+from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.embedding.plan.tables import shards_of
+from sbpflow.errors import ConfigError
+from sbpflow.run.planning.plan import RunPlan
+from sbpflow.sbp.sbp import format_nd_sbp
+from sbpflow.training.step_schedule import (
+    Move,
+)
+
+MANY = 8  # ranks; of more, text shows ranges
+_MOST_RANKS = 65_536
+
+
+def check_world_size(world_size: int) -> None:
+    """ConfigError for a ``--world-size`` that is not explained."""
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ConfigError(
+            f"--world-size: {world_size} ranks; use 1 to {_MOST_RANKS}, for example 2"
+        )
+
+
+def describe(plan: RunPlan) -> dict[str, Any]:
+    """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows, an update
+    included, of which there is one in ``accumulate`` iterations.
+    """
+    steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
+    tables = [_describe_table(plan, name) for name in plan.layouts]
+    return {
+        "world_size": plan.world_size,
+        "backend": plan.embeddings.backend,
+        "topology": asdict(plan.topology),
+        "batch_size": plan.batch_size,
+        "accumulate": plan.accumulate,
+        "compared": [{"plan": one.name, "priced_ms": one.ms} for one in plan.priced],
+        "tables": tables,
+        "steps": steps,
+        "lookahead": plan.lookahead,
+        "schedule": [
+            _describe_move(plan, *move)
+            for move in plan.schedule.in_flight(plan.transfers(), plan.lookahead)
+        ],
+        "ranks": _describe_ranks(plan, tables),
+        "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
+    }
+
+
+def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
+    stack = _stack_of(plan, name)
+    table = stack.tables[[t.name for t in stack.tables].index(name)]
+    layout, optimizer = plan.layouts[name], stack.optimizer
+    itemsize = plan.embeddings.dtype.itemsize
+    by_row, by_element = optimizer.state_counts
+    shards: list[dict[str, Any]] = []
+    for shard in shards_of(table, layout.layout):
+        state = shard.num_rows * (by_row + by_element * shard.width)
+        shards.append(
+            {
+                "rank": shard.rank,
+                "rows": [shard.row_start, shard.row_stop],
+                "columns": [shard.col_start, shard.col_stop],
+                "table_bytes": shard.num_elements * plan.embeddings.row_dtype.itemsize,
+                "state_bytes": state * itemsize,
+            }
+        )
+    return {
+        "name": name,
+        "features": list(table.features),
+        "rows": table.num_rows,
+        "dim": table.dim,
+        "sbp": format_nd_sbp(layout.layout.nd_sbp),
+        "ranks": layout.layout.placement.nested(),
+        "exchange": next(g.exchange for g in plan.embeddings.groups if table in g.tables),
+        "kernel": plan.kernels[name].name,
+        "kernel_reason": plan.kernels[name].reason,
+        "skew": plan.skew.get(name),
+        "shards": shards,
+    }
+
+
+def _stack_of(plan: RunPlan, name: str) -> TableBatch:
+    for group in plan.embeddings.groups:
+        for stack in group.stacks:
+            if any(table.name == name for table in stack.tables):
+                return stack
+    raise KeyError(name)
+
+
+def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
+    common = {"phase": phase, "id": step.id, "collective": step.collective}
+    dtype = str(step.dtype).removeprefix("torch.")
+    if isinstance(step, ExchangeStep):
+        return common | {
+            "what": step.what,
+            "groups": [list(group) for group in step.groups],
+            "dtype": dtype,
+            "exact": False,
+            "bytes_per_rank": [step.bound_bytes] * world_size,
+            "total_bytes": step.total_bound_bytes,
+        }
+    return common | {
+        "what": f"{step.src} -> {step.dst} {list(step.shape)}",
+        "groups": [list(group) for group in step.groups],
+        "dtype": dtype,
+        "exact": True,
+        "bytes_per_rank": [step.bytes_sent(rank) for rank in range(world_size)],
+        "total_bytes": step.total_bytes,
+    }
+
+
+def _describe_move(plan: RunPlan, move: Move, under_way: Sequence[str]) -> dict[str, Any]:
+    distance = plan.schedule.distance(move, plan.lookahead)
+    return {
+        "move": move.name,
+        "batch": ("this", "next")[distance] if distance < 2 else f"+{distance}",
+        "what": move.says,
+        "under_way": list(under_way),
+    }
+
+
+def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Memory of each rank."""
+    itemsize = plan.embeddings.dtype.itemsize
+    window_bytes = plan.window_bytes()
+    ranks: dict[int, dict[str, Any]] = {}
+    for rank in plan.embeddings.world.ranks:
+        dense = sum(p.num_elements(rank) for p in plan.dense)
+        dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
+        ranks[rank] = {
+            "rank": rank,
+            "table_bytes": 0,
+            "table_state_bytes": 0,
+            "dense_bytes": dense * itemsize,
+            "dense_gradient_bytes": dense * itemsize,
+            "dense_state_bytes": dense_state * itemsize,
+            "window_bytes": window_bytes[rank],
+        }
+    for table in tables:
+        for shard in table["shards"]:
+            ranks[shard["rank"]]["table_bytes"] += shard["table_bytes"]
+            ranks[shard["rank"]]["table_state_bytes"] += shard["state_bytes"]
+    return list(ranks.values())
+
+
+def plan_digest(plan: RunPlan) -> str:
+    """Equal on ranks that will run the same: tables, kernels, transfers and their order."""
+    return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
+
+
+def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
+    """The plan as text: tables, transfers, the order of a step's moves, then memory per rank."""
+    facts = describe(plan)
+    lines = [
+        f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
+        *_topology_lines(facts["topology"]),
+        *_compared_lines(facts["compared"]),
+        "",
+        *_table_lines(facts["tables"], shards=shards),
+        "",
+        *_step_lines(facts["steps"]),
+        _total_line(facts),
+        "",
+        plan.schedule.describe(plan.transfers(), plan.lookahead),
+        "",
+        *_rank_lines(facts["ranks"]),
+        f"ids: at most, of the {1 + plan.lookahead} batches in the window (train.lookahead "
+        f"{plan.lookahead}); dense values, activations and exchange buffers come on top",
+    ]
+    return "\n".join(lines)
+
+
+def _topology_lines(topology: Mapping[str, Any]) -> list[str]:
+    """Hosts, links, memory and speeds, each with where it is from."""
+    hosts = topology["hosts"]
+    counts = _by_rank([len(host) for host in hosts])
+    many = f"{len(hosts)} host{'s' * (len(hosts) > 1)} of {counts} rank{'s' * (counts != '1')}"
+    listed = " ".join(str(list(host)) for host in hosts[:MANY]) + " .." * (len(hosts) > MANY)
+    links = [("on a host", topology["host_link"]), ("between hosts", topology["network_link"])]
+    priced = [
+        f"{where} {link['gb_per_s']:g} GB/s, {link['latency_ms']:g} ms a call ({link['source']})"
+        for where, link in (links if len(hosts) > 1 else links[:1])
+    ]
+    memory, source = topology["memory_bytes"], topology["memory_source"]
+    speeds = topology["speeds"]
+    held = "unknown" if memory is None else f"{_by_rank([m / 1e9 for m in memory])} GB ({source})"
+    relative = "1 (assumed)" if speeds is None else f"{_by_rank(speeds)} (given)"
+    return [
+        f"{many} ({topology['hosts_source']}): {short_lists(listed)}",
+        f"links: {'; '.join(priced)}",
+        f"a rank's memory: {held}; its relative speed: {relative}",
+    ]
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    """One number where all are equal."""
+    shown = [f"{value:.3g}" for value in values]
+    if len(set(shown)) == 1:
+        return shown[0]
+    return ", ".join(shown[:MANY]) + ", .." * (len(shown) > MANY)
+
+
+def _compared_lines(compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ``scheme: auto`` took, and what it is next to."""
+    if not compared:
+        return []
+    first, *others = (f"{one['plan']} {one['priced_ms']:.1f} ms" for one in compared)
+    then = f"; then {', '.join(others[:4])}" if others else ""
+    return [f"scheme auto, tables and their exchange as priced: {first}{then}"]
+
+
+def _total_line(facts: Mapping[str, Any]) -> str:
+    bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
+    size = _size(facts["bytes_per_iteration"])
+    update = ""
+    if facts["accumulate"] > 1:
+        update = f"; dense gradients and phase update once in {facts['accumulate']} iterations"
+    return f"all steps: {bound}{size} per iteration, all ranks together{update}"
+
+
+def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:
+    rows = [("table", "rows", "dim", "layout", "exchange", "kernel", "")]
+    for table in tables:
+        layout = f"{table['sbp']}@{table['ranks']}"
+        rows.append(
+            (
+                table["name"],
+                f"{table['rows']:,}",
+                str(table["dim"]),
+                layout,
+                table["exchange"],
+                table["kernel"],
+                table["kernel_reason"],
+            )
+        )
+        if shards:
+            rows += [("", line, "", "", "", "", "") for line in _extents(table["shards"])]
+    return _columns(rows)
+
+
+def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per shard; of many ranks, one for all neighbours that hold as much."""
+    runs: list[list[Mapping[str, Any]]] = []
+    for shard in shards:
+        last = runs[-1][-1] if runs else None
+        if last is None or len(shards) <= MANY or _amount(shard) != _amount(last):
+            runs.append([])
+        runs[-1].append(shard)
+    return [_extent(run) for run in runs]
+
+
+def _amount(shard: Mapping[str, Any]) -> tuple[int, int, int]:
+    (r0, r1), (c0, c1) = shard["rows"], shard["columns"]
+    return r1 - r0, c1 - c0, shard["table_bytes"] + shard["state_bytes"]
+
+
+def _extent(run: Sequence[Mapping[str, Any]]) -> str:
+    """Of shards of equal size; several lie one after the other, or one is on several ranks."""
+    (r0, _), (c0, _) = run[0]["rows"], run[0]["columns"]
+    (_, r1), (_, c1) = run[-1]["rows"], run[-1]["columns"]
+    num_rows, num_columns, size = _amount(run[0])
+    ranks = f"rank {run[0]['rank']}"
+    each = ""
+    if len(run) > 1:
+        listed = ", ".join(str(shard["rank"]) for shard in run)
+        ranks = f"ranks {short_lists(f'[{listed}]')[1:-1]}"
+        each = f" each, of {num_rows:,} x {num_columns}"
+    return f"  {ranks}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {_size(size)}{each}"
+
+
+def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [("step", "phase", "collective", "group", "bytes", "what")]
+    for step in steps:
+        groups = " ".join(str(group) for group in step["groups"]) or "-"
+        size = _size(step["total_bytes"])
+        rows.append(
+            (
+                step["id"],
+                step["phase"],
+                step["collective"],
+                groups,
+                size if step["exact"] else f"<= {size}",
+                step["what"],
+            )
+        )
+    return _columns(rows)
+
+
+def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = (
+        "table_bytes",
+        "table_state_bytes",
+        "dense_bytes",
+        "dense_gradient_bytes",
+        "dense_state_bytes",
+        "window_bytes",
+    )
+    rows: list[tuple[str, ...]] = [
+        ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum")
+    ]
+    for sizes, alike in groupby(ranks, key=lambda rank: [rank[name] for name in names]):
+        numbers = [rank["rank"] for rank in alike]
+        listed = [numbers] if len(numbers) > MANY else [[number] for number in numbers]
+        for few in listed:
+            named = short_lists(str(few))[1:-1]
+            rows.append((named, *(_size(size) for size in (*sizes, sum(sizes)))))
+    return _columns(rows)
+
+
+def short_lists(text: str) -> str:
+    """The text with lists of more than eight numbers as ranges and repeats: [0..255], [64 x 4].
+
+    A plan of many ranks would otherwise list each of them in each line.
+    """
+
+    def shorten(found: "re.Match[str]") -> str:
+        numbers = [int(number) for number in found[1].split(", ")]
+        return f"[{', '.join(_runs(numbers))}]" if len(numbers) > MANY else found[0]
+
+    return re.sub(r"\[(\d+(?:, \d+)*)\]", shorten, text)
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """Three or more that rise by one as ``a..b``, three or more that are equal as ``n x a``."""
+    shown: list[str] = []
+    start = 0
+    while start < len(numbers):
+        rise, same = start + 1, start + 1
+        while rise < len(numbers) and numbers[rise] == numbers[rise - 1] + 1:
+            rise += 1
+        while same < len(numbers) and numbers[same] == numbers[start]:
+            same += 1
+        stop = max(rise, same)
+        if stop - start < 3:
+            stop = start + 1
+            shown.append(str(numbers[start]))
+        elif rise >= same:
+            shown.append(f"{numbers[start]}..{numbers[rise - 1]}")
+        else:
+            shown.append(f"{same - start} x {numbers[start]}")
+        start = stop
+    return shown
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-aligned columns; a row that is only an extent (second cell) runs on."""
+    rows = [tuple(short_lists(cell) for cell in row) for row in rows]
+    wide = [row for row in rows if row[0]]
+    widths = [max(len(row[i]) for row in wide) for i in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = (
+            [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            if row[0]
+            else [row[1]]
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"

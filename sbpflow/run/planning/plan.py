@@ -1,0 +1,140 @@
+"""Everything static about a run, as one value: what ``explain`` prints and the trainer executes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sbpflow.boxing.plan import Conversion
+from sbpflow.boxing.step import BoxingStep
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
+from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.tensor.gradient_sync import GradientPlan
+from sbpflow.training.step_schedule import (
+    CLIP,
+    COUNTED_IDS,
+    COUNTS,
+    DENSE_GRADIENTS,
+    IDS,
+    ROW_GRADIENTS,
+    VECTORS,
+    StepSchedule,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseParameter:
+    """One parameter of the dense part; ``state_per_element`` counts its optimizer's numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    dtype: torch.dtype
+    state_per_element: int
+
+    def num_elements(self, rank: int) -> int:
+        shape = self.layout.part_shape(self.shape, rank)
+        return 0 if shape is None else torch.Size(shape).numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedPlan:
+    """A plan that ``scheme: auto`` compared, and the milliseconds it was priced at."""
+
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything static about a run: what ``explain`` prints and the trainer executes.
+
+    ``dense_conversions`` are what the dense part asks for in a batch of ``batch_size`` rows;
+    ``dense_forward`` and ``dense_backward`` are their steps that send something. All are in order.
+    ``clip`` adds up the norm of the gradients, where that takes an exchange.
+    """
+
+    embeddings: EmbeddingPlan
+    layouts: Mapping[str, TableLayout]
+    kernels: Mapping[str, KernelChoice]
+    dense: tuple[DenseParameter, ...]
+    dense_forward: tuple[BoxingStep, ...]
+    dense_backward: tuple[BoxingStep, ...]
+    dense_conversions: tuple[Conversion, ...]
+    dense_gradients: GradientPlan
+    clip: tuple[BoxingStep, ...]
+    schedule: StepSchedule
+    topology: Topology
+    batch_size: int
+    accumulate: int
+    lookahead: int = 1  # batches whose ids are exchanged ahead of the one being trained
+    priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
+    # By table, where it is known: how ids repeat, as ``costs.ids.click_curve`` takes it.
+    skew: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def world_size(self) -> int:
+        return self.embeddings.world.size
+
+    def steps(self) -> tuple[tuple[str, Step], ...]:
+        """(phase, step) of one iteration of ``batch_size`` rows, in the order they are issued.
+
+        With overlap the ids of a batch travel during the iteration before it.
+        """
+        tables, rows = self.embeddings, self.batch_size
+        update: tuple[tuple[str, Sequence[Step]], ...] = (
+            ("clip", self.clip),
+            ("update", tables.update_steps(rows)),
+        )
+        if self.schedule.clips == CLIP:  # the rows do not wait for it
+            update = update[::-1]
+        phases: tuple[tuple[str, Sequence[Step]], ...] = (
+            ("ids", tables.ahead_steps(rows)),
+            ("forward", (*tables.forward_steps(rows), *self.dense_forward)),
+            ("backward", (*self.dense_backward, *tables.push_steps(rows))),
+            ("backward", self.dense_gradients.steps),
+            *update,
+        )
+        return tuple((phase, step) for phase, steps in phases for step in steps)
+
+    def window_bytes(self) -> list[int]:
+        """Memory for the ids of the batches in the window, by rank: those of the rank's samples,
+        and at most those that it receives.
+        """
+        tables, rows = self.embeddings, self.batch_size
+        steps = tables.ahead_steps(rows)
+        bounds = sum(step.bound_bytes for step in steps if isinstance(step, ExchangeStep))
+        sample = tables.ids.num_columns * tables.ids_dtype.itemsize
+        found: list[int] = []
+        for rank, mine in enumerate(balanced_sizes(rows, self.world_size)):
+            total = mine * sample + bounds
+            for step in steps:
+                if not isinstance(step, ExchangeStep):
+                    part = step.dst.part_shape(step.shape, rank)
+                    total += 0 if part is None else math.prod(part) * step.dtype.itemsize
+            found.append((1 + self.lookahead) * total)
+        return found
+
+    def transfers(self) -> frozenset[str]:
+        """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""
+        tables, rows = self.embeddings, self.batch_size
+        counted = tables.count_steps(rows)
+        made: dict[str, Sequence[Step]] = {
+            IDS: tables.id_steps(rows),
+            COUNTS: (*tables.length_steps(rows), *counted),
+            COUNTED_IDS: (*tables.list_steps(rows), *counted),
+            VECTORS: tables.forward_steps(rows),
+            ROW_GRADIENTS: tables.push_steps(rows),
+            DENSE_GRADIENTS: self.dense_gradients.steps,
+        }
+        return frozenset(kind for kind, steps in made.items() if any(_sends(s) for s in steps))
+
+
+def _sends(step: Step) -> bool:
+    return isinstance(step, ExchangeStep) or bool(step.groups)

@@ -1,0 +1,216 @@
+"""A plan of a run as JSON and back, equal to the value it came from; only classes listed are made.
+
+A dataclass is an object with its class name under "is", a dtype {"dtype": name}, a mapping
+{"map": [[key, value], ...]}, a tuple a list. A sparse optimizer is one by its name, or by its
+"class" where that is a user's own.
+"""
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+
+from sbpflow.boxing.plan import Conversion
+from sbpflow.boxing.step import BoxingStep
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan
+from sbpflow.embedding.plan.grouping import IdColumns
+from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.registry import known_rules, rule_class
+from sbpflow.embedding.storage.choose import KernelChoice
+from sbpflow.errors import DataError
+from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
+from sbpflow.runtime.files.json_file import object_of, parse_json, why_not
+from sbpflow.runtime.files.run_folder import PLAN_FILE
+from sbpflow.runtime.ranks.topology import Link, Topology
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
+from sbpflow.tensor.gradient_sync import GradientBucket, GradientPlan
+from sbpflow.training.step_schedule import (
+    CLIP,
+    CLIP_ROWS,
+    OVERLAPPED,
+    SERIAL,
+    Move,
+    StepSchedule,
+    clipped,
+    current_name,
+)
+
+FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # the older one has the next batch's moves marked as ahead
+# Fields, classes and moves of older files.
+_RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
+_RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
+_CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        BoxingStep,
+        Broadcast,
+        Conversion,
+        DenseParameter,
+        EmbeddingPlan,
+        ExchangeStep,
+        FeatureConfig,
+        GradientBucket,
+        GradientPlan,
+        GroupPlan,
+        IdColumns,
+        KernelChoice,
+        Layout,
+        Link,
+        Move,
+        OutputConfig,
+        Partial,
+        Placement,
+        PricedPlan,
+        RunPlan,
+        Split,
+        TableBatch,
+        StepSchedule,
+        TableConfig,
+        TableLayout,
+        Topology,
+        FeatureLookup,
+    )
+}
+
+
+def plan_to_json(plan: RunPlan) -> str:
+    """The whole plan; ``plan_from_json`` of it gives an equal one."""
+    content = _encode(plan)
+    return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def plan_from_json(text: str) -> RunPlan:
+    """The plan of ``plan_to_json``; DataError for anything else. Nothing is imported or run."""
+    try:
+        content = object_of(parse_json(text), "the file")
+        found = content["format"]
+        if _digest(content["plan"]) != content["sha256"]:
+            raise ValueError("its checksum does not fit: it was changed")
+        known = found is not True and found in (FORMAT, WITHOUT_LOOKAHEAD)
+        plan = _decode(content["plan"]) if known else None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"plan: is not what a run wrote into {PLAN_FILE} ({why_not(error)})"
+        ) from error
+    if not isinstance(plan, RunPlan):
+        raise DataError(f"plan: format {found!r}; this version reads {FORMAT}")
+    return plan
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        name = type(value).__name__
+        if isinstance(value, SparseOptimizer):
+            return _encode_rule(value)
+        if _CLASSES.get(name) is not type(value):
+            raise TypeError(f"a plan holds a {name}, which its file has no form for")
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"is": name, **fields}
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {"map": [[_encode(key), _encode(item)] for key, item in items]}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in cast("Sequence[object]", value)]
+    return value
+
+
+def _encode_rule(rule: SparseOptimizer) -> object:
+    content = {f.name: _encode(getattr(rule, f.name)) for f in dataclasses.fields(rule)}
+    if known_rules(rule.name).get(rule.name) is not type(rule):
+        content["class"] = f"{type(rule).__module__}:{type(rule).__qualname__}"
+    return {"is": "SparseOptimizer", **content}
+
+
+def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
+    """An older file has every constant of every optimizer: those of the named one are taken."""
+    kind: type[Any] = rule_class(content.get("class", content["name"]))
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{key: _decode(content[key]) for key in names})
+
+
+def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
+    """Format 2 knew two orders, each with or without a move that clips."""
+    schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
+    said = {move["says"] for move in content["each_step"]}
+    for clip in (CLIP, CLIP_ROWS):
+        if clip.says in said:
+            return clipped(schedule, rows=clip == CLIP_ROWS)
+    return schedule
+
+
+def _decode(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in cast("list[object]", value))
+    if not isinstance(value, dict):
+        return value
+    content = cast("dict[str, Any]", value)
+    if "dtype" in content and "is" not in content:
+        dtype = getattr(torch, content["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"no dtype {content['dtype']!r}")
+        return dtype
+    if "map" in content and "is" not in content:
+        return {_decode(key): _decode(item) for key, item in content["map"]}
+    if content["is"] == "SparseOptimizer":
+        return _decode_rule(content)
+    if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
+        return _decode_older_schedule(content)
+    if content["is"] == "RunPlan" and "topology" not in content:  # of an older version
+        ranks = content["embeddings"]["world"]["ranks"]
+        content["topology"] = _encode(Topology.one_host(len(ranks)))
+    kind = _CLASSES[_RENAMED_CLASSES.get(content["is"], content["is"])]
+    values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
+    if content["is"] == "Move":
+        values["name"] = current_name(cast("str", values["name"]))
+    for key, item in values.items():
+        if not _fits(item, _hints(kind)[key]):
+            raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")
+    return kind(**values)
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
+    """Whether a decoded value, whose own parts were checked before, may stand for ``hint``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple or origin is Sequence:
+        if not isinstance(value, tuple):
+            return False
+        items = cast("tuple[object, ...]", value)
+        if args[-1] is Ellipsis or origin is Sequence:
+            return all(_fits(item, args[0]) for item in items)
+        return len(items) == len(args) and all(map(_fits, items, args))
+    if origin is Mapping or origin is dict:
+        if not isinstance(value, dict):
+            return False
+        entries = cast("dict[object, object]", value).items()
+        return all(_fits(key, args[0]) and _fits(item, args[1]) for key, item in entries)
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (int, str, bool):
+        return type(value) is hint
+    return hint in (Any, object) or isinstance(value, origin or hint)

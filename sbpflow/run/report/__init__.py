@@ -1,0 +1,1 @@
+"""``sbpflow report``: the page of charts of one or several runs."""

@@ -1,0 +1,302 @@
+"""``sbpflow report``: runs side by side on one HTML page that needs nothing beside it."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sbpflow.run.report.charts import (
+    Series,
+    calibration_chart,
+    line_chart,
+    show_number,
+    stacked_bars,
+)
+from sbpflow.run.report.data import Run, read_runs
+from sbpflow.runtime.files.run_folder import REPORT_FILE
+
+Figure = float | int | None
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8888; }
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .5em; }
+.row { display: flex; flex-wrap: wrap; gap: 1em; }
+figure { margin: 0 0 1em; flex: 1 1 400px; max-width: 480px; }
+figure:has(.full) { flex-basis: 100%; max-width: none; }
+figcaption { font-weight: 600; margin-bottom: .2em; }
+svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+svg text { fill: currentColor; } svg .axis { fill: var(--soft); }
+.grid { stroke: var(--line); } .even { stroke: var(--soft); stroke-dasharray: 2 3; }
+polyline { fill: none; stroke-width: 1.8; }
+.legend { display: flex; flex-wrap: wrap; gap: .2em 1.2em; font-size: 12px; }
+.legend i { display: inline-block; width: 18px; margin-right: 5px; vertical-align: middle; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .2em 1em .2em 0; border-bottom: 1px solid var(--line); }
+td.n { text-align: right; } th { font-weight: 600; }
+.scroll { overflow-x: auto; } .note { color: var(--soft); } details { margin: .5em 0; }
+"""
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page of these runs to ``output``, by default into the first one's folder."""
+    runs = read_runs(list(folders))
+    file = folders[0] / REPORT_FILE if output is None else output
+    file.write_text(page(runs), encoding="utf-8")
+    return file
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole page."""
+    names = ", ".join(run.name for run in runs)
+    sections = [
+        ("Results", _results(runs)),
+        ("Loss", _pair(runs, "loss of the step", "loss")),
+        ("AUC of val", _pair(runs, "AUC", "auc", split="val")),
+        ("Logloss of val", _pair(runs, "logloss", "logloss", split="val")),
+        ("Learning rates and gradients", _rates(runs)),
+        ("Speed", _speed(runs)),
+        ("Calibration", _calibration(runs)),
+        ("Slices", _each(runs, _slices)),
+        ("Layouts", _each(runs, _layouts)),
+        ("Transfers", _each(runs, _transfers)),
+        ("Memory", _each(runs, _memory)),
+        ("Settings that differ", _differences(runs) if len(runs) > 1 else ""),
+    ]
+    body = "".join(f"<section><h2>{title}</h2>{text}</section>" for title, text in sections if text)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(names)}</title><style>{_STYLE}</style></head>"
+        f"<body><h1>{escape(names)}</h1>{body}</body></html>\n"
+    )
+
+
+def _results(runs: Sequence[Run]) -> str:
+    def of(key: str, show: Callable[[Any], str] = show_number) -> list[str]:
+        return [_value(run.final.get(key), show) for run in runs]
+
+    def both_sums(run: Run) -> str:
+        final = run.final
+        if final.get("predicted") is None:
+            return "-"
+        return f"{final['predicted']:,.1f} of {final['positives']:,}"
+
+    rows: list[tuple[str, list[str]]] = [
+        ("test AUC", of("auc", lambda v: f"{v:.5f}")),
+        ("its bound of error", of("auc_error", lambda v: f"{v:.1e}")),
+        ("best possible AUC", of("best_auc", lambda v: f"{v:.5f}")),
+        ("val AUC", of("val_auc", lambda v: f"{v:.5f}")),
+        ("test GAUC, by rows", of("gauc", lambda v: f"{v:.5f}")),
+        ("test logloss", of("logloss", lambda v: f"{v:.5f}")),
+        ("test normalised entropy", of("normalised_entropy", lambda v: f"{v:.5f}")),
+        ("test calibration", of("calibration", lambda v: f"{v:.4f}")),
+        ("sum of chances of positives", [both_sums(run) for run in runs]),
+        ("steps", of("steps", lambda v: f"{v:,}")),
+        ("samples per second", of("samples_per_s", lambda v: f"{v:,.0f}")),
+        ("time shown", [_clock(run.minutes(run.events[-1])) for run in runs]),
+    ]
+    told = [(name, cells) for name, cells in rows if any(cell != "-" for cell in cells)]
+    header = ["", *(run.name for run in runs)]
+    table = _table(header, [[name, *cells] for name, cells in told])
+    notes = "".join(
+        f'<p class="note">{escape(run.name)}: {escape(note)}</p>'
+        for run in runs
+        for note in run.notes
+    )
+    return table + notes
+
+
+def _pair(runs: Sequence[Run], title: str, key: str, *, split: str | None = None) -> str:
+    """The same curves over steps and over time."""
+    charts = [
+        line_chart(
+            f"{title}, {text}",
+            label,
+            [Series(run.name, run.curve(key, split=split, by=by), n) for n, run in enumerate(runs)],
+        )
+        for by, label, text in (("step", "step", "by step"), ("time", "minutes", "by time"))
+    ]
+    return _row(charts)
+
+
+def _rates(runs: Sequence[Run]) -> str:
+    rates = [
+        Series(f"{run.name}, {part}", run.curve(f"lr_{part}"), n, dashed=part == "dense")
+        for n, run in enumerate(runs)
+        for part in ("sparse", "dense")
+    ]
+    norms = [Series(run.name, run.curve("grad_norm"), n) for n, run in enumerate(runs)]
+    return _row(
+        [
+            line_chart("learning rates", "step", rates, zero=True),
+            line_chart("norm of the gradients, before clipping", "step", norms, zero=True),
+        ]
+    )
+
+
+def _speed(runs: Sequence[Run]) -> str:
+    def curves(key: str) -> list[Series]:
+        return [Series(run.name, run.curve(key), n) for n, run in enumerate(runs)]
+
+    charts = [
+        line_chart("samples per second, all ranks", "step", curves("samples_per_s"), zero=True),
+        line_chart("ms per step", "step", curves("step_ms"), zero=True),
+    ]
+    bars = stacked_bars(
+        "a step by move, rank 0, of the interval whose steps took the median time",
+        [(run.name, _moves(run)) for run in runs if _moves(run)],
+    )
+    return _row(charts) + bars
+
+
+def _moves(run: Run) -> list[tuple[str, float]]:
+    """(move, ms) in the order of the schedule, the wait for data first and the rest last.
+
+    Of one interval, so that the parts add up to the step.
+    """
+    steps = [event for event in run.of("step") if event.get("move_forward_ms") is not None]
+    if not steps:
+        return []
+    one = sorted(steps, key=lambda event: event["step_ms"])[len(steps) // 2]
+    keys = [key for key in one if key.startswith("move_")]
+    order = [move["move"] for move in run.plan.get("schedule", ())]
+    keys.sort(key=lambda key: order.index(_bare(key)) if _bare(key) in order else len(order))
+    parts = [("wait for data", float(one["data_ms"]))]
+    parts += [(_bare(key), float(one[key])) for key in keys]
+    rest = one["step_ms"] - sum(value for _, value in parts)
+    return [*parts, ("loop", max(rest, 0.0))]
+
+
+def _bare(key: str) -> str:
+    return key.removeprefix("move_").removesuffix("_ms")
+
+
+def _calibration(runs: Sequence[Run]) -> str:
+    charts = [
+        calibration_chart(
+            f"{split}, last evaluation",
+            [
+                Series(run.name, list(zip(one["predicted"], one["observed"], strict=True)), n)
+                for n, run in enumerate(runs)
+                for one in run.last("calibration", split)[-1:]
+            ],
+        )
+        for split in ("test", "val")
+    ]
+    return _row(charts)
+
+
+def _slices(run: Run) -> str:
+    split = "test" if run.last("slice", "test") else "val"
+    rows = [
+        [
+            f"{one['column']}, mean within values" if one["value"] is None else one["column"],
+            "" if one["value"] is None else str(one["value"]),
+            f"{one['num_rows']:,}",
+            _value(one["auc"], lambda v: f"{v:.5f}"),
+            _value(one["logloss"], lambda v: f"{v:.5f}"),
+            _value(one["calibration_ratio"], lambda v: f"{v:.4f}"),
+        ]
+        for one in run.last("slice", split)
+    ]
+    header = [f"{split}: column", "id", "rows", "AUC", "logloss", "calibration"]
+    return _table(header, rows) if rows else ""
+
+
+def _layouts(run: Run) -> str:
+    rows = [
+        [
+            table["name"],
+            f"{table['rows']:,}",
+            str(table["dim"]),
+            f"{table['sbp']}@{table['ranks']}",
+            table["exchange"],
+            f"{table['kernel']}: {table['kernel_reason']}",
+        ]
+        for table in run.plan.get("tables", ())
+    ]
+    return _table(["table", "rows", "dim", "layout", "exchange", "kernel"], rows) if rows else ""
+
+
+def _transfers(run: Run) -> str:
+    steps = run.plan.get("steps", ())
+    rows = [
+        [
+            step["id"],
+            step["phase"],
+            step["collective"],
+            ("" if step["exact"] else "at most ") + _size(step["total_bytes"]),
+        ]
+        for step in steps
+    ]
+    if not rows:
+        return ""
+    total = _size(run.plan["bytes_per_iteration"])
+    table = _table(["step", "phase", "collective", "bytes, all ranks"], rows)
+    return f"<details><summary>{total} per iteration at most</summary>{table}</details>"
+
+
+def _memory(run: Run) -> str:
+    ranks = run.plan.get("ranks", ())
+    peaks = run.final.get("peak_memory_bytes") or [None] * len(ranks)
+    rows = [
+        [
+            str(rank["rank"]),
+            _size(rank["table_bytes"]),
+            _size(rank["table_state_bytes"]),
+            _size(sum(value for key, value in rank.items() if key.startswith("dense"))),
+            _value(peak, _size),
+        ]
+        for rank, peak in zip(ranks, peaks, strict=False)
+    ]
+    header = ["rank", "tables, planned", "their state", "dense part", "peak of the process"]
+    return _table(header, rows) if rows else ""
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+    rows = [
+        [key, *(run.settings.get(key, "-") for run in runs)]
+        for key in keys
+        if len({run.settings.get(key, "-") for run in runs}) > 1
+    ]
+    return _table(["key", *(run.name for run in runs)], rows) if rows else ""
+
+
+def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
+    """A section of every run that has something in it, under its name if there are several."""
+    parts = [(run.name, section(run)) for run in runs]
+    title = len(runs) > 1
+    return "".join(
+        (f"<h3>{escape(name)}</h3>" if title else "") + text for name, text in parts if text
+    )
+
+
+def _row(charts: Sequence[str]) -> str:
+    drawn = "".join(charts)
+    return f'<div class="row">{drawn}</div>' if drawn else ""
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _value(value: Figure, show: Callable[[Any], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _clock(minutes: float) -> str:
+    seconds = round(60 * minutes)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes:.0f} B"

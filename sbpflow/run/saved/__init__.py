@@ -1,0 +1,1 @@
+"""What a run saves, resumes from, and is read back from."""

@@ -1,0 +1,205 @@
+"""The checkpoints of a run: when it is saved, what is written beside the tensors, what is kept."""
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
+from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.folder import keep_only, tidy
+from sbpflow.checkpoint.run_file import RunFacts, write_run
+from sbpflow.checkpoint.save import Saver
+from sbpflow.config.checks import writable_folder
+from sbpflow.config.parse import plain
+from sbpflow.config.schema import Config
+from sbpflow.errors import ConfigError
+from sbpflow.run.execution.job import Job
+from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.saved.coordinated_stop import CoordinatedStop
+from sbpflow.run.saved.resume import Resumed, relevant_facts
+from sbpflow.runtime.compute.versions import summary as version_summary
+from sbpflow.runtime.files.run_folder import RunLock
+from sbpflow.runtime.processes.graceful_shutdown import GracefulShutdown
+from sbpflow.training.batch import Batch
+from sbpflow.training.metrics import Evaluation
+
+
+class Read(Protocol):
+    """A loader whose read can go on: ``data.read.loader.RowLoader``."""
+
+    def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
+        """Where the read goes on after ``batch``."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go on from there."""
+        ...
+
+
+class Checkpoints:
+    """Saves a run as ``config.checkpoint`` says; ``training/saving.py`` has what each call means.
+
+    Every rank makes one. ``read`` is the loader of the train part, ``metrics_bytes`` the length of
+    what was reported so far; ``keep_set`` leaves the set, without its rows, in a folder.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        read: Read,
+        *,
+        resumed: Resumed,
+        metrics_bytes: Callable[[], int],
+        keep_set: Callable[[Path], None],
+    ) -> None:
+        decision, start, data = resumed.decision, resumed.start, resumed.data
+        self.step, self.epoch = start.step, start.epoch
+        self.steps_of_before, self.loop = start.steps_of_before, start.loop
+        self._config, self._job, self._read = config, job, read
+        self._data, self._metrics_bytes = data, metrics_bytes
+        self._world = job.boxing.world
+        self._best: dict[str, Any] | None = dict(start.best) if start.best else None
+        self._saver: Saver | None = None
+        self._signals: GracefulShutdown | None = None
+        self._stop: CoordinatedStop | None = None
+        self._stopping = False
+        self._lock: RunLock | None = None
+        if start.cursor is not None:
+            read.load_state_dict(start.cursor)
+        if not config.checkpoint.every:
+            return
+        folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
+        check_shared(folder, job.boxing)
+        facts = relevant_facts(config, data)
+        self._facts = RunFacts(run=decision.run, facts=facts, status="training")
+        self._lock = run_on_all_ranks(
+            job.boxing, lambda: RunLock(folder, rank=self._world.rank, key="checkpoint.dir")
+        )
+        if self._world.rank == 0:
+            tidy(folder)
+            keep_set(folder)
+            write_run(folder, self._facts)
+        self._saver = Saver(
+            folder,
+            job.boxing,
+            job.state,
+            run=decision.run,
+            deadline_s=config.parallel.timeout_s,
+            stores=job.embeddings.stores,
+        )
+        if {"save": True, "end": False}[config.checkpoint.on_signal]:
+            self._signals = GracefulShutdown.where_watched()
+        if self._signals is not None:
+            timeout_s = config.parallel.timeout_s
+            self._stop = CoordinatedStop(self._signals, self._world, timeout_s=timeout_s)
+
+    def scored(self, step: int, evaluation: Evaluation | None) -> None:
+        """Remember the best."""
+        auc = None if evaluation is None else evaluation.auc
+        if auc is not None and (self._best is None or auc > self._best["auc"]):
+            self._best = {"step": step, "auc": auc}
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        if self._saver is None:
+            return False
+        self._saver.check()
+        self._stopping = self._stop is not None and self._stop.after(step)
+        return last or self._stopping or step % self._config.checkpoint.every == 0
+
+    def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
+        if self._saver is None:
+            return
+        documents = self._documents(batch, loop)
+        if self._config.checkpoint.background and not self._stopping:
+            best = self._best  # a later one may be known, and not be saved, when this one is
+            self._saver.start(step, documents, lambda: self._prune(step, best))
+        else:
+            self._saver.save(step, documents)
+            self._prune(step, self._best)
+
+    @property
+    def stops(self) -> bool:
+        return self._stopping
+
+    def leave(self) -> None:
+        if self._stop is None:
+            raise RuntimeError("nobody asked this run to stop")
+        self._stop.leave()
+
+    def _prune(self, step: int, best: Mapping[str, Any] | None) -> None:
+        if self._saver is None or self._world.rank:
+            return
+        best = best if self._config.checkpoint.keep_best else None
+        keep_only(
+            self._saver.folder,
+            newest=self._config.checkpoint.keep,
+            step=step,
+            and_step=int(best["step"]) if best else None,
+        )
+
+    def finished(self) -> None:
+        """The run is over: nothing goes on from here by itself."""
+        if self._signals is not None:
+            self._signals.end()
+        if self._saver is not None:
+            self._saver.wait()
+        if self._saver is not None and self._world.rank == 0:
+            write_run(self._saver.folder, replace(self._facts, status="finished"))
+        if self._lock is not None:
+            self._lock.close()
+
+    def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
+        """Rank 0's are written; the others' cost nothing."""
+        if self._world.rank:
+            return {}
+        return {
+            "config": plain(self._config),
+            "plan": json.loads(plan_to_json(self._job.plan)),
+            "data": {
+                "path": self._data.path,
+                "fingerprint": self._data.fingerprint,
+                "content_id": self._data.content_id,
+                "vocabulary_digest": self._data.vocabulary_digest,
+            },
+            "cursor": self._read.state_after(batch),
+            "steps_of_before": self.steps_of_before,
+            "loop": dict(loop),
+            "best": self._best,
+            "metrics_bytes": self._metrics_bytes(),
+            "world_size": self._world.size,
+            "versions": version_summary(),
+        }
+
+
+def _folder(folder: Path) -> Path:
+    return writable_folder("checkpoint.dir", folder, "checkpoint.dir=runs/train/checkpoints")
+
+
+def check_shared(folder: Path, boxing: Boxing) -> None:
+    """ConfigError on every rank, naming those that do not see the same folder as rank 0.
+
+    Rank 0 writes a number of its own into a file there, and the others read it.
+    """
+    if boxing.world.size == 1:
+        return
+    file, mine = folder / ".seen-by-all", uuid.uuid4().hex
+    if boxing.world.rank == 0:
+        file.write_text(mine, encoding="ascii")
+    written = gather_facts(boxing, {"number": mine})[0]["number"]
+    try:
+        seen = file.read_text(encoding="ascii") == written
+    except OSError:
+        seen = False
+    everyone = gather_facts(boxing, {"seen": "yes" if seen else ""})
+    if boxing.world.rank == 0:
+        file.unlink(missing_ok=True)
+    if blind := [rank for rank, facts in enumerate(everyone) if not facts["seen"]]:
+        raise ConfigError(
+            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 has there; "
+            "give a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
+            "save nothing with checkpoint.every=0"
+        )

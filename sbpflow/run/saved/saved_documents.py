@@ -1,0 +1,80 @@
+"""What a run keeps in a checkpoint beside its tensors, checked before anything goes on from it.
+
+An index has a digest, but a valid one is no proof of its form: another program may have written it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.config.parse import brief
+from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.json_file import is_count, is_number
+
+
+def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Path and digests of the set that it was trained on; CheckpointError naming the key."""
+    data = _object(checkpoint, "data", checkpoint.documents.get("data"))
+    for key in ("path", "fingerprint"):
+        _need(checkpoint, f"data.{key}", data.get(key), _is_text, "text")
+    for key in ("content_id", "vocabulary_digest"):  # earlier versions have no content_id
+        _need(checkpoint, f"data.{key}", data.get(key), _is_text_or_none, "text")
+    return data
+
+
+def check_start(checkpoint: Checkpoint) -> None:
+    """CheckpointError, naming the key, unless it says where a run goes on."""
+    documents = checkpoint.documents
+    cursor = _object(checkpoint, "cursor", documents.get("cursor"))
+    _need(checkpoint, "cursor.epoch", cursor.get("epoch"), is_count, "a whole number")
+    for key in ("steps_of_before", "metrics_bytes"):
+        _need(checkpoint, key, documents.get(key), is_count, "a whole number")
+    if documents.get("best") is not None:
+        best = _object(checkpoint, "best", documents["best"])
+        _need(checkpoint, "best.step", best.get("step"), is_count, "a whole number")
+        _need(checkpoint, "best.auc", best.get("auc"), is_number, "a number")
+    check_loop(checkpoint)
+
+
+def check_loop(checkpoint: Checkpoint) -> None:
+    """CheckpointError unless ``loop`` has states of ``Watchers``; a loss may be infinite."""
+    loop = _object(checkpoint, "loop", checkpoint.documents.get("loop"))
+    for name, given in loop.items():
+        state = _object(checkpoint, f"loop.{name}", given)
+        for key in ("step", "waited"):
+            _need(checkpoint, f"loop.{name}.{key}", state.get(key), is_count, "a whole number")
+        value, factor = state.get("value"), state.get("factor", 1.0)
+        _need(checkpoint, f"loop.{name}.value", value, _is_watched, "a number or null")
+        _need(checkpoint, f"loop.{name}.factor", factor, _is_factor, "above 0 and at most 1")
+
+
+def _object(checkpoint: Checkpoint, key: str, value: object) -> dict[str, Any]:
+    _need(checkpoint, key, value, lambda given: isinstance(given, dict), "an object with keys")
+    return cast("dict[str, Any]", value)
+
+
+def _need(
+    checkpoint: Checkpoint, key: str, value: object, fits: Callable[[object], bool], rule: str
+) -> None:
+    if not fits(value):
+        given = "not there" if value is None else brief(value)
+        raise CheckpointError(
+            f"{checkpoint.path}: its {key} is {given} and must be {rule}; use another checkpoint"
+        )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_watched(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and not math.isnan(cast("float", value)))
+
+
+def _is_factor(value: object) -> bool:
+    return is_number(value) and 0 < cast("float", value) <= 1

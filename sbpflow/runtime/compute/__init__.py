@@ -1,0 +1,1 @@
+"""What this machine computes with: devices, compilers, memory, installed versions."""

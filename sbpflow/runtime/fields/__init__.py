@@ -1,0 +1,1 @@
+"""Annotations of configuration fields, and classes of a user's own."""

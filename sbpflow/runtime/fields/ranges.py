@@ -1,0 +1,67 @@
+"""What a number of a configuration may be, as an annotation of its field."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from sbpflow.runtime.fields.keys import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number, for ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` is within the bounds."""
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = [(">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below)]
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in parts if bound is not None)
+
+
+Rate = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(low=0)]
+Beta = Annotated[float, Range(low=0, below=1)]
+Count = Annotated[int, Range(low=1)]
+LearningRate = Annotated[Rate, Key("results", "Learning rate.")]
+Epsilon = Annotated[
+    Rate, Key("results", "Added to the denominator of a step, to avoid dividing by 0.")
+]
+Betas = Annotated[
+    tuple[Beta, Beta], Key("results", "Decay rates of the averages of gradients and their squares.")
+]
+Accumulator = Annotated[
+    NonNegative, Key("results", "Value that the sums of squared gradients start from.")
+]
+
+
+def broken_rule(value: Any, kind: Any) -> str | None:
+    """What the annotation ``kind`` asks for, if ``value`` is something else.
+
+    Knows marked numbers, tuples of them and ``Literal``; any other kind passes.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bounds = [mark for mark in args[1:] if isinstance(mark, Range)]
+        if not bounds:
+            return broken_rule(value, args[0])
+        passes = math.isfinite(value) and all(bound.holds(value) for bound in bounds)
+        return None if passes else " ".join(["a finite number", *map(str, bounds)])
+    if origin is tuple:
+        broken = len(value) != len(args) or any(map(broken_rule, value, args))
+        texts = ", ".join(str(mark) for mark in get_args(args[0])[1:])
+        return f"{len(args)} numbers, each {texts}" if broken else None
+    if origin is Literal:
+        return None if value in args else f"one of {', '.join(map(str, args))}"
+    return None

@@ -1,0 +1,1 @@
+"""The ranks that run together: their process groups, hosts, and what they sent."""

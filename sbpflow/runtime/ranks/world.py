@@ -1,0 +1,399 @@
+"""The ranks that run together: this process's rank, device and process groups; the checked mode.
+
+A World is made once and passed on; nothing here is module state. No tensor of the user moves here
+(``boxing`` does that); the only traffic is the header exchange of the checked mode.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from sbpflow.errors import ConfigError, PeerLostError, SbpError
+from sbpflow.runtime.compute.devices import backend_of_device, choose_device, why_no_cuda
+from sbpflow.runtime.compute.versions import build_facts
+from sbpflow.runtime.processes.environment import env_int, rank_and_world_size
+from sbpflow.runtime.processes.exit_messages import Meeting
+from sbpflow.runtime.processes.shutdown import close_process_groups
+from sbpflow.runtime.processes.startup import await_ranks
+from sbpflow.runtime.processes.store import TimedStore, loopback_name, within
+from sbpflow.runtime.random.draws import Draws
+from sbpflow.runtime.ranks.comm_log import CommLog
+from sbpflow.runtime.ranks.hosts import find_topology
+from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.sbp.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = 512
+LENGTH_BYTES = 8  # of a header's end: how long this rank's reason to refuse is, 0 for none
+DEFAULT_TIMEOUT_S = 600.0
+_SLACK_S = 5.0  # for torch's own timeout to come first, whose words say more
+
+Made = TypeVar("Made")
+
+# torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
+_names = vars(dist)
+all_gather_single: Callable[..., dist.Work | None] = (
+    _names.get("all_gather_single") or _names["all_gather_into_tensor"]
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """How the ranks find each other, as torch's ``init_process_group`` takes it.
+
+    ``init_method=None`` is a world of one that needs no meeting point.
+    """
+
+    init_method: str | None
+    rank: int
+    size: int
+    local_rank: int = 0
+
+
+class World:
+    """All ranks of one run. Build it with ``World.start``; ``close`` it before the process ends.
+
+    ``channel`` names keep traffic apart: each (ranks, channel) pair has a process group of its own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        owns_default_group: bool = True,
+        topology: Topology | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.backend = backend_of_device(device.type)
+        self.checked = checked
+        self.topology = topology or Topology.one_host(size)
+        self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
+        self.log = CommLog()
+        self.draws = Draws()  # where ops take random numbers from
+        # Takes what waits for a transfer and makes it wait: for those that measure.
+        self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._owns_default_group = owns_default_group
+        self._closed = False
+        self._served: Meeting | None = None
+
+    @staticmethod
+    def start(
+        device: str = "auto",
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = False,
+        rendezvous: Rendezvous | None = None,
+        facts: Mapping[str, str] | None = None,
+        topology: Topology | None = None,
+    ) -> "World":
+        """Join the other ranks; without a launcher, be a world of one.
+
+        ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets.
+        A process group that already exists is used as it is and left alone by ``close``. ``facts``,
+        key to value, are what all ranks must agree on, such as their configuration; with device,
+        backend and versions they are compared before torch connects the ranks. Without a
+        ``topology`` the ranks find out which of them share a host. Raises ConfigError where facts
+        differ, when the device is not there or the environment is incomplete, AbsentError when not
+        all ranks of the environment are there in time.
+        """
+        meeting = rendezvous or _meeting_from_environment()
+        chosen = choose_device(device, meeting.local_rank)
+        if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
+            if reason := why_no_cuda():
+                logger.warning("device auto: this run is on the CPU, for %s", reason)
+        owns, served = not dist.is_initialized(), None
+        if owns:
+            if chosen.type == "cuda":
+                # Transfers of several groups run in the order in which a rank asks for them, which
+                # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
+                os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+            alone = meeting.init_method is None
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
+            met = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
+            if met is not None:
+                ranks = (meeting.rank, meeting.size, chosen.type)
+                topology = topology or find_topology(met.store, *ranks, timeout_s)
+                if len(topology.hosts) == 1 or loopback_name(os.environ["MASTER_ADDR"]):
+                    # gloo authenticates nobody, and these ranks need no other interface. The
+                    # loopback one is the first of every machine.
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
+            store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
+            start = partial(
+                dist.init_process_group,
+                backend,
+                init_method=meeting.init_method if store is None else None,
+                store=store,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
+            served = met  # by rank 0, for as long as groups are made through it
+        world = World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            chosen,
+            timeout_s=timeout_s,
+            checked=checked,
+            owns_default_group=owns,
+            topology=topology,
+        )
+        world._served = served
+        if topology is None:
+            common = world.store("hosts") if world.size > 1 else None
+            ranks = (world.rank, world.size, chosen.type)
+            world.topology = find_topology(common, *ranks, timeout_s)
+        return world
+
+    def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
+        """The process group of ``ranks`` (any order) on ``channel``; ``step_id`` is for errors.
+
+        Made on first use, so the first use must happen on all ranks of the world, in one order;
+        ``Boxing`` and the engine see to that by walking the same steps everywhere. A rank that is
+        not in it gets c10d's mark for that, which no collective takes.
+        """
+        key = (tuple(sorted(ranks)), channel)
+        group = self._groups.get(key)
+        if group is None:
+            if outside := [rank for rank in key[0] if not 0 <= rank < self.size]:
+                raise SbpError(
+                    f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
+                )
+            what = f"making the group of ranks {list(key[0])} for {channel}"
+            make = partial(dist.new_group, list(key[0]), timeout=self._timeout)
+            made = _connect(make, self.device, self._timeout.total_seconds(), step_id, what)
+            group = self._groups[key] = cast("dist.ProcessGroup", made)
+        return group
+
+    def device_of(self, layout: Layout) -> torch.device:
+        """Where this rank's part of a tensor laid out so is; raises SbpError if it has no such."""
+        wanted = layout.placement.device_type
+        if self.device.type in (wanted, "meta"):
+            return self.device
+        if wanted == "cpu":
+            return torch.device("cpu")
+        raise SbpError(
+            f"{layout} is on {wanted}, this world runs on {self.device.type}; place it on "
+            f'{self.device.type}, or start the world with device="{wanted}"'
+        )
+
+    def check_ranks(self, layout: Layout) -> None:
+        """Raise SbpError if ``layout`` names ranks that this world does not have."""
+        if max(layout.placement.ranks) >= self.size:
+            raise SbpError(
+                f"{layout} names ranks outside this world of {self.size}; use 0..{self.size - 1}"
+            )
+
+    def backend_of(self, layout: Layout) -> str:
+        """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
+        return backend_of_device(layout.placement.device_type)
+
+    def check(self, step_id: str, operation: str, refused: str = "") -> None:
+        """In the checked mode, compare what every rank is about to do; else nothing.
+
+        All ranks of the world must call it; ``refused`` is why this rank cannot go on. Raises
+        SbpError on every rank if they are at different steps, naming them, or if any refused.
+        """
+        if not self.checked or self.size == 1:
+            return
+        reason = refused.encode()
+        step = _cut(f"{step_id} ({operation})".encode(), HEADER_BYTES - LENGTH_BYTES)
+        headers = self._exchange(step + len(reason).to_bytes(LENGTH_BYTES, "little"))
+        steps = [_decode(header[:-LENGTH_BYTES]) for header in headers]
+        if len(set(steps)) > 1:
+            lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(steps))
+            raise SbpError(
+                f"ranks take different steps: {lines}. Every rank must call the same conversions "
+                "in the same order, and requires_grad_() on the same tensors, also outside a "
+                "placement"
+            )
+        longest = max(int.from_bytes(header[-LENGTH_BYTES:], "little") for header in headers)
+        if not longest:
+            return
+        reasons = [_decode(row) for row in self._exchange(reason.ljust(longest, b"\0"))]
+        raise SbpError(
+            reasons[0]
+            if len(set(reasons)) == 1
+            else "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+        )
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """What each rank passed, all of one length."""
+        gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        group = self.group(range(self.size), "check")
+        try:
+            all_gather_single(gathered, sent, group=group)
+        except RuntimeError as error:
+            raise broken(error, "check", "all_gather") from error
+        return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
+
+    def store(self, name: str) -> TimedStore:
+        """Short texts that all ranks see, by keys of their own per ``name``.
+
+        It has a connection of its own, so one further thread may talk through it while the main one
+        trains: a store waits for one answer at a time.
+        """
+        # Private, and public nowhere; the stub lacks clone.
+        store = cast("Any", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+        return TimedStore(dist.PrefixStore(name, store.clone()), "the meeting point of the ranks")
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            group = self.group(range(self.size), "control")
+            try:
+                dist.all_reduce(torch.zeros(1), group=group)
+            except RuntimeError as error:
+                raise broken(error, "barrier", "all_reduce") from error
+
+    def close(self) -> None:
+        """Destroy the process groups; without it gloo aborts some processes at exit.
+
+        RuntimeError if that takes longer than 10 s, as it may when a peer has just died.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._owns_default_group:
+            close_process_groups()
+        self._groups.clear()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RuntimeError as failed:
+            if error is None:
+                raise
+            error.add_note(f"then {failed}")  # most likely its consequence
+
+
+def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
+    """What a collective raised while it was under way, with the step it was for in front.
+
+    PeerLostError, for its arguments were good when it was issued; but not where the device failed,
+    or where ranks disagree on sizes, which gloo alone notices, as a failed "enforce".
+    """
+    words = re.sub(r"^\[/\S+\]\s*", "", str(error))
+    device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
+    kind = RuntimeError if device_failed or "enforce fail" in words else PeerLostError
+    return kind(f"{step_id}, {collective}: {words}")
+
+
+def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
+    """What a collective raised when it was issued, with the step it was for in front.
+
+    PeerLostError only for torch's own types of a lost peer: NCCL connects at its first collective.
+    """
+    if isinstance(error, _names["DistError"]):
+        return broken(error, step_id, collective)
+    return RuntimeError(f"{step_id}, {collective}: {error}")
+
+
+def _connect(
+    make: Callable[[], Made], device: torch.device, timeout_s: float, step_id: str, what: str
+) -> Made:
+    """What ``make`` returns, in time: torch talks to the store without a limit of its own."""
+
+    def on_device() -> Made:
+        if device.type == "cuda":  # a thread starts on device 0
+            torch.cuda.set_device(device)
+        return make()
+
+    try:
+        return within(timeout_s + _SLACK_S, on_device, f"{step_id}, {what}")
+    except PeerLostError:
+        raise
+    except RuntimeError as error:
+        raise broken(error, step_id, what) from error
+
+
+def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
+    """Where torch is to connect the ranks, if not where it would by itself.
+
+    torchrun's store has the addresses of the ranks of every start before, at which torch 2.13 would
+    look for those of this one (pytorch/pytorch#135712). One that rank 0 serves listens where
+    MASTER_ADDR says, which one that torch makes would not.
+    """
+    if met is None or met.store is None:
+        return None
+    store = cast("Any", met.store.torch_store).clone()  # the stub lacks it
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return dist.PrefixStore("torch", store)
+
+
+def _meeting_from_environment() -> Rendezvous:
+    rank, size = rank_and_world_size()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Rendezvous(init_method=None, rank=0, size=1)
+    if size == 1:  # nobody to meet, wherever MASTER_ADDR points
+        return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set but {', '.join(missing)} is not; start ranks with "
+            "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE for one process"
+        )
+    return Rendezvous(init_method="env://", rank=rank, size=size, local_rank=_local_rank())
+
+
+def _local_rank() -> int:
+    given = env_int("LOCAL_RANK", 0)
+    if given < 0:
+        raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")
+    return given
+
+
+def world_size_of_environment() -> int:
+    """How many ranks the launcher started; 1 without one. Needs no process group."""
+    return _meeting_from_environment().size
+
+
+def device_type_of(device: str) -> str:
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
+    return choose_device(device, _local_rank()).type
+
+
+def _cut(raw: bytes, length: int) -> bytes:
+    """Exactly ``length`` bytes: cut if need be, but still different where the texts are."""
+    if len(raw) > length:
+        digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
+        raw = raw[: length - len(digest)] + digest
+    return raw.ljust(length, b"\0")
+
+
+def _decode(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

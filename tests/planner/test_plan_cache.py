@@ -1,0 +1,152 @@
+"""Plans that were chosen are kept: one search for all ranks of a machine."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from sbpflow.errors import PlanError
+from sbpflow.planner import plan_cache
+from sbpflow.planner.calibration.records import plan_tree
+from sbpflow.planner.clusters import described
+from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.plan_cache import chosen_once
+from sbpflow.planner.planners import make_plan
+from sbpflow.planner.workloads import random_task
+from sbpflow.runtime.files.cache_dir import cache_dir
+
+TASK = random_task(0, num_tables=6, world_size=2, held_out=True)
+COST = CostModel(described("h100-dgx")).of(TASK)
+PLAN = make_plan("dim", COST).plan
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Chooser:
+    """Gives ``PLAN`` and counts how often it was asked."""
+
+    def __init__(self, seconds=0.0):
+        self.asked, self.seconds = 0, seconds
+
+    def __call__(self):
+        self.asked += 1
+        time.sleep(self.seconds)
+        return PLAN
+
+
+def test_who_comes_second_waits_and_takes_the_same_plan():
+    chooser = Chooser(seconds=0.2)
+    with ThreadPoolExecutor(4) as ranks:
+        found = list(ranks.map(lambda _: chosen_once(COST, 7, chooser), range(4)))
+    assert found == [PLAN] * 4
+    assert chooser.asked == 1
+
+
+@pytest.mark.parametrize("changed", ["seed", "batch", "prices", "code"])
+def test_what_a_choice_depends_on_names_its_file(changed, monkeypatch):
+    chooser = Chooser()
+    chosen_once(COST, 7, chooser)
+    task, profile, seed = TASK, COST.profile, 7
+    if changed == "seed":
+        seed = 8
+    elif changed == "batch":
+        task = replace(TASK, batch_size=2 * TASK.batch_size)
+    elif changed == "prices":
+        profile = replace(profile, buffer_factor=2.0)
+    else:
+        monkeypatch.setattr(plan_cache, "_code", lambda: "other")
+    chosen_once(CostModel(profile).of(task), seed, chooser)
+    assert chooser.asked == 2
+    chosen_once(CostModel(profile).of(task), seed, chooser)
+    assert chooser.asked == 2
+
+
+def test_half_a_file_is_chosen_anew_and_what_fails_is_not_kept():
+    chooser = Chooser()
+    chosen_once(COST, 7, chooser)
+    (file,) = (cache_dir() / "plans").iterdir()
+    file.write_text(file.read_text()[:-9])
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chooser.asked == 2
+
+    def fails():
+        raise PlanError("nothing fits")
+
+    with pytest.raises(PlanError, match="nothing fits"):
+        chosen_once(COST, 8, fails)
+    assert chosen_once(COST, 8, chooser) == PLAN
+
+
+def kept(tree) -> str:
+    """A file with a checksum that fits."""
+    digest = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "plan": tree})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "null", "{}", "[" * 100_000, '{"a": 1}', "\0", "NaN"),
+        *(kept({}), kept([]), kept(None), kept({"other": ["B", "columns", [1, 1], [0]]})),
+        kept({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
+        kept({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
+        kept({name: ["B", "columns", 3, [0]] for name in PLAN}),
+        kept(plan_tree(PLAN)).replace("[0", "[1", 1),
+    ],
+)
+def test_what_is_no_plan_of_the_task_is_chosen_anew(text, caplog):
+    chooser = Chooser()
+    chosen_once(COST, 7, chooser)
+    (file,) = (cache_dir() / "plans").iterdir()
+    file.write_text(text)
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chooser.asked == 2
+    assert len(caplog.records) == bool(text), "one line, and none for a file that is new"
+
+
+def test_a_full_disk_costs_the_next_start_its_plan_and_not_this_run(monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan_cache.os, "write", full)
+    chooser = Chooser()
+    with caplog.at_level(logging.WARNING):
+        assert chosen_once(COST, 7, chooser) == PLAN
+    assert "the plan is not kept ([Errno 28]" in caplog.text
+    assert chosen_once(COST, 7, chooser) == PLAN
+    assert chooser.asked == 2
+
+
+def test_without_a_folder_each_chooses_and_says_so(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert chosen_once(COST, 7, Chooser()) == PLAN
+    assert "every rank chooses its own" in caplog.text
+
+
+def test_the_oldest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(plan_cache, "KEPT", 2)
+    chooser = Chooser()
+    for seed in range(4):
+        chosen_once(COST, seed, chooser)
+        time.sleep(0.02)  # files are ordered by when they were written
+    assert len(list((cache_dir() / "plans").iterdir())) == 2
+    chosen_once(COST, 3, chooser)
+    assert chooser.asked == 4
+    odd = cache_dir() / "plans" / "folder.json"
+    odd.mkdir()
+    os.utime(odd, (0, 0))
+    assert chosen_once(COST, 5, chooser) == PLAN
+    assert odd.is_dir(), "what cannot be forgotten stays"

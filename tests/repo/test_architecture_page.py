@@ -1,0 +1,64 @@
+"""docs/architecture.md: every file and every code name on it is there, and says what it did."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.repo.test_tree import FILES, PYTHON, name
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", PAGE, flags=re.DOTALL | re.MULTILINE))
+PATHS = sorted({word for word in CODE if re.fullmatch(r"[\w.]+(/[\w.]*)+", word)})
+NAMES = sorted({word for word in CODE if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)*", word)} - {"T"})
+# `sbpflow/a.py`, `Name`, `other_name`
+PLACES = re.findall(r"`([\w/]+\.py)`((?:, `[\w.]+`)+)", PAGE)
+# | `Type` | `sbpflow/a.py` | and: `Type` (`sbpflow/a.py`)
+TYPES = re.findall(r"`([\w.]+)` \|? ?\(?`([\w/]+\.py)`", PAGE)
+DECIDED = [(file, word) for file, words in PLACES for word in re.findall(r"`([\w.]+)`", words)]
+DECIDED += [(file, word) for word, file in TYPES]
+KEYS = (ROOT / "docs" / "configuration.md").read_text()
+
+
+def defines(text: str, word: str) -> bool:
+    """Whether Python code has a class, function, variable or field of that name."""
+    last = re.escape(word.split(".")[-1])
+    return bool(re.search(rf"(def|class) {last}\b|^ *(self\.)?{last}\b[^\n]*( = |: )", text, re.M))
+
+
+def test_the_page_was_read():
+    assert len(PATHS) >= 80
+    assert len(NAMES) >= 80
+    assert len(DECIDED) >= 60
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_file_and_folder_on_the_page_is_there(path):
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize(("file", "word"), DECIDED)
+def test_a_name_is_in_the_file_that_the_page_gives(file, word):
+    assert defines((ROOT / file).read_text(), word)
+
+
+@pytest.mark.parametrize("word", NAMES)
+def test_every_name_on_the_page_is_one_of_the_code(word):
+    """Or a key, a value of one, a folder, or a command."""
+    tops = ("sbpflow", "data", "models", "planner")
+    sources = [path for path in PYTHON if name(path).split("/")[0] in tops]
+    folders = {part for path in sources for part in path.relative_to(ROOT).parts[:-1]}
+    files = {path.name for path in FILES}
+    known = word in folders | files or f"`{word}`" in KEYS or f"{word}`" in KEYS
+    words = rf"[\"']{re.escape(word)}[\"']"
+    texts = (path.read_text() for path in sources)
+    assert known or any(defines(text, word) or re.search(words, text) for text in texts)
+
+
+def test_the_page_shows_where_to_add_every_kind_of_part():
+    section = PAGE.split("## How to add ...\n")[1].split("\n## ")[0]
+    parts = re.findall(r"^\* \*\*(.+?)\*\*", section, re.M)
+    assert len(parts) >= 10
+    for line in section.split("\n* ")[1:]:
+        assert re.search(r"`[\w/.]+/[\w/.]+`", line), line

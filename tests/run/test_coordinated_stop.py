@@ -1,0 +1,50 @@
+"""One rank is asked to stop: all end after the same step, and say whose signal it was."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sbpflow.errors import PeerStoppedError
+from sbpflow.run.saved import coordinated_stop
+from sbpflow.run.saved.coordinated_stop import CoordinatedStop
+from sbpflow.runtime.processes.exit_messages import Reason, compose
+from sbpflow.runtime.processes.launch import EXIT_INTERRUPT, EXIT_LOST_PEER, classify
+
+ASKED_IN = 5  # the step
+
+
+def _train(world, who):
+    """Steps that need all ranks; what this rank did last."""
+    coordinated_stop._LOOK_S = 0.0
+    signals = SimpleNamespace(asked=0, leave=lambda: None)
+    stop = CoordinatedStop(signals, world, timeout_s=20.0)
+    for step in range(1, 100):
+        world.barrier()
+        if step == ASKED_IN and world.rank == who:
+            signals.asked = 15
+        if stop.after(step):
+            try:
+                stop.leave()
+            except PeerStoppedError as error:
+                return step, classify(error)[1]
+            return step, EXIT_INTERRUPT  # where the signal was raised once more
+    raise AssertionError("it trained on")
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks, who):
+    ends = ranks(3, _train, who)
+    steps = {step for step, _ in ends}
+    assert len(steps) == 1
+    assert ASKED_IN < steps.pop() < 20
+    codes = [code for _, code in ends]
+    assert codes.pop(who) == EXIT_INTERRUPT
+    assert codes == [EXIT_LOST_PEER, EXIT_LOST_PEER]
+
+
+def test_the_machine_that_was_told_is_named_whoever_left_first():
+    told, reason = Reason("terminated", order=2), Reason("peer_stopped", order=1)
+    for machines in ({0: "a", 1: "b"}, {0: "a", 1: "a"}):
+        text = compose({0: reason, 1: told}, 2, machines)
+        assert text.startswith("stopped by SIGTERM")
+    assert compose({0: reason, 1: told}, 2, {0: "a", 1: "b"}).endswith("sent to rank 1 on b")
