@@ -1,4 +1,4 @@
-"""docs/architecture.md: every file and every code name on it is there, and says what it did."""
+"""docs/architecture.md: every file and code name on the page exists, where the page says it is."""
 
 import re
 from pathlib import Path
