@@ -26,6 +26,9 @@ class Move:
     waits: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
 
+    def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
+        return saved_move, (self.name, self.says)  # another process gets its own constant
+
 
 # Ids are sent at once if their number is known; for lists and unique rows, counts are sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
