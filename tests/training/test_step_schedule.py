@@ -186,7 +186,9 @@ def test_what_is_in_flight_during_a_move():
     only = {move.name: flying for move, flying in OVERLAPPED.in_flight({moves.IDS})}
     assert only["lookup"] == only["start_id_exchange"] == ()
     assert only["gather_outputs"] == ("next ids",)
-    assert re.search(r"update +the step +one optimizer step on the rows next ids, ", str(OVERLAPPED))
+    assert re.search(
+        r"update +the step +one optimizer step on the rows next ids, ", str(OVERLAPPED)
+    )
 
 
 def test_the_architecture_page_shows_the_schedule():
