@@ -182,7 +182,7 @@ def _fit(
             **({"planner": planned.summary()} if planned else {}),
         },
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
-        going_on=run.start.going_on,
+        resumed=run.start.going_on,
     ) as report:
         report.keep(PLAN_FILE, plan_to_json(job.plan))
         if planned is not None:

@@ -1,4 +1,4 @@
-"""What training and evaluation take: batches, and loaders that give them."""
+"""The input of training and evaluation: batches, and the loaders that yield them."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -9,12 +9,12 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 
 
 class Batch(Protocol):
-    """This rank's rows of a global batch of ``batch_size``.
+    """This rank's rows of a global batch of ``batch_size`` rows.
 
-    A batch may also have ``weights`` [local batch], of mean 1 over all rows of the set: factors of
-    the rows' losses. The loss of a step is sum(weight x loss) / rows: not over the sum of the
-    weights, which would need a collective before the backward, and would make steps of light rows
-    as strong as those of heavy ones.
+    A batch may also have ``weights`` [local batch], with mean 1 over all rows of the data set,
+    which multiply the losses of the rows. The loss of a step is sum(weight * loss) / rows. Dividing
+    by the sum of the weights instead would need a collective before the backward, and would give
+    steps with small weights as much influence as those with large ones.
     """
 
     @property
@@ -29,12 +29,12 @@ class Batch(Protocol):
 
     @property
     def ids(self) -> Tensor | BatchIds:
-        """[local batch, id columns] int32, or these with lists."""
+        """[local batch, id columns] int32, or a ``BatchIds`` if fields have lists of ids."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Rows over all ranks."""
+        """Rows of the global batch, over all ranks."""
         ...
 
 
@@ -43,7 +43,7 @@ class Loader(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Batches of an epoch."""
+        """Batches per epoch."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

@@ -1,9 +1,10 @@
-"""Clipping by the global norm: one norm over gradients that lie on the ranks in any layout.
+"""Clipping by the global norm of gradients in any layout.
 
-The norm is of the mean loss over the whole batch, every element counted once wherever copies or
-parts of it are: a row of a table with its gradient summed over the batch, a dense parameter after
-its gradient has come back. So it does not depend on the layout or the number of ranks, up to the
-order of a float64 sum. The factor is that of torch.nn.utils.clip_grad_norm_.
+The norm is that of the gradient of the mean loss over the whole batch. Every element counts once,
+however many ranks hold copies: rows of tables with their gradients summed over the batch, dense
+parameters after their gradients are reduced. So the norm does not depend on the layout or the
+number of ranks, up to the order of a float64 sum. The factor is that of
+torch.nn.utils.clip_grad_norm_.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,15 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 from sbpflow.tensor.global_tensor import GlobalTensor
 
 CHANNEL = "dense"
-_TINY = 1e-6  # added to the norm, as torch does
+_EPSILON = 1e-6  # added to the norm, as in torch
 
 
 def clip_steps(
     config: ClipConfig, layouts: Sequence[Layout], world: Placement, backend: str
 ) -> tuple[BoxingStep, ...]:
-    """What adds up the squares of all ranks, one float64; nothing where every rank has them all.
+    """The steps that add up the squares of all ranks, P -> B over the world, for one float64.
 
-    ``layouts`` are those of the dense parameters. P -> B over the world, in the move ``clip``.
+    ``layouts`` are those of the dense parameters. No steps if every rank has all gradients.
     """
     whole = Layout(world, (Broadcast(),))
     if not config.rows and all(layout == whole for layout in layouts):
@@ -39,18 +40,18 @@ def clip_steps(
     return plan_boxing(terms, whole, (1,), torch.float64, id="clip/bwd/norm", backend=backend)
 
 
-def counts_here(layout: Layout, rank: int) -> bool:
-    """Whether ``rank`` is the one of those with equal parts that counts its own."""
+def _counts_part(layout: Layout, rank: int) -> bool:
+    """Whether ``rank`` counts its part: the first of the ranks that hold equal parts does."""
     coordinates = layout.placement.coord(rank)
     return coordinates is not None and all(
-        place == 0
-        for place, sbp in zip(coordinates, layout.nd_sbp, strict=True)
+        coordinate == 0
+        for coordinate, sbp in zip(coordinates, layout.nd_sbp, strict=True)
         if isinstance(sbp, Broadcast)
     )
 
 
 class Clipper:
-    """Scales the gradients of a step; ``steps`` is what ``clip_steps`` planned."""
+    """Scales the gradients of a step; ``steps`` are those of ``clip_steps``."""
 
     def __init__(
         self,
@@ -69,13 +70,13 @@ class Clipper:
         self._counted = [
             parameter
             for parameter in self._parameters
-            if not steps or counts_here(parameter.layout, rank)
+            if not steps or _counts_part(parameter.layout, rank)
         ]
 
     def clip(self) -> Tensor:
-        """Scale every gradient that is in the norm; the norm before, 0-d float64, on every rank."""
+        """Scale the gradients; returns the norm before scaling, 0-d float64, on every rank."""
         norm = self._squares().sqrt()
-        factor = (self._config.norm / (norm + _TINY)).clamp(max=1.0)
+        factor = (self._config.norm / (norm + _EPSILON)).clamp(max=1.0)
         if not norm.is_cuda and float(factor) == 1.0:
             return norm
         for parameter in self._parameters:
@@ -96,6 +97,6 @@ class Clipper:
         if self._steps:
             summed = self._boxing.run(self._steps, total, CHANNEL)
             if summed is None:
-                raise RuntimeError("the norm of the gradients did not come back")
+                raise RuntimeError("no sum of the squared gradients on this rank")
             total = summed
         return total.squeeze(0)

@@ -1,10 +1,10 @@
-"""Stretches of a training step as one CUDA graph per shape of a batch, replayed.
+"""Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
-The first steps of a shape run as ever, on the stream that captures later: what is made once (an
-optimizer's state, workspaces of libraries, compiled code) is made there. The next one is captured,
-which computes nothing, and replayed, as all after it are. A graph reads and writes the same memory
-each time: a batch is copied into it, gradients and the loss are read from it.
-``graphed_step`` says which stretches there are.
+The first steps of a shape run op by op on the stream that later captures, so that everything made
+once (optimizer state, library workspaces, compiled code) is made there. The next step is captured,
+which computes nothing, and then replayed, as are all later steps. A graph reads and writes the same
+memory each time: a batch is copied into it, gradients and the loss are read from it.
+``graphed_step`` defines the regions.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,22 +19,22 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # a torch module's buffers are looked at in as many
+WARM_UP_STEPS = 3  # a TorchModel checks its module's buffers during as many steps
 
 
 class Inputs(Protocol):
-    """What a stretch takes of a batch."""
+    """The inputs of a region for one batch."""
 
     def tensors(self) -> list[Tensor | None]:
-        """All that is in memory of the device, in one order."""
+        """All tensors in device memory, always in the same order."""
         ...
 
     def new_like(self) -> Self:
-        """Memory for another batch of these sizes."""
+        """Uninitialized inputs of the same shapes."""
         ...
 
-    def take_gradients(self, of: Self) -> None:
-        """Have the gradients that the stretch left with ``of``."""
+    def take_gradients(self, source: Self) -> None:
+        """Take over the gradients that the region left on ``source``."""
         ...
 
 
@@ -43,9 +43,9 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 
 @dataclass(slots=True, kw_only=True)
 class DenseInputs:
-    """What the dense part takes of a batch of ``batch_size`` rows, of which these are this rank's.
+    """This rank's inputs of the dense part, for a global batch of ``batch_size`` rows.
 
-    ``vectors`` are the embeddings' outputs by name, leaves that require a gradient.
+    ``vectors`` are the outputs of the embeddings by name: leaves that require a gradient.
     """
 
     batch_size: int
@@ -69,9 +69,9 @@ class DenseInputs:
             },
         )
 
-    def take_gradients(self, of: "DenseInputs") -> None:
+    def take_gradients(self, source: "DenseInputs") -> None:
         for name, vectors in self.vectors.items():
-            vectors.grad = of.vectors[name].grad
+            vectors.grad = source.vectors[name].grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ class _Captured(Generic[InputsT]):
     graph: torch.cuda.CUDAGraph
     inputs: InputsT
     gradients: list[Tensor | None]  # of the leaves
-    found: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
 
 
 class Graphs(Generic[InputsT]):
-    """Runs ``work``, (inputs, seed of what is random) -> what it finds.
+    """Runs ``work``, a function (inputs, random seed) -> results, as CUDA graphs.
 
-    ``leaves`` are what has a gradient afterwards, beside the inputs. ``prepare`` puts where the
-    device finds them the numbers of the host that ``work`` takes, before each replay.
+    ``leaves`` are the tensors other than the inputs that get gradients. ``prepare`` is called
+    before each replay, to write the host numbers that ``work`` uses into device memory.
     """
 
     def __init__(
@@ -106,32 +106,32 @@ class Graphs(Generic[InputsT]):
         self._runs: dict[object, int] = {}
 
     def run(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """What ``work`` finds; gradients of leaves and inputs are there, as after ``work``.
+        """The results of ``work``; leaves and inputs then have gradients, as after ``work``.
 
-        Gradients are good until the next run. ConfigError if the region cannot be captured.
+        Gradients are valid until the next run. ConfigError if the region cannot be captured.
         """
-        shapes = _shapes(inputs)
+        shapes = tuple(t if t is None else (t.shape, t.dtype) for t in inputs.tensors())
         runs = self._runs[shapes] = self._runs.get(shapes, 0) + 1
         if runs <= self.warm_up_steps:
-            return self._beside(inputs, seed)
+            return self._run_uncaptured(inputs, seed)
         if shapes not in self._captured:
             static = inputs.new_like()
-            _copy(static, inputs)  # so that no address is out of range
+            _copy(static, inputs)  # addresses in uninitialized memory could be out of range
             self._captured[shapes] = self._capture(static, seed)
         return self._replay(self._captured[shapes], inputs, seed)
 
     def forget(self) -> None:
-        """Where parameters or the optimizer's state are no longer the tensors that they were."""
+        """Drop all graphs, since parameters or optimizer state were replaced by other tensors."""
         self._captured, self._runs = {}, {}
 
-    def _beside(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """Op by op, on the capturing stream; the current one waits for it."""
+    def _run_uncaptured(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
+        """Run op by op on the capturing stream; the current stream waits for it."""
         current = torch.cuda.current_stream(self._world.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._drawing():
-            found = self._work(inputs, seed)
+            results = self._work(inputs, seed)
         current.wait_stream(self._stream)
-        return found
+        return results
 
     def _capture(self, inputs: InputsT, seed: int) -> _Captured[InputsT]:
         graph = torch.cuda.CUDAGraph()
@@ -140,18 +140,18 @@ class Graphs(Generic[InputsT]):
         try:
             with (
                 self._drawing(capturing=True),
-                # thread_local: NCCL's own threads ask for their events meanwhile.
+                # thread_local, because NCCL's own threads query events during the capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                found = self._work(inputs, seed)
+                results = self._work(inputs, seed)
         except RuntimeError as error:
             raise ConfigError(
                 "parallel.cuda_graph: true, but the dense part cannot be captured: "
-                f"{_first_line(error)}; a captured model neither waits for the device "
-                "(item(), a mask as an index, print) nor brings tensors from the host; change "
-                "that, or use parallel.cuda_graph=false"
+                f"{_first_line(error)}; a captured model must not wait for the device (item(), a "
+                "mask as an index, print) or copy tensors from the host; change the model, or use "
+                "parallel.cuda_graph=false"
             ) from error
-        return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], found)
+        return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], results)
 
     def _replay(
         self, captured: _Captured[InputsT], inputs: InputsT, seed: int
@@ -164,11 +164,12 @@ class Graphs(Generic[InputsT]):
         for leaf, gradient in zip(self._leaves, captured.gradients, strict=True):
             leaf.grad = gradient
         inputs.take_gradients(captured.inputs)
-        return tuple(one.clone() for one in captured.found)  # the next replay has others
+        # The next replay overwrites the results.
+        return tuple(result.clone() for result in captured.results)
 
     @contextmanager
     def _drawing(self, *, capturing: bool = False) -> Generator[None]:
-        """Random numbers of the region come from keys that stay where they are."""
+        """Draw random numbers from keys at a fixed device address, which a replay reads again."""
         world, before = self._world, self._world.draws
         world.draws, self._draws.capturing = self._draws, capturing
         try:
@@ -178,20 +179,15 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """All in one call: torch has it under this name alone."""
-    into = [one for one in target.tensors() if one is not None]
-    given = [one for one in source.tensors() if one is not None]
+    """Copy all tensors in one call, for which torch has no public name."""
+    targets = [tensor for tensor in target.tensors() if tensor is not None]
+    sources = [tensor for tensor in source.tensors() if tensor is not None]
     with torch.no_grad():
-        torch._foreach_copy_(into, given)  # pyright: ignore[reportPrivateUsage]
-
-
-def _shapes(inputs: Inputs) -> tuple[object, ...]:
-    """What a graph is captured for."""
-    return tuple(one if one is None else (one.shape, one.dtype) for one in inputs.tensors())
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what went wrong at first: the end of a broken capture raises, too, and says less."""
+    """The first line of the original error: ending a broken capture raises a less specific one."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).splitlines()[0]

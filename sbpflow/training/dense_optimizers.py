@@ -1,11 +1,27 @@
-"""torch.optim for the dense part, from the configuration."""
+"""Builds the torch.optim optimizer of the dense part from the configuration."""
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sbpflow.config.schema import Adam, AdamW, DenseAdagrad, DenseOptimizer, DenseSgd, RmsProp
+
+_CLASSES: dict[type[DenseOptimizer], Any] = {
+    Adam: torch.optim.Adam,
+    AdamW: torch.optim.AdamW,
+    DenseAdagrad: torch.optim.Adagrad,
+    DenseSgd: torch.optim.SGD,
+    RmsProp: torch.optim.RMSprop,
+}
+# Torch has no capturable SGD or Adagrad: their learning rate can only be a number.
+_CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
+    Adam: {"capturable": True, "fused": True},
+    AdamW: {"capturable": True, "fused": True},
+    RmsProp: {"capturable": True},
+}
 
 
 def make_dense_optimizer(
@@ -13,74 +29,22 @@ def make_dense_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The optimizer over local parts; ``None`` if there are no parameters.
 
-    ``capturable``: one whose step a CUDA graph can hold, its rate a tensor, where torch has such.
+    ``capturable`` asks for an optimizer whose step a CUDA graph can contain, with a tensor as its
+    learning rate, if torch has one of this kind.
     """
     listed = list(parameters)
     if not listed:
         return None
-    if capturable and isinstance(config, CAPTURABLE):
-        return _capturable(config, listed)
-    if isinstance(config, DenseSgd):
-        return torch.optim.SGD(
-            listed,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-        )
+    make = _CLASSES[type(config)]
+    # The fields of a configuration class are the arguments of its torch class, but for these two.
+    options = dataclasses.asdict(config)
+    del options["name"]
     if isinstance(config, DenseAdagrad):
-        return torch.optim.Adagrad(
-            listed,
-            lr=config.lr,
-            eps=config.eps,
-            initial_accumulator_value=config.initial_accumulator,
-            weight_decay=config.weight_decay,
-        )
-    if isinstance(config, RmsProp):
-        return torch.optim.RMSprop(
-            listed,
-            lr=config.lr,
-            alpha=config.alpha,
-            eps=config.eps,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        )
-    return _ADAMS[type(config)](
-        listed,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
-
-
-CAPTURABLE = (Adam, AdamW, RmsProp)  # torch's SGD and Adagrad have their rate as a number alone
-
-
-_ADAMS = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
-
-
-def _capturable(config: Adam | AdamW | RmsProp, listed: list[Tensor]) -> torch.optim.Optimizer:
-    rate = torch.tensor(config.lr, dtype=torch.float32, device=listed[0].device)
-    if isinstance(config, RmsProp):
-        return torch.optim.RMSprop(
-            listed,
-            lr=rate,  # pyright: ignore[reportArgumentType] -- the stub lacks tensors
-            alpha=config.alpha,
-            eps=config.eps,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            capturable=True,
-        )
-    return _ADAMS[type(config)](
-        listed,
-        lr=rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        capturable=True,
-        fused=True,
-    )
+        options["initial_accumulator_value"] = options.pop("initial_accumulator")
+    if capturable and type(config) in _CAPTURABLE:
+        options |= _CAPTURABLE[type(config)]
+        options["lr"] = torch.tensor(config.lr, dtype=torch.float32, device=listed[0].device)
+    return make(listed, **options)
 
 
 def state_per_element(config: DenseOptimizer) -> int:

@@ -1,8 +1,7 @@
-"""The logical names of the dense part's state: what is saved, whatever the layout.
+"""The logical tensors of the dense part, by which it is saved independent of the layout.
 
-``dense/P`` is parameter or buffer P, ``dense/P/STATE`` what the optimizer keeps of a parameter,
-element by element; the optimizer's own count of steps is left out, for a job has one count for
-everything.
+``dense/P`` is parameter or buffer P; ``dense/P/STATE`` is the optimizer state of a parameter,
+element by element. The optimizer's own step count is left out, since a job has a single step count.
 """
 
 import copy
@@ -24,41 +23,45 @@ def dense_state(
     buffers: Mapping[str, GlobalTensor],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
-    """Every tensor of the dense part by name, the same names on all ranks once a step was made.
+    """Every tensor of the dense part by name; all ranks have the same names after a first step.
 
-    A tensor of more or fewer than two dims has its rectangle over [first dim, all others].
+    Rectangles are over [first dim, all other dims flattened].
     """
-    found: list[LogicalTensor] = []
+    tensors: list[LogicalTensor] = []
     for name, parameter in parameters.items():
-        found.append(_logical(f"dense/{name}", parameter, parameter.part.detach()))
-        for key, value in _kept(optimizer, parameter.part):
-            found.append(_logical(f"dense/{name}/{key}", parameter, value))
-    found += [_logical(f"dense/{name}", one, one.part) for name, one in buffers.items()]
-    return {tensor.name: tensor for tensor in found}
+        tensors.append(_logical(f"dense/{name}", parameter, parameter.part.detach()))
+        for key, value in _optimizer_state(optimizer, parameter.part):
+            tensors.append(_logical(f"dense/{name}/{key}", parameter, value))
+    tensors += [_logical(f"dense/{name}", buffer, buffer.part) for name, buffer in buffers.items()]
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Give each parameter the state that its optimizer makes at a first step, in zeros, and its
-    count of ``step`` steps: to be filled with what was saved.
+    """Allocate the state that the optimizer creates in its first step, to be filled by a restore.
+
+    Tensors are zero, and the step count of each parameter is ``step``.
     """
     if optimizer is None:
         return
     for group in optimizer.param_groups:
         for part in group["params"]:
-            kept = cast("dict[Tensor, dict[str, Any]]", optimizer.state)[part]
-            for key, value in _of_first_step(optimizer, group, part).items():
+            state = cast("dict[Tensor, dict[str, Any]]", optimizer.state)[part]
+            for key, value in _first_state(optimizer, group, part).items():
                 if key == "step":
-                    kept[key] = torch.full_like(value, step)
+                    state[key] = torch.full_like(value, step)
                 elif isinstance(value, Tensor) and value.ndim:
-                    kept[key] = torch.zeros_like(part)
+                    state[key] = torch.zeros_like(part)
                 else:
-                    kept[key] = value
+                    state[key] = value
 
 
-def _of_first_step(
+def _first_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], part: Tensor
 ) -> dict[str, Any]:
-    """What a copy of the optimizer keeps of a parameter of one element after a step."""
+    """The state of a one-element parameter after one step of a copy of the optimizer.
+
+    Torch has no call that says which state an optimizer keeps.
+    """
     probe = torch.zeros(1, dtype=part.dtype, device=part.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)
     twin = copy.copy(optimizer)
@@ -67,7 +70,9 @@ def _of_first_step(
     return cast("dict[Tensor, dict[str, Any]]", twin.state)[probe]
 
 
-def _kept(optimizer: torch.optim.Optimizer | None, part: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer | None, part: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     state = optimizer.state.get(part, {}) if optimizer is not None else {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == part.shape and key != "step":
@@ -80,11 +85,11 @@ def _logical(name: str, parameter: GlobalTensor, values: Tensor) -> LogicalTenso
     if slices is not None:
         rows = slices[0] if slices else slice(0, 1)
         columns = slices[1] if len(slices) == 2 else slice(0, math.prod(parameter.shape[1:]))
-        held = [part.stop - part.start for part in slices[1:]]
-        if len(slices) > 2 and tuple(held) != parameter.shape[1:]:
+        lengths = tuple(part.stop - part.start for part in slices[1:])
+        if len(slices) > 2 and lengths != parameter.shape[1:]:
             raise SbpError(
-                f"{name}: {parameter!r} is split along a dim behind the first, and so no "
-                "rectangle; state of more than two dims is split along dim 0 alone"
+                f"{name}: {parameter!r} is split along a dim other than 0, so its parts are not "
+                "rectangles; state of more than two dims can only be split along dim 0: use S(0)"
             )
         mine = (
             Rectangle(

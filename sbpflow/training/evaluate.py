@@ -1,7 +1,7 @@
-"""Metrics over a whole split: every rank predicts its rows, rank 0 sees them all.
+"""Metrics over a whole split: every rank predicts its rows, and rank 0 computes the metrics.
 
-Up to a stated number of rows they are brought together before anything is computed, so the figures
-do not depend on the number of ranks. Of more rows, counts and sums are added up over the ranks.
+Up to a configured number of rows, rank 0 gathers all predictions first, so the metrics do not
+depend on the number of ranks. For more rows, counts and sums are added up over the ranks.
 """
 
 import difflib
@@ -32,8 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """How a split is scored: exactly up to ``exact_rows``, at most ``max_rows`` of it (whole
-    batches, the first that reach it), and by the values of ``slices``, {name: column of ids}.
+    """How to score a split.
+
+    * ``exact_rows``: gather up to this many rows for exact metrics.
+    * ``max_rows``: stop after the batch that reaches this number of rows.
+    * ``slices``: also score by the values of these id columns, {name: column}.
     """
 
     exact_rows: int = 20_000_000
@@ -43,105 +46,99 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class _Rows:
-    """This rank's rows, all ranks' sizes; counts in their place once there are too many."""
+    """This rank's rows and the sizes of all ranks; a histogram once there are too many rows."""
 
     boxing: Boxing
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # [rows, 2]: logits, labels
-    beside: list[Tensor] = field(default_factory=list[Tensor])  # [rows, groups and slices] int64
+    keys: list[Tensor] = field(default_factory=list[Tensor])  # [rows, group and slices] int64
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
     grouped: bool = False
-    counted: ScoreHistogram | None = None
+    histogram: ScoreHistogram | None = None
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         self.total += batch.batch_size
         self.scores.append(torch.stack([logits, batch.labels.to(logits)], 1))
-        if self.counted is None:
-            if beside := self._beside(batch):
-                self.beside.append(torch.stack(beside, 1))
+        if self.histogram is None:
+            if keys := self._keys_of(batch):
+                self.keys.append(torch.stack(keys, 1))
             own = balanced_sizes(batch.batch_size, self.boxing.world.size)
             self.sizes = [a + b for a, b in zip(self.sizes or [0] * len(own), own, strict=True)]
         if self.total > self.options.exact_rows:
-            self._count()
+            if self.histogram is None:
+                self.histogram = ScoreHistogram(self.boxing.world.device)
+                self.keys = []
+            for part in self.scores:
+                self.histogram.add(*part.unbind(1))
+            self.scores = []
 
-    def _beside(self, batch: Batch) -> list[Tensor]:
+    def _keys_of(self, batch: Batch) -> list[Tensor]:
         columns: Mapping[str, Tensor] = getattr(batch, "columns", {})
         self.grouped = "group" in columns
-        found = [columns["group"]] if self.grouped else []
+        keys = [columns["group"]] if self.grouped else []
         ids = batch.ids.matrix if isinstance(batch.ids, BatchIds) else batch.ids
-        found += [ids[:, column].to(torch.int64) for column in self.options.slices.values()]
-        return found
-
-    def _count(self) -> None:
-        if self.counted is None:
-            self.counted = ScoreHistogram(self.boxing.world.device)
-            self.beside = []
-        for part in self.scores:
-            self.counted.add(*part.unbind(1))
-        self.scores = []
+        return keys + [ids[:, column].to(torch.int64) for column in self.options.slices.values()]
 
     def evaluation(self) -> Evaluation | None:
-        if self.counted is not None:
-            return self._of_counts(self.counted)
+        if self.histogram is not None:
+            return self._from_histogram(self.histogram)
         sizes = tuple(self.sizes)
         rows = gather_rows(torch.cat(self.scores), sizes, self.boxing)
-        beside = gather_rows(torch.cat(self.beside), sizes, self.boxing) if self.beside else None
+        keys = gather_rows(torch.cat(self.keys), sizes, self.boxing) if self.keys else None
         if rows is None:
             return None
         logits, labels = rows.cpu().unbind(1)
-        columns = [] if beside is None else list(beside.cpu().unbind(1))
+        columns = [] if keys is None else list(keys.cpu().unbind(1))
         group = columns.pop(0) if self.grouped else None
         slices: list[Slice] = []
         for name, values in zip(self.options.slices, columns, strict=True):
             slices += slice_by(logits, labels, values, name)
         return replace(evaluate(logits, labels, group), slices=tuple(slices))
 
-    def _of_counts(self, counted: ScoreHistogram) -> Evaluation | None:
-        counted.over_ranks(self.boxing)
+    def _from_histogram(self, histogram: ScoreHistogram) -> Evaluation | None:
+        histogram.over_ranks(self.boxing)
         if self.boxing.world.rank != 0:
             return None
         if self.grouped or self.options.slices:
             logger.warning(
-                "%d rows are more than train.exact_auc_rows %d: no GAUC and no slices, which are "
-                "of gathered rows",
+                "no GAUC and no slices: they need gathered rows, and %d rows are more than "
+                "train.exact_auc_rows %d",
                 self.total,
                 self.options.exact_rows,
             )
-        return counted.evaluation()
+        return histogram.evaluation()
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
-    """The column of a batch's ids that each of ``train.slices`` is.
+    """The id column of each field in ``train.slices``.
 
-    ConfigError for what is no field of one id per row, naming those there are.
+    ConfigError, listing the valid fields, for a name that is not a field with one id per row.
     """
-    if not names:
-        return {}
-    first = {
+    columns = {
         feature.name: column
         for feature, column in zip(plan.features, plan.ids.first, strict=True)
         if column is not None and feature.hotness == 1
     }
     for name in names:
-        if name not in first:
-            near = difflib.get_close_matches(name, first, 1)
+        if name not in columns:
+            near = difflib.get_close_matches(name, columns, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"train.slices: {name} is no field of one id per row; the data has "
-                f"{', '.join(first) or 'none'}{hint}"
+                f"train.slices: {name} is not a field with one id per row; those of the data are "
+                f"{', '.join(columns) or 'none'}{hint}"
             )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(f"train.slices: {twice[0]} is there twice; remove one of them")
-    return {name: first[name] for name in names}
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"train.slices: {repeated[0]} is listed twice; list each field once")
+    return {name: columns[name] for name in names}
 
 
 def score_split(
     trainer: Trainer, loader: Loader, boxing: Boxing, options: ScoreOptions | None = None
 ) -> Evaluation | None:
-    """Score the split; the result is on rank 0, ``None`` elsewhere.
+    """Score the split; the result is on rank 0, ``None`` on other ranks.
 
-    GAUC is part of it where batches have ``columns["group"]`` [local batch] int64.
+    It includes GAUC if batches have ``columns["group"]`` [local batch] int64.
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)
@@ -153,7 +150,7 @@ def score_split(
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:
-    """[sum(sizes), columns] on rank 0 from every rank's [sizes[rank], columns]."""
+    """Gather every rank's [sizes[rank], columns] to [sum(sizes), columns] on rank 0."""
     world = boxing.world
     device_type = world.device.type
     steps = plan_boxing(

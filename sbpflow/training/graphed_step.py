@@ -1,8 +1,8 @@
-"""What of a training step is a CUDA graph: all of it behind the ids, or its dense part.
+"""Runs a training step as a CUDA graph: everything after the id exchange, or only the dense part.
 
-On one rank all that follows the sorted ids is of fixed sizes and stays on the device: rows read,
-forward, backward, clipping, and the update of tables and of a dense optimizer that torch can
-capture. Where vectors travel, or a table's ids come in lists, it is the dense part alone.
+On one rank, everything after sorting the ids has fixed sizes and stays on the device: reading rows,
+forward, backward, clipping, and the updates of the tables and of a dense optimizer that torch can
+capture. If vectors are exchanged, or a table has lists of ids, only the dense part is captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs, Graphs
 from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE
 
-# (inputs, seed of what is random) -> [1], this rank's term of the loss; gradients are on the leaves
-Pass = Callable[[DenseInputs, int], Tensor]
+# (inputs, random seed) -> [1], this rank's term of the loss; leaves gradients on the leaf tensors
+DensePass = Callable[[DenseInputs, int], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """A batch after ``EmbeddingCollection.arrive``; ``dense`` is without vectors.
+    """A batch after ``EmbeddingCollection.arrive``; ``dense`` has no vectors yet.
 
-    ``step`` is the job's, counted from 1.
+    ``step`` is the step number of the job, from 1.
     """
 
     dense: DenseInputs
@@ -39,19 +39,19 @@ class StepInputs:
     def new_like(self) -> "StepInputs":
         return StepInputs(dense=self.dense.new_like(), rows=self.rows.new_like(), step=self.step)
 
-    def take_gradients(self, of: "StepInputs") -> None:
-        """They went to the rows."""
+    def take_gradients(self, source: "StepInputs") -> None:
+        """Nothing to do: the gradients of the vectors were applied to the rows."""
 
 
 class GraphedStep:
-    """Runs batches by graphs: ``work`` is the dense forward, loss and backward of a batch.
+    """Runs batches as CUDA graphs; ``work`` is the dense forward, loss and backward of a batch.
 
-    ``optimizer`` is that of the dense part; ``leaves`` are its parameters.
+    ``optimizer`` is the optimizer of the dense part, and ``leaves`` are its parameters.
     """
 
     def __init__(
         self,
-        work: Pass,
+        work: DensePass,
         leaves: Sequence[Tensor],
         world: World,
         *,
@@ -76,22 +76,25 @@ class GraphedStep:
 
     @property
     def updates_dense(self) -> bool:
-        """Whether the dense optimizer's step is in the graph."""
+        """Whether the step of the dense optimizer is part of the graph."""
         return self._optimizer is not None
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the next batch is run from its rows on: not while rows must be told of."""
+        """Whether the graph of the next batch starts at its rows.
+
+        False while a before-update hook is installed, since a graph cannot call it.
+        """
         return self._all is not None and not self._embeddings.is_watched
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether batches are run from their vectors on."""
+        """Whether graphs start at the vectors."""
         return self._dense is not None
 
     @property
     def warm_up_steps(self) -> int:
-        """How many batches of a shape run op by op before one is captured."""
+        """The number of batches of a shape that run op by op before one is captured."""
         return self._graphs.warm_up_steps
 
     @warm_up_steps.setter
@@ -99,33 +102,35 @@ class GraphedStep:
         self._graphs.warm_up_steps = count
 
     def forget(self) -> None:
-        """Where parameters or the optimizer's state are no longer the tensors that they were."""
+        """Drop all graphs, since parameters or optimizer state were replaced by other tensors."""
         self._graphs.forget()
 
     def describe(self) -> str:
-        """What is replayed, for the start of a run."""
+        """One line for the log: what is replayed."""
         optimizer = "" if self.updates_dense else ", without the dense optimizer"
         if self.why_not_all:
             return f"the dense part is replayed{optimizer}; tables op by op: {self.why_not_all}"
-        return f"all of a step behind the sorted ids is replayed{optimizer}"
+        return f"all of a step after sorting the ids is replayed{optimizer}"
 
     def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:
-        """[1], the loss term; gradients of the vectors are there, of the leaves, too, unless
-        ``updates_dense``.
+        """The loss term [1]; sets the gradients of the vectors.
+
+        Also sets the gradients of the leaves, unless ``updates_dense``.
         """
         if self._dense is None:
-            raise RuntimeError("a batch of vectors, and graphs that begin at the rows")
+            raise RuntimeError("run_dense needs graphs that start at the vectors")
         return self._dense.run(inputs, seed)[0]
 
     def run_all(self, inputs: StepInputs, seed: int) -> tuple[Tensor, Tensor | None]:
-        """[1], the loss term, and the norm of the gradients where they are clipped; tables are
-        updated. DataError for ids out of range, before anything is changed.
+        """Run a whole step; returns the loss term [1], and the gradient norm if it clips.
+
+        DataError for ids out of range, before anything changes.
         """
         if self._all is None:
-            raise RuntimeError("a batch of rows, and graphs that begin at the vectors")
+            raise RuntimeError("run_all needs graphs that start at the rows")
         self._embeddings.check_late()
-        found = self._all.run(inputs, seed)
-        return found[0], found[1] if self._clipper is not None else None
+        results = self._all.run(inputs, seed)
+        return results[0], results[1] if self._clipper is not None else None
 
     @property
     def _graphs(self) -> Graphs[StepInputs] | Graphs[DenseInputs]:
@@ -143,20 +148,20 @@ class GraphedStep:
     def _run_all(self, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
         rows, batch = self._embeddings, inputs.rows
         rows.read(batch)
-        found = [self._work(replace(inputs.dense, vectors=rows.gather_outputs(batch)), seed)]
+        results = [self._work(replace(inputs.dense, vectors=rows.gather_outputs(batch)), seed)]
         rows.send_grads(batch)
         rows.receive_grads(batch)
         if self._clipper is not None:
-            found.append(self._clipper.clip())
+            results.append(self._clipper.clip())
         rows.apply(inputs.step)
         if self._optimizer is not None:
             self._optimizer.step()
-        return tuple(found)
+        return tuple(results)
 
     def _write_numbers(self, inputs: StepInputs) -> None:
         self._embeddings.write_numbers(inputs.step)
 
 
-# What ``run_all`` has made of a batch, and of a step.
+# The moves of a batch, and of a step, that ``run_all`` includes.
 OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

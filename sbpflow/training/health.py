@@ -1,7 +1,8 @@
-"""Checks that end a run which has gone wrong: a loss that is not a number, replicas that differ."""
+"""Checks that end a broken run: a loss that is not finite, or replicas that differ."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.batch import Batch
 from sbpflow.training.move_times import peak_memory_of
 
-_ROWS_READ = 1 << 16  # of a store at a time
+_ROWS_READ = 1 << 16  # rows of a store read at a time
 
 
 class LossWatch:
-    """Stops the run at a loss that is NaN or infinite, naming the step and the fields at fault.
+    """Stops the run if the loss is NaN or infinite, naming the step and the fields at fault.
 
-    On CPU a loss is checked at once. On CUDA it is copied to the host beside the next step and
-    checked one step later, so that the check never waits for the device.
+    On CPU the loss is checked at once. On CUDA it is copied to the host during the next step and
+    checked one step later, so the check never waits for the device.
     """
 
     def __init__(
@@ -34,79 +35,77 @@ class LossWatch:
         dense_names: Sequence[str],
         dense_ranges: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """``dense_ranges`` are the least and the greatest value of columns, as the set has them."""
+        """``dense_ranges``: minimum and maximum by column, from the manifest of the data set."""
         self._boxing = boxing
         self._names = tuple(dense_names)
-        every = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
-        self._least, self._greatest = torch.tensor(every).reshape(-1, 2).unbind(1)
-        self._waiting: tuple[int, AsyncScalarRead, Sequence[Batch]] | None = None
+        ranges = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
+        self._minimum, self._maximum = torch.tensor(ranges).reshape(-1, 2).unbind(1)
+        self._pending: tuple[int, AsyncScalarRead, Sequence[Batch]] | None = None
         self.last = float("nan")
         self._norm: float | None = None
 
     def push(
         self, step: int, loss: Tensor, batches: Sequence[Batch], norm: Tensor | None = None
     ) -> None:
-        """Take the loss of ``step``, the batches it came from, and the norm of the gradients where
-        there is one.
-        """
+        """Take the loss of ``step``, its batches, and the gradient norm if it was computed."""
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
             self._check_values(step, batches)
             self._check(step, [float(value) for value in values], batches)
             return
         self.flush()
-        both = loss.reshape(1) if norm is None else torch.stack([loss.to(torch.float64), norm])
-        self._waiting = (step, AsyncScalarRead(both), batches)
+        values = loss.reshape(1) if norm is None else torch.stack([loss.to(torch.float64), norm])
+        self._pending = (step, AsyncScalarRead(values), batches)
 
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
-        """TrainingError where a label or a dense value is none of its set's: a file has changed
-        since. On CPU alone; the loss of such a row may look like any other.
+        """TrainingError if a label or a dense value is outside the range in the manifest.
+
+        Then a file has changed since the data was prepared, which the loss may not show. CPU only.
         """
         for batch in batches:
             dense = batch.dense
-            checks = [("the label", (batch.labels != 0) & (batch.labels != 1), batch.labels)]
-            outside = (dense < self._least) | (dense > self._greatest)
-            if outside.any():
-                column = int(outside.any(0).nonzero()[0])
-                checks.append((self._names[column], outside[:, column], dense[:, column]))
-            for what, wrong, values in checks:
-                if not wrong.any():
-                    continue
-                row = int(wrong.nonzero()[0])
-                raise TrainingError(
-                    f"step {step}: {what} in row {row} of rank {self._boxing.world.rank}'s part of "
-                    f"the batch is {float(values[row]):g}; {self._rule(what)}, so a file of the "
-                    "set has changed since: `sbpflow verify` names it"
-                )
+            is_wrong = (batch.labels != 0) & (batch.labels != 1)
+            if is_wrong.any():
+                self._refuse(step, "the label", batch.labels, is_wrong, "labels are 0 or 1")
+            is_outside = (dense < self._minimum) | (dense > self._maximum)
+            if is_outside.any():
+                column = int(is_outside.any(0).nonzero()[0])
+                low, high = float(self._minimum[column]), float(self._maximum[column])
+                rule = f"the data set has {low:g} to {high:g}"
+                values, is_wrong = dense[:, column], is_outside[:, column]
+                self._refuse(step, self._names[column], values, is_wrong, rule)
 
-    def _rule(self, what: str) -> str:
-        if what not in self._names:
-            return "labels are 0 or 1"
-        column = self._names.index(what)
-        least, greatest = float(self._least[column]), float(self._greatest[column])
-        return f"the set has {least:g} to {greatest:g}"
+    def _refuse(
+        self, step: int, name: str, values: Tensor, is_wrong: Tensor, rule: str
+    ) -> NoReturn:
+        row = int(is_wrong.nonzero()[0])
+        raise TrainingError(
+            f"step {step}: {name} in row {row} of rank {self._boxing.world.rank}'s part of the "
+            f"batch is {float(values[row]):g}; {rule}, so a file has changed since the data was "
+            "prepared: `sbpflow verify` finds it"
+        )
 
     def figures(self) -> dict[str, float]:
-        """What is known beside the loss: the norm of the gradients before it was clipped."""
+        """The gradient norm before clipping, if gradients are clipped."""
         return {} if self._norm is None else {"grad_norm": self._norm}
 
     def flush(self) -> None:
-        """Check what is still under way."""
-        if self._waiting is not None:
-            (step, late, batches), self._waiting = self._waiting, None
-            self._check(step, late.wait().tolist(), batches)
+        """Check the loss that is still being copied, if any."""
+        if self._pending is not None:
+            (step, read, batches), self._pending = self._pending, None
+            self._check(step, read.wait().tolist(), batches)
 
     def _check(self, step: int, values: Sequence[float], batches: Sequence[Batch]) -> None:
         loss, *norm = values
         self.last, self._norm = loss, norm[0] if norm else None
-        if loss - loss == 0.0:  # neither NaN nor infinite
+        if math.isfinite(loss):
             if norm and not math.isfinite(norm[0]):
                 raise TrainingError(
-                    f"step {step}: the norm of the gradients is {norm[0]} at a loss of {loss}; try "
-                    "a smaller learning rate"
+                    f"step {step}: the gradient norm is {norm[0]} at a loss of {loss}; try a "
+                    "smaller learning rate"
                 )
             return
-        # The loss is the same on every rank, so every rank comes here and takes part.
+        # The loss is the same on every rank, so every rank reaches this collective.
         dense = torch.cat([batch.dense for batch in batches])
         bad = (~torch.isfinite(dense)).sum(0).to(torch.int64)
         counts = combine_parts(self._boxing, bad, Partial(), "health/fields").tolist()
@@ -116,7 +115,7 @@ class LossWatch:
             if count
         )
         cause = (
-            f"the batch holds values that are not numbers in {named}"
+            f"the batch has values that are not finite in {named}"
             if named
             else "all dense fields of the batch are finite: try a smaller learning rate"
         )
@@ -124,10 +123,10 @@ class LossWatch:
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
-    """Ids that no table had a row for, per field over all ranks; every rank calls it."""
+    """The number of out-of-range ids per field over all ranks; every rank calls it."""
     policy = embeddings.plan.out_of_range
     if policy == "error":
-        return "none (each would have ended the run)"
+        return "none (an out-of-range id ends the run)"
     counts = embeddings.out_of_range
     if boxing.world.size > 1:
         counts = combine_parts(boxing, counts, Partial(), "health/out_of_range")
@@ -145,7 +144,7 @@ def device_names(boxing: Boxing) -> list[str]:
 
 
 def peak_memory_bytes(boxing: Boxing) -> list[int]:
-    """Most memory that each rank has held, in rank order; every rank calls it."""
+    """The peak memory of every rank in bytes, in rank order; every rank calls it."""
     peaks = gather_texts(boxing, str(peak_memory_of(boxing.world.device)))
     return [int(peak) for peak in peaks]
 
@@ -153,32 +152,26 @@ def peak_memory_bytes(boxing: Boxing) -> list[int]:
 def check_replicas(
     parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
 ) -> None:
-    """Raise ReplicaError on every rank if copies differ between ranks, bit by bit.
+    """Raise ReplicaError on every rank if the copies on several ranks are not bitwise equal.
 
-    Copies are tensors laid out B, and the optimizer state of rows whose columns several ranks hold.
+    Copies are tensors with layout B, and the optimizer state of rows whose columns are split.
     """
-    world = boxing.world
-    if world.size == 1:
-        return
-    copies = [*_copies_of(parameters, world.size), *embeddings.copies()]
-    if found := _first_difference(copies, boxing):
-        name, ranks = found
+    copies = [*_copies_of(parameters, boxing.world.size), *embeddings.copies()]
+    if difference := _first_difference(copies, boxing):
+        name, ranks = difference
         raise ReplicaError(
             f"{name}: the copies on ranks {list(ranks)} differ; a gradient or an update was not "
-            "the same everywhere"
+            "the same on all of them"
         )
 
 
 def check_initial(parameters: Mapping[str, GlobalTensor], boxing: Boxing) -> None:
-    """Raise SbpError on every rank if parameters that are B start with different values."""
-    if boxing.world.size == 1:
-        return
-    if found := _first_difference(_copies_of(parameters, boxing.world.size), boxing):
-        name, _ = found
+    """Raise SbpError on every rank if B parameters start with different values."""
+    if difference := _first_difference(_copies_of(parameters, boxing.world.size), boxing):
         raise SbpError(
-            f"parameter {name}: its initial values differ between ranks; a model's make() must "
-            "build a new module at each call and draw from torch's generator alone, or load the "
-            "same file on every rank"
+            f"parameter {difference[0]}: its initial values differ between ranks; a model's make() "
+            "must build a new module on each call and draw only from torch's default generator, or "
+            "load the same file on every rank"
         )
 
 
@@ -193,20 +186,20 @@ def _copies_of(parameters: Mapping[str, GlobalTensor], size: int) -> list[Copies
 def _first_difference(
     copies: Sequence[Copies], boxing: Boxing
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The first copies that are not equal bit by bit, and their ranks; every rank calls it."""
-    if not copies:
+    """The first copies that are not bitwise equal, and their ranks; every rank calls it."""
+    if not copies or boxing.world.size == 1:
         return None
     mine = torch.stack([_checksum(copy.tensors, boxing.world.device) for copy in copies])
-    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
+    sums = combine_parts(boxing, mine.unsqueeze(0), Split(0), "health/replicas").tolist()
     for column, copy in enumerate(copies):
         for ranks in copy.ranks:
-            if len({everyone[rank][column] for rank in ranks}) > 1:
+            if len({sums[rank][column] for rank in ranks}) > 1:
                 return copy.name, ranks
     return None
 
 
 def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
-    """The bits as integers, summed with wrap-around; order and NaN do not matter."""
+    """The sum of the bits as integers, with wrap-around: independent of order, and NaN is equal."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

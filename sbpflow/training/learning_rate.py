@@ -1,4 +1,4 @@
-"""Learning rates over a run: warm-up, plateau and decay, as a factor of the configured rate."""
+"""Learning rate schedules (warm-up, constant, decay) as factors of the configured rate."""
 
 import math
 from collections.abc import Callable
@@ -16,11 +16,12 @@ def constant(step: int) -> float:
 
 
 def rate_factor(config: ScheduleConfig) -> RateFactor:
-    """The factor at a step, counted from 1.
+    """A function from the step, counted from 1, to the factor.
 
-    Rises linearly to 1 over ``warmup_steps``; from ``decay_start`` falls to ``end_factor`` over
-    ``decay_steps``, and stays there: as (1 - progress) ** power (MLPerf's DLRM has power 2), or as
-    half a cosine wave (I. Loshchilov and F. Hutter, SGDR, 2017, equation 5, without restarts).
+    The factor rises linearly to 1 over ``warmup_steps``. From ``decay_start`` it falls to
+    ``end_factor`` over ``decay_steps`` and stays there: as (1 - progress) ** power (MLPerf's DLRM
+    uses power 2), or as half a cosine wave (I. Loshchilov and F. Hutter, SGDR, 2017, equation 5,
+    without restarts).
     """
 
     def factor(step: int) -> float:

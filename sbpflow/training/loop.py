@@ -1,4 +1,4 @@
-"""The loop: epochs, evaluations, and what is reported when. It decides nothing about tensors."""
+"""The training loop: epochs, evaluations, and progress reports. It does not handle tensors."""
 
 import logging
 import time
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
-    """Where progress goes; rank 0 shows and writes it, the others ignore it."""
+    """Receives the progress of a run; rank 0 displays and writes it, other ranks ignore it."""
 
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """A log interval is over; ``extra`` are further figures, such as ``data_ms``."""
+        """Called after a log interval; ``extra`` has further figures, such as ``data_ms``."""
         ...
 
     def advance(self, step: int, loss: float) -> None:
-        """A step is over."""
+        """Called after every step."""
         ...
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """A split was scored."""
+        """Called on rank 0 after an evaluation."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to; ``samples_per_s`` is over all ranks, evaluations are on rank 0 only."""
+    """The result of a run; ``samples_per_s`` is over all ranks, evaluations are on rank 0 only."""
 
     steps: int
     samples_per_s: float
@@ -53,35 +53,36 @@ class Result:
     val: Evaluation | None
     test: Evaluation | None
     overlap: str
-    stopped: str = ""  # why a run ended early
-    best: str = ""  # the best value of val that was watched, and its step
+    stopped: str = ""  # why the run ended early
+    best: str = ""  # the best value of the watched metric on val, and its step
 
     @property
     def notes(self) -> dict[str, str]:
-        """What the end of a run says beside its figures, by title."""
+        """Further lines of the end summary, by title."""
         lines = {"stopped": self.stopped, "best val": self.best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}
 
 
 class Pace:
-    """Rows and seconds of training, without the first step (it allocates and connects), without
-    evaluations, and with the seconds that went into waiting for data told apart.
+    """Counts rows and seconds of training, and separately the seconds spent waiting for data.
+
+    Excludes evaluations and the first step, which allocates memory and opens connections.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self.seconds = 0.0
-        self._interval = [0, 0, 0.0, 0.0]  # steps, rows, seconds, of them for data
+        self._interval = [0, 0, 0.0, 0.0]  # steps, rows, seconds, seconds waiting for data
         self._begin = time.perf_counter()
         self._data_seconds = 0.0
         self._warm = False
 
     def got_batch(self) -> None:
-        """The batch of the next step is there."""
+        """The batch of the next step has arrived."""
         self._data_seconds = time.perf_counter() - self._begin
 
     def stepped(self, batch_size: int) -> None:
-        """The step is over."""
+        """The step has ended."""
         now = time.perf_counter()
         if self._warm:
             seconds = now - self._begin
@@ -93,12 +94,13 @@ class Pace:
         self._begin = now
 
     def resume(self) -> None:
-        """What happened since the last step was no training."""
+        """Do not count the time since the last step."""
         self._begin = time.perf_counter()
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Samples/s and ms per step since the last call, of the seconds of each move too; the first
-        step alone gives NaN.
+        """Samples/s since the last call, and ms per step in total, for data, and for each move.
+
+        ``moves`` has the seconds of each move. NaN if only the first step has run.
         """
         steps, rows, seconds, data = self._interval
         self._interval = [0, 0, 0.0, 0.0]
@@ -109,14 +111,16 @@ class Pace:
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Steps that a run will take; the last of an epoch may be of fewer batches than the others."""
+    """The number of steps of a run; the last step of an epoch may have fewer batches."""
     total = train.epochs * -(-steps_per_epoch // train.accumulate)
     return total if train.max_steps is None else min(total, train.max_steps)
 
 
 def is_logged(step: int, log_every: int) -> bool:
-    """Whether ``step`` ends a log interval: every ``log_every``, and before the first at 2, 5, 10,
-    20, 50 and so on, for a short run should show whether it learns. Step 1 has no rate.
+    """Whether ``step`` ends a log interval: every ``log_every`` steps.
+
+    Before the first one also at steps 2, 5, 10, 20, 50 and so on, so that short runs show whether
+    they learn. Step 1 is left out because it is not timed.
     """
     if step >= log_every:
         return step % log_every == 0
@@ -135,30 +139,35 @@ def fit(
     profiler: StepProfiler | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
-    """Train on ``loaders["train"]``, score ``val`` on the way and ``val`` and ``test`` at the end.
+    """Train on ``loaders["train"]``; score ``val`` during the run, ``val`` and ``test`` at the end.
 
-    ``profiler`` traces some of the steps; with ``checkpoints`` it goes on from where they say, and
-    is saved when they say. Raises TrainingError at a loss that is not a number, and ConfigError
-    where val, which is to be watched, has no rows.
+    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts and when it
+    is saved. Raises TrainingError if the loss is not finite, and ConfigError if early stopping or
+    the plateau schedule watches ``val`` and it has no rows.
     """
-    keeper = checkpoints or NoCheckpoints()
+    checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train)
-    watchers.load(keeper.loop)
+    watchers.load(checkpoints.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
-    last = keeper.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
+    last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
-    _check_profile(profiler, last)
-    pace, times, step = Pace(), MoveTimes(), keeper.step
+    if profiler is not None and profiler.first > last:
+        raise ConfigError(
+            f"train.profile: starts at step {profiler.first}, but the run has {last} steps; for "
+            f"example [{max(1, last - 2)}, {last}]"
+        )
+    pace, times, step = Pace(), MoveTimes(), checkpoints.step
     every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
-    steps = _Steps(loaders["train"], range(keeper.epoch, train.epochs), train.accumulate)
-    window = _Window(steps.first(0 if watchers.stops else last - step), trainer)
-    while (now := window.next_step()) is not None:
-        batches = now.batches
+    steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
+    steps_left = 0 if watchers.stops else max(last - step, 0)
+    window = _Window(islice(steps, steps_left), trainer)
+    while (current := window.next_step()) is not None:
+        batches = current.batches
         pace.got_batch()
         step += 1
-        # The end scores all of val: where evaluations do, too, it is one of them.
+        # The end of the run scores all of val; count that as an evaluation if those do the same.
         due = step % every == 0 if step < last else train.eval_rows is None
         scored = bool(train.eval_every) and due
         with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
@@ -168,31 +177,36 @@ def fit(
         if logged:
             watch.flush()
         pace.stepped(sum(batch.batch_size for batch in batches))
-        if step == keeper.step + 1:  # it allocates and connects
+        if step == checkpoints.step + 1:  # the first step allocates and connects: do not count it
             times.take()
         reporter.advance(step, watch.last)
         if logged:
             rate, split = pace.interval(times.take())
-            extra = {"epoch": now.epoch + 1, **split, **watch.figures(), **watchers.figures()}
+            extra = {"epoch": current.epoch + 1, **split, **watch.figures(), **watchers.figures()}
             reporter.step(step, watch.last, rate, extra)
         if scored:
             watch.flush()
             evaluation = score("val", step, train.eval_rows)
             watchers.push(step, evaluation, boxing)
-            keeper.scored(step, evaluation)
+            checkpoints.scored(step, evaluation)
             trainer.rate_scale = watchers.rate_scale
-        over = step == last or watchers.stops
-        if keeper.is_due(step, last=over):
+        is_last = step == last or watchers.stops
+        if checkpoints.is_due(step, last=is_last):
             watch.flush()
-            keeper.save(step, batches[-1], watchers.state())
-            if keeper.stops:
+            checkpoints.save(step, batches[-1], watchers.state())
+            if checkpoints.stops:
                 trainer.drain()
-                keeper.leave()
-        if over:
+                checkpoints.leave()
+        if is_last:
             break
         pace.resume()
-    trainer.drain()  # of a run that stopped early
-    _close(profiler, step)
+    trainer.drain()  # a run that stops early has announced more batches
+    if profiler is not None:
+        profiler.close()
+        if step < profiler.first:
+            logger.warning(
+                "train.profile: no trace, the run stopped before step %d", profiler.first
+            )
     return Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
@@ -205,23 +219,6 @@ def fit(
     )
 
 
-def _check_profile(profiler: StepProfiler | None, last: int) -> None:
-    if profiler is not None and profiler.first > last:
-        raise ConfigError(
-            f"train.profile: begins at step {profiler.first}, the run has {last}; for example "
-            f"[{max(1, last - 2)}, {last}]"
-        )
-
-
-def _close(profiler: StepProfiler | None, step: int) -> None:
-    if profiler is not None:
-        profiler.close()
-        if step < profiler.first:
-            logger.warning(
-                "train.profile: the run stopped before step %d: no trace", profiler.first
-            )
-
-
 def _check_val(
     train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader], last: int
 ) -> None:
@@ -229,11 +226,11 @@ def _check_val(
     key = "stop" if train.stop is not None else "plateau"
     if watchers.active and not rows:
         raise ConfigError(
-            f"train.{key}: watches the split val, which the data does not have or which has no "
-            f"rows; prepare it with some, or remove train.{key}"
+            f"train.{key}: watches the split val, but the data has no rows in it; prepare the "
+            f"data with a val split, or remove train.{key}"
         )
     if watchers.active and train.eval_every >= last:
-        text = "train.%s does nothing: val has one evaluation; train.eval_every is %d of %d steps"
+        text = "train.%s has no effect: train.eval_every is %d, and the run has only %d steps"
         logger.warning(text, key, train.eval_every, last)
 
 
@@ -241,7 +238,7 @@ def _check_val(
 def _watched(
     trainer: Trainer, times: MoveTimes, profiler: StepProfiler | None, step: int
 ) -> Generator[None]:
-    """The trainer tells ``times``, and the profiler in its steps, of its moves."""
+    """Time the moves of the step, and trace them if the profiler covers the step."""
     trainer.move_watch = times
     if profiler is None:
         yield
@@ -252,7 +249,7 @@ def _watched(
 
 @contextmanager
 def _named(step: int) -> Generator[None]:
-    """An error of a step names it in its traceback."""
+    """Add the step's number to the traceback of an error."""
     try:
         yield
     except Exception as error:
@@ -268,53 +265,44 @@ class Step:
     batches: list[Batch]
 
 
-class _Steps:
-    """The steps of several epochs; the last one of an epoch may have fewer batches."""
-
-    def __init__(self, loader: Loader, epochs: Iterable[int], accumulate: int) -> None:
-        self._loader, self._epochs, self._accumulate = loader, epochs, accumulate
-
-    def first(self, count: int) -> Iterator[Step]:
-        """The first ``count``; no batch behind them is read."""
-        return islice(self._all(), max(count, 0))
-
-    def _all(self) -> Iterator[Step]:
-        for epoch in self._epochs:
-            batches = iter(self._loader.epoch(epoch))
-            while held := list(islice(batches, self._accumulate)):
-                yield Step(epoch, held)
+def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Iterator[Step]:
+    """The steps of several epochs; the last step of an epoch may have fewer batches."""
+    for epoch in epochs:
+        batches = iter(loader.epoch(epoch))
+        while group := list(islice(batches, accumulate)):
+            yield Step(epoch, group)
 
 
 class _Window:
     """Reads steps as far ahead as the trainer exchanges ids, and announces their batches.
 
-    The window runs on over the end of an epoch. It holds no batch that the run will not come to,
-    unless an evaluation or a signal stops the run.
+    The window crosses the ends of epochs. All its batches will be trained, unless an evaluation or
+    a signal stops the run.
     """
 
     def __init__(self, steps: Iterator[Step], trainer: Trainer) -> None:
         self._steps, self._trainer = steps, trainer
-        self._held: deque[Step] = deque()
+        self._queue: deque[Step] = deque()
 
     def next_step(self) -> Step | None:
         """The step to train now; ``None`` when all are trained."""
-        while not self._held or self._num_behind < self._trainer.lookahead:
+        while not self._queue or self._num_behind < self._trainer.lookahead:
             step = next(self._steps, None)
             if step is None:
                 break
-            self._held.append(step)
+            self._queue.append(step)
             for batch in step.batches:
                 self._trainer.announce(batch)
-        return self._held.popleft() if self._held else None
+        return self._queue.popleft() if self._queue else None
 
     @property
     def _num_behind(self) -> int:
         """Batches behind those of the next step."""
-        return sum(len(step.batches) for step in islice(self._held, 1, None))
+        return sum(len(step.batches) for step in islice(self._queue, 1, None))
 
 
 class _Scores:
-    """Scores splits and tells the reporter; what was scored whole at a step is not scored again."""
+    """Scores splits and reports them; a split fully scored at a step is not scored again."""
 
     def __init__(
         self,
@@ -333,7 +321,7 @@ class _Scores:
         self._last: tuple[str, int, Evaluation | None] | None = None
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
-        """The split after ``step``, or its first ``max_rows``; on rank 0."""
+        """Score the split after ``step``, or its first ``max_rows``; the result is on rank 0."""
         if split not in self._loaders or not self._loaders[split].num_steps:
             return None
         if self._last is not None and self._last[:2] == (split, step):

@@ -1,6 +1,6 @@
-"""What training makes of a model's loss of each row: weights of a class, smoothed labels, focus.
+"""Changes to the row losses in training: positive class weight, label smoothing, focal loss.
 
-Evaluations do not see it: they show the plain logloss of the predictions.
+Evaluations are not affected: they report the plain logloss of the predictions.
 """
 
 from sbpflow.config.train_options import LossConfig
@@ -14,12 +14,10 @@ PLAIN = LossConfig()
 def row_losses(
     model: DensePart, logits: GlobalTensor, labels: GlobalTensor, config: LossConfig
 ) -> GlobalTensor:
-    """[batch, 1] from logits and labels [batch, 1], as ``config`` says; labels are 0 or 1."""
+    """Losses [batch, 1] from logits and labels [batch, 1], changed by ``config``; labels 0 or 1."""
     weight, smoothing, gamma = config.positive_weight, config.label_smoothing, config.focal_gamma
-    given = labels
-    if smoothing:
-        given = ops.smooth_labels(labels, smoothing)
-    losses = model.row_losses(logits, given)
+    targets = ops.smooth_labels(labels, smoothing) if smoothing else labels
+    losses = model.row_losses(logits, targets)
     if gamma:
         losses = ops.mul(losses, ops.focal_weights(logits, labels, gamma), id="loss.focal")
     if weight != 1.0:

@@ -1,7 +1,7 @@
-"""Metrics of predictions: exact, and the same for any order and number of ranks.
+"""Exact metrics of predictions, the same for any order of rows and number of ranks.
 
-Knows no ranks: whoever calls has gathered the scores. All accept numpy arrays or torch tensors.
-Definitions and their sources: docs/metrics.md.
+Callers gather the scores first. All functions accept numpy arrays or torch tensors. Definitions
+and their sources: docs/metrics.md.
 """
 
 import math
@@ -16,13 +16,12 @@ from sbpflow.errors import MetricError
 
 Values = NDArray[np.generic] | Tensor
 
-
 NUM_CALIBRATION_BINS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Rows of similar predictions: how many, the mean chance p given to label 1, its real share."""
+    """Rows with similar predictions: their number, mean prediction p, and share of label 1."""
 
     num_rows: int
     predicted: float
@@ -31,12 +30,14 @@ class CalibrationBin:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics over one part of the data; ``auc`` is None where ``no_auc`` says why.
+    """Metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    ``gauc`` is there where rows have groups, ``no_auc`` does not say anything, and some group has
-    both classes. ``predicted`` is the sum of the chances p of label 1, ``positives`` the rows that
-    have it. ``auc_error`` bounds the error of an AUC by histogram; an exact one has none. Sample
-    weights have no part in any of them.
+    * ``gauc``: None unless the rows have groups and some group has both classes.
+    * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
+      1.
+    * ``auc_error``: bounds the error of an AUC from a histogram; None if the AUC is exact.
+
+    Sample weights are not used.
     """
 
     num_rows: int
@@ -53,7 +54,7 @@ class Evaluation:
 
     @property
     def calibration_ratio(self) -> float | None:
-        """sum of p / rows of label 1, or ``None`` where there are none: above 1 promises more."""
+        """sum of p / rows with label 1; above 1 overestimates. ``None`` without such rows."""
         if self.predicted is None or not self.positives:
             return None
         return self.predicted / self.positives
@@ -61,10 +62,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Metrics of the rows that have ``value`` in a column of ids.
+    """Metrics of the rows with one ``value`` in a column of ids.
 
-    Without ``value`` they are of the column: ``num_rows`` those of values with both classes, and
-    ``auc`` the mean of the AUCs within these values, each times its rows (``gauc`` by value).
+    If ``value`` is None, they summarize the column: ``auc`` is the GAUC with the column as groups,
+    and ``num_rows`` counts the rows of its groups that have both classes.
     """
 
     column: str
@@ -76,33 +77,32 @@ class Slice:
 
 
 def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
-    """All metrics; a part with one class only has a logloss and no AUC."""
+    """All metrics; rows of one class only have a logloss and no AUC."""
     loss = logloss(logits, labels)
     is_positive = _labels(labels)
     rows, positives = len(is_positive), int(is_positive.sum())
-    chances = _chances(_scores(logits, labels))
+    # The sigmoid in float64, in a form that does not overflow and keeps small values.
+    p = np.exp(-np.logaddexp(0.0, -_scores(logits, labels).astype(np.float64)))
     reason = one_class(positives, rows)
-    grouped = None
-    if reason is None and groups is not None:
-        grouped = _gauc(logits, labels, groups)
     return Evaluation(
         rows,
         loss,
         auc(logits, labels) if reason is None else None,
         reason,
-        gauc=grouped,
+        gauc=_gauc(logits, labels, groups) if reason is None and groups is not None else None,
         normalised_entropy=normalised_entropy(loss, positives, rows),
-        predicted=math.fsum(chances.tolist()),
+        predicted=math.fsum(p.tolist()),
         positives=positives,
-        calibration=_calibration(chances, is_positive),
+        calibration=_calibration(p, is_positive),
     )
 
 
 def normalised_entropy(logloss: float, positives: int, rows: int) -> float | None:
-    """logloss over that of always predicting the share of positives; ``None`` for one class.
+    """The logloss divided by that of always predicting the share of positives.
 
-    X. He et al., Practical lessons from predicting clicks on ads at Facebook, ADKDD 2014, equation
-    1, with the rate of the rows that are evaluated. The base of the logarithm cancels.
+    ``None`` if there is one class only. Source: X. He et al., Practical lessons from predicting
+    clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the evaluated rows.
+    The base of the logarithm cancels.
     """
     share = positives / rows
     if not 0.0 < share < 1.0:
@@ -113,70 +113,68 @@ def normalised_entropy(logloss: float, positives: int, rows: int) -> float | Non
 def slice_by(
     logits: Values, labels: Values, values: Values, column: str, *, most: int = 10
 ) -> tuple[Slice, ...]:
-    """The column as a whole, then its ``most`` frequent values; of equal ones the smaller ids."""
+    """The summary of the column, then its ``most`` frequent values; ties go to the smaller id."""
     ids, predictions, classes = _flat(values), _flat(logits), _flat(labels)
-    found, counts = np.unique(ids, return_counts=True)
+    unique, counts = np.unique(ids, return_counts=True)
     slices: list[Slice] = []
     for place in np.argsort(-counts, kind="stable")[:most]:
-        rows = ids == found[place]
-        one = evaluate(predictions[rows], classes[rows])
+        rows = ids == unique[place]
+        scored = evaluate(predictions[rows], classes[rows])
         slices.append(
             Slice(
                 column,
-                one.num_rows,
-                one.auc,
-                int(found[place]),
-                one.logloss,
-                one.calibration_ratio,
+                scored.num_rows,
+                scored.auc,
+                int(unique[place]),
+                scored.logloss,
+                scored.calibration_ratio,
             )
         )
-    is_positive, at = _labels(classes), np.searchsorted(found, ids)
-    positives = np.bincount(at, weights=is_positive, minlength=len(found))
+    is_positive, at = _labels(classes), np.searchsorted(unique, ids)
+    positives = np.bincount(at, weights=is_positive, minlength=len(unique))
     both = int(counts[(positives > 0) & (positives < counts)].sum())
-    whole = Slice(column, both, _gauc(predictions, classes, ids))
-    return (whole, *slices)
+    return (Slice(column, both, _gauc(predictions, classes, ids)), *slices)
 
 
 def calibration_groups(
-    rows: Sequence[int], chances: Sequence[float], positives: Sequence[int]
+    rows: Sequence[int], predicted: Sequence[float], positives: Sequence[int]
 ) -> tuple[CalibrationBin, ...]:
-    """Neighbouring bins of ascending p joined to about ``NUM_CALIBRATION_BINS`` of equal rows."""
+    """Merge neighboring bins of ascending p into ``NUM_CALIBRATION_BINS`` of about equal size.
+
+    Per bin: its rows, the sum of their p, and its rows with label 1.
+    """
     total, want = sum(rows), 1
     groups: list[CalibrationBin] = []
-    count, chance, positive, seen = 0, 0.0, 0, 0
-    for n, c, p in zip(rows, chances, positives, strict=True):
-        count, chance, positive, seen = count + n, chance + c, positive + p, seen + n
-        if n and seen * NUM_CALIBRATION_BINS >= want * total:
-            groups.append(CalibrationBin(count, chance / count, positive / count))
-            count, chance, positive = 0, 0.0, 0
+    count, p_sum, positive, seen = 0, 0.0, 0, 0
+    for bin_rows, bin_p, bin_positives in zip(rows, predicted, positives, strict=True):
+        count, seen = count + bin_rows, seen + bin_rows
+        p_sum, positive = p_sum + bin_p, positive + bin_positives
+        if bin_rows and seen * NUM_CALIBRATION_BINS >= want * total:
+            groups.append(CalibrationBin(count, p_sum / count, positive / count))
+            count, p_sum, positive = 0, 0.0, 0
             want = seen * NUM_CALIBRATION_BINS // total + 1
     return tuple(groups)
 
 
 def _calibration(
-    chances: NDArray[np.float64], is_positive: NDArray[np.bool_]
+    p: NDArray[np.float64], is_positive: NDArray[np.bool_]
 ) -> tuple[CalibrationBin, ...]:
-    """Rows by ascending p in ``NUM_CALIBRATION_BINS`` of equal size; equal p are not told apart."""
-    order = np.argsort(chances, kind="stable")
-    chances, is_positive = chances[order], is_positive[order]
-    parts = np.array_split(np.arange(len(chances)), NUM_CALIBRATION_BINS)
+    """Rows by ascending p in ``NUM_CALIBRATION_BINS`` bins of equal size; ties may be separated."""
+    order = np.argsort(p, kind="stable")
+    parts = np.array_split(order, NUM_CALIBRATION_BINS)
     return tuple(
-        CalibrationBin(len(part), float(chances[part].mean()), float(is_positive[part].mean()))
+        CalibrationBin(len(part), float(p[part].mean()), float(is_positive[part].mean()))
         for part in parts
         if len(part)
     )
 
 
-def _chances(logits: NDArray[np.generic]) -> NDArray[np.float64]:
-    """sigmoid in float64, which neither overflows nor loses small ones."""
-    return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
-
-
 def auc(scores: Values, labels: Values) -> float:
-    """Share of (positive, negative) pairs that ``scores`` orders rightly; a tie counts half.
+    """The share of (positive, negative) pairs that ``scores`` orders correctly; a tie counts half.
 
-    ``scores [n]`` any monotone score (logits will do), ``labels [n]`` 0 or 1. Counts pairs in
-    integers, so the only rounding is one division. MetricError for NaN, or one class only.
+    ``scores [n]``: logits or any monotone function of them; ``labels [n]``: 0 or 1. Pairs are
+    counted in integers, so the only rounding is one division. MetricError for NaN, or if there is
+    one class only.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
     reason = one_class(int(is_positive.sum()), len(is_positive))
@@ -189,16 +187,17 @@ def auc(scores: Values, labels: Values) -> float:
 
 
 def gauc(scores: Values, labels: Values, groups: Values) -> float:
-    """Mean of the AUCs within groups, each times its rows: sum(n_g AUC_g) / sum(n_g).
+    """The mean of the AUCs within groups, weighted by rows: sum(n_g AUC_g) / sum(n_g).
 
-    Over the groups that have both classes; n_g counts all rows of a group. Definition: G. Zhou et
-    al., Deep interest network for click-through rate prediction, KDD 2018, section 6 (equation 8),
-    with impressions as weights. ``groups [n]`` integers, any. MetricError where no group has both.
+    The sums are over the groups that have both classes; n_g counts all rows of a group. Definition:
+    G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018, section 6
+    (equation 8), with impressions as weights. ``groups [n]``: any integers. MetricError if no group
+    has both classes.
     """
-    found = _gauc(scores, labels, groups)
-    if found is None:
-        raise MetricError("GAUC: no group has rows of both classes, there is no pair")
-    return found
+    mean = _gauc(scores, labels, groups)
+    if mean is None:
+        raise MetricError("GAUC: no group has rows of both classes, so there are no pairs")
+    return mean
 
 
 def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
@@ -215,7 +214,7 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     negatives = np.diff(tied, append=len(values)) - positives
     below = np.cumsum(negatives) - negatives
     below -= below[np.searchsorted(tied, first)][group_of_tied]
-    # Twice the pairs in order, a tie counting one: integers, so that nothing is rounded.
+    # Twice the number of pairs in order, a tie counting one: integers, to avoid rounding.
     in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
     rows = np.diff(first, append=len(values))
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)
@@ -228,9 +227,9 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
 
 
 def logloss(logits: Values, labels: Values) -> float:
-    """Mean of -log p(label) in float64, ``logits [n]``, ``labels [n]`` 0 or 1; never overflows.
+    """The mean of -log p(label) in float64; ``logits [n]``, ``labels [n]`` 0 or 1; cannot overflow.
 
-    The sum is correctly rounded (fsum), hence independent of order. MetricError for NaN.
+    The sum is correctly rounded (fsum), so it does not depend on order. MetricError for NaN.
     """
     values, is_positive = _scores(logits, labels), _labels(labels)
     margins = np.where(is_positive, -values.astype(np.float64), values.astype(np.float64))
@@ -260,15 +259,15 @@ def _labels(labels: Values) -> NDArray[np.bool_]:
 
 
 def one_class(positives: int, rows: int) -> str | None:
-    """Why there is no AUC, if there is none."""
+    """Why there is no AUC, or ``None`` if there is one."""
     if 0 < positives < rows:
         return None
     only = "positive" if positives else "negative"
-    return f"all {rows} rows are {only}, there is no pair"
+    return f"all {rows} rows are {only}, so there are no pairs"
 
 
 def _flat(values: Values) -> NDArray[np.generic]:
-    """One dim, on the host; half types widen to float32 (exactly), numpy having no bfloat16."""
+    """One dim, on the host; half types become float32 (exactly), since numpy has no bfloat16."""
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
         half = tensor.is_floating_point() and tensor.itemsize < 4

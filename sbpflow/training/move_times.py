@@ -1,14 +1,14 @@
-"""How long the moves of a step take on this rank, and a trace of some steps with what they sent.
+"""Times the moves of a step on this rank, and traces some steps with the bytes they sent.
 
-Times are the host's: on CUDA a move may return before the device has done its work; the trace has
-the device's own events beside them.
+Times are host times: on CUDA a move may return before the device has finished its work. The trace
+also has the device's own events.
 """
 
 import json
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,10 @@ LOG = logging.getLogger(__name__)
 
 
 class MoveWatch(Protocol):
-    """Told of every move of a step while it is made."""
+    """Wraps every move of a step."""
 
     def move(self, name: str) -> AbstractContextManager[None]:
-        """Around the move ``name``."""
+        """Wraps the move ``name``."""
         ...
 
 
@@ -40,7 +40,7 @@ class MoveTimes:
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
-        """Around the move ``name``."""
+        """Wraps the move ``name``."""
         start = time.perf_counter()
         try:
             yield
@@ -49,13 +49,13 @@ class MoveTimes:
 
     def take(self) -> dict[str, float]:
         """Seconds by move since the last call."""
-        taken, self._seconds = dict(self._seconds), defaultdict(float)
-        return taken
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
 
 
 @dataclass(slots=True)
-class _Sent:
-    """What a move of a traced step sent: (step of the plan, collective, channel, bytes)."""
+class _MoveTraffic:
+    """What a move of a traced step sent: id, collective, channel and bytes of each transfer."""
 
     move: str
     step: int
@@ -63,11 +63,11 @@ class _Sent:
 
 
 class StepProfiler:
-    """Traces steps ``first`` to ``last`` of a run into ``folder``, in Chrome's format, per rank.
+    """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
-    The moves are events "MOVE" of category user_annotation, over the events of torch's profiler;
-    their arguments are the step and, of every transfer that began in them, the bytes that this rank
-    sent by the log of communication. Load the file in chrome://tracing or ui.perfetto.dev.
+    Each move is an event of category ``user_annotation``, above the events of torch's profiler. Its
+    arguments are the step, and the transfers that started in it with the bytes that this rank sent.
+    Open the file in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, first: int, last: int, folder: Path, world: World) -> None:
@@ -75,18 +75,18 @@ class StepProfiler:
         self.path = folder / TRACE_FILE.format(rank=world.rank)
         self._world = world
         self._step = 0
-        self._sent: list[_Sent] = []
+        self._traffic: list[_MoveTraffic] = []
         self._profile: profile | None = None
-        self._logged = False
+        self._log_was_enabled = False
 
     @staticmethod
     def of(steps: tuple[int, int] | None, folder: Path, world: World) -> "StepProfiler | None":
-        """As ``train.profile`` says."""
+        """The profiler that ``train.profile`` asks for, if it does."""
         return None if steps is None else StepProfiler(*steps, folder, world)
 
     @contextmanager
     def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
-        """Around training step ``step``; gives what to tell of its moves in place of ``times``."""
+        """Wraps training step ``step``; yields the watch to use for its moves."""
         if not self.first <= step <= self.last:
             yield times
             return
@@ -99,25 +99,27 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, also of a run that ended before ``last``."""
+        """Write the trace, also if the run ended before step ``last``."""
         running, self._profile = self._profile, None
         if running is None:
             return
         running.stop()
-        self._world.log.enabled = self._logged
+        self._world.log.enabled = self._log_was_enabled
         self.path.parent.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self.path))
         try:
             trace = object_of(read_json(self.path), str(self.path))
-        except JsonError as error:  # of a size or form that torch never wrote before
-            LOG.warning("%s; the trace stays without what its moves sent", error)
+        except (
+            JsonError
+        ) as error:  # larger than the reader's limit, or not what torch usually writes
+            LOG.warning("%s; the trace does not have the transfers of its moves", error)
             return
-        _add_sent(trace["traceEvents"], self._sent)
+        _add_traffic(trace["traceEvents"], self._traffic)
         trace["rank"], trace["world_size"] = self._world.rank, self._world.size
         self.path.write_text(json.dumps(trace), encoding="utf-8")
 
     def _start(self) -> None:
-        self._logged, self._world.log.enabled = self._world.log.enabled, True
+        self._log_was_enabled, self._world.log.enabled = self._world.log.enabled, True
         kinds = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
@@ -126,25 +128,25 @@ class StepProfiler:
 
     @contextmanager
     def traced(self, name: str) -> Generator[None]:
-        """Around the move ``name`` of the step under way."""
+        """Wraps the move ``name`` of the current step."""
         records = self._world.log.records
         before = len(records)
         with record_function(name):
             yield
-        sent = [
+        transfers = [
             {
-                "id": one.step_id,
-                "collective": one.collective,
-                "channel": one.channel,
-                "bytes_sent": one.bytes_sent,
+                "id": record.step_id,
+                "collective": record.collective,
+                "channel": record.channel,
+                "bytes_sent": record.bytes_sent,
             }
-            for one in records[before:]
+            for record in records[before:]
         ]
-        self._sent.append(_Sent(name, self._step, sent))
+        self._traffic.append(_MoveTraffic(name, self._step, transfers))
 
 
 class _Traced:
-    """Tells a profiler and a clock of the same moves."""
+    """Both times and traces every move."""
 
     def __init__(self, profiler: StepProfiler, times: MoveWatch) -> None:
         self._profiler, self._times = profiler, times
@@ -155,25 +157,25 @@ class _Traced:
             yield
 
 
-def _add_sent(events: list[dict[str, Any]], sent: list[_Sent]) -> None:
-    """Write each move's step and transfers into its event: both are in the order of time."""
-    by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
+def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> None:
+    """Add each move's step and transfers to its event.
+
+    Events have no identifier of their own, but the n-th event of a name is its n-th move in time.
+    """
+    by_name: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event.get("cat") == "user_annotation":
             by_name[event["name"]].append(event)
-    for found in by_name.values():
-        found.sort(key=lambda event: event["ts"])
-    taken: Mapping[str, Any] = {name: iter(found) for name, found in by_name.items()}
-    for one in sent:
-        event = next(taken[one.move])
-        total = sum(transfer["bytes_sent"] for transfer in one.transfers)
+    for move in traffic:
+        event = by_name[move.move].popleft()
+        total = sum(transfer["bytes_sent"] for transfer in move.transfers)
         event.setdefault("args", {}).update(
-            {"step": one.step, "bytes_sent": total, "transfers": one.transfers}
+            {"step": move.step, "bytes_sent": total, "transfers": move.transfers}
         )
 
 
 def peak_memory_of(device: torch.device) -> int:
-    """Most memory that this process has held so far: of the device, or of the host for a CPU."""
+    """Peak memory of this process in bytes: device memory on CUDA, else host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,6 +1,6 @@
-"""Progress of a run as a person sees it: a bar on a terminal, else one log line per interval.
+"""Shows the progress of a run: a bar on a terminal, otherwise one log line per interval.
 
-Shows figures that others measured; its own clock serves the ETA only.
+The figures are measured elsewhere; the clock here is only for the ETA.
 """
 
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """``visible`` on rank 0 only; ``bar`` asks for a bar where stderr is a terminal."""
+    """``visible`` on rank 0 only; ``bar`` asks for a bar if stderr is a terminal."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Progress:
             self._bar.close()
 
     def advance(self, step: int) -> None:
-        """Step ``step`` (from 1) is over."""
-        if self._start is None:  # the first step compiles, allocates and connects: not typical
+        """Step ``step`` (from 1) has ended."""
+        if self._start is None:  # do not time the first step: it compiles, allocates, connects
             self._start = (step, self._clock())
         if self._bar is not None:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Seconds to the end at the pace so far, evaluations included; None before there is one."""
+        """Seconds to the end at the pace so far, evaluations included; None after one step."""
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])
@@ -54,7 +54,7 @@ class Progress:
     def interval(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """A log interval is over; ``extra`` holds further figures to show."""
+        """A log interval has ended; ``extra`` has further figures to show."""
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join([f"loss {loss:.4f}", *_rate(samples_per_s)]))
         elif self._visible:
@@ -73,5 +73,5 @@ class Progress:
 
 
 def _rate(samples_per_s: float) -> list[str]:
-    """Nothing where no step was timed, as in a run of one."""
+    """Empty if no step was timed, as in a run of one step."""
     return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

@@ -1,6 +1,6 @@
-"""What a run leaves to read: log lines, metrics.jsonl, start.txt, TensorBoard, a last summary.
+"""The output of a run: log lines, metrics.jsonl, start.txt, TensorBoard, and an end summary.
 
-Only rank 0 writes files; the others hold a writer that does nothing. No training logic here.
+Only rank 0 writes files; the writers of other ranks do nothing. No training logic here.
 """
 
 import io
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -43,19 +44,19 @@ Event = Literal["step", "eval", "slice", "calibration", "final"]
 Value = float | int | str | list[float] | list[int] | None
 
 
-class _BesideTheBar(logging.Handler):
-    """Writes to stderr without tearing a progress bar that is on screen."""
+class _ProgressBarHandler(logging.Handler):
+    """Writes to stderr without breaking a progress bar on the screen."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 def setup_logging(rank: int) -> None:
-    """Rank in every line; of our own packages rank 0 tells all from INFO up, the rest warnings.
+    """Log with the rank in every line; sbpflow's packages at INFO on rank 0, all else at WARNING.
 
-    FBGEMM logs its constructors' arguments at INFO, through the root logger.
+    The root logger stays at WARNING because FBGEMM logs its constructor arguments there at INFO.
     """
-    handler = _BesideTheBar()
+    handler = _ProgressBarHandler()
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%H:%M:%S")
     )
@@ -67,46 +68,30 @@ def setup_logging(rank: int) -> None:
 
 
 class MetricsWriter:
-    """``run.dir/metrics.jsonl``, one JSON object per line, and TensorBoard where installed.
+    """Writes ``run.dir/metrics.jsonl``, one JSON object per line, and TensorBoard if installed.
 
-    What an earlier run left is moved to a folder previous-N; ``going_on`` appends to it instead,
-    from that step and that length of metrics.jsonl on: what comes behind is cut off.
+    Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed`` is
+    the step and the length of metrics.jsonl at the checkpoint: the file is cut there and appended.
     """
 
-    def __init__(self, folder: Path, *, rank: int, going_on: tuple[int, int] | None = None) -> None:
+    def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
         self._file = None
         self._board: SummaryWriter | None = None
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
         names = [*RUN_FILES, *(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))]
-        earlier = set_aside(folder, names) if going_on is None else None
+        earlier = set_aside(folder, names) if resumed is None else None
         if earlier is not None:
-            logger.info("what an earlier run left in %s is now in %s", folder, earlier)
+            logger.info("moved the files of an earlier run from %s to %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
-        step, length = going_on or (None, 0)
-        if step is not None:
-            self._cut(length)
-        self._board = _tensorboard(folder / BOARD_FOLDER, step)
-
-    def _cut(self, length: int) -> None:
-        if self._file is None:
-            return
-        found = self._file.seek(0, io.SEEK_END)
-        if found < length:
-            logger.warning(
-                "%s: has %d bytes of the %d that were there at the checkpoint: lines are missing",
-                self._file.name,
-                found,
-                length,
-            )
-            return
-        self._file.truncate(length)
-        self._file.seek(length)
+        if resumed is not None:
+            _cut(self._file, resumed[1])
+        self._board = _tensorboard(folder / BOARD_FOLDER, resumed[0] if resumed else None)
 
     @property
     def length(self) -> int:
-        """Bytes of metrics.jsonl so far; 0 on ranks that write none."""
+        """Bytes of metrics.jsonl so far; 0 on ranks that do not write it."""
         return self._file.tell() if self._file is not None else 0
 
     def close(self) -> None:
@@ -116,9 +101,9 @@ class MetricsWriter:
             self._board.close()
 
     def write(self, event: Event, values: Mapping[str, Value]) -> None:
-        """One line with the time, on disk when this returns; NaN and infinity become null.
+        """Write one line, with the time, and flush it; NaN and infinity become null.
 
-        ``values`` names its own ``step`` (or ``steps``, in the final event), TensorBoard's x axis.
+        ``values`` has ``step`` (``steps`` in the final event), the x axis of TensorBoard.
         """
         if self._file is None:
             return
@@ -128,7 +113,7 @@ class MetricsWriter:
             json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
         )
         self._file.flush()
-        if event in ("slice", "calibration"):  # tables, no curves
+        if event in ("slice", "calibration"):  # tables, not curves
             return
         step = finite.get("step", finite.get("steps"))
         tag = finite.get("split", event)
@@ -137,12 +122,27 @@ class MetricsWriter:
                 self._board.add_scalar(f"{tag}/{name}", value, step)
 
 
+def _cut(file: TextIOWrapper, length: int) -> None:
+    """Cut off the lines that were written after the checkpoint."""
+    size = file.seek(0, io.SEEK_END)
+    if size < length:
+        logger.warning(
+            "%s: has %d bytes, but had %d at the checkpoint: lines are missing",
+            file.name,
+            size,
+            length,
+        )
+        return
+    file.truncate(length)
+    file.seek(length)
+
+
 def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tensorboard(folder: Path, step: int | None) -> "SummaryWriter | None":
-    """``step``, where the run goes on from there: TensorBoard drops what it had behind it."""
+    """The writer, if TensorBoard is installed; values after ``step`` are dropped on resume."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -152,9 +152,9 @@ def _tensorboard(folder: Path, step: int | None) -> "SummaryWriter | None":
 
 
 class Report:
-    """All that a run shows and writes; the ``Reporter`` of ``training/loop.py``. A context manager.
+    """The ``Reporter`` of a run: log, metrics.jsonl, TensorBoard, progress. A context manager.
 
-    Ranks other than 0 hold one that does nothing, so callers need not ask which rank they are.
+    On ranks other than 0 it does nothing, so callers need not check their rank.
     """
 
     def __init__(
@@ -166,20 +166,21 @@ class Report:
         devices: Sequence[str],
         sections: Mapping[str, str],
         best: tuple[float, float] | None = None,
-        going_on: tuple[int, int] | None = None,
+        resumed: tuple[int, int] | None = None,
     ) -> None:
-        """Logs a short start summary and writes the whole to START_FILE.
+        """Log a short start summary and write the full one to START_FILE.
 
-        ``devices`` has one name per rank; ``sections`` maps a title (layouts, kernels, memory per
-        rank) to lines of text; ``best`` is the (AUC, logloss) that generated data allows;
-        ``going_on`` is what ``MetricsWriter`` takes, of a run that goes on.
+        * ``devices``: one name per rank.
+        * ``sections``: lines of text by title, such as layouts, kernels, memory per rank.
+        * ``best``: the best possible (AUC, logloss), known for generated data.
+        * ``resumed``: see ``MetricsWriter``.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
-        self._metrics = MetricsWriter(self._folder, rank=rank, going_on=going_on)
+        self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
         if rank == 0:
-            whole = start_summary(config, devices, sections)
-            (self._folder / START_FILE).write_text(whole + "\n", encoding="utf-8")
-            logger.info("%s", start_line(config, devices, num_steps))
+            summary = _start_summary(config, devices, sections)
+            (self._folder / START_FILE).write_text(summary + "\n", encoding="utf-8")
+            logger.info("%s", _start_lines(config, devices, num_steps))
         optimizer = config.optimizer
         self._rates = {
             "lr_sparse": (optimizer.sparse.lr, rate_factor(optimizer.of_tables)),
@@ -189,7 +190,7 @@ class Report:
             num_steps,
             visible=rank == 0,
             bar=config.train.progress,
-            first_step=going_on[0] if going_on else 0,
+            first_step=resumed[0] if resumed else 0,
         )
 
     def __enter__(self) -> "Report":
@@ -206,16 +207,16 @@ class Report:
 
     @property
     def metrics_bytes(self) -> int:
-        """The length of metrics.jsonl so far, for a run that goes on from here."""
+        """The length of metrics.jsonl so far, which a checkpoint saves."""
         return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:
-        """Write a file into the folder of the run; rank 0 alone does."""
+        """On rank 0, write a file into the run folder."""
         if self._rank == 0:
             (self._folder / name).write_text(text, encoding="ascii")
 
     def advance(self, step: int, loss: float) -> None:
-        """A step is over."""
+        """A step has ended."""
         self._progress.advance(step)
 
     def step(
@@ -223,17 +224,16 @@ class Report:
         step: int,
         loss: float,
         samples_per_s: float,
-        extra: Mapping[str, float] | None = None,
+        extra: Mapping[str, float],
     ) -> None:
-        """A log interval is over; ``extra`` may split its time, by names that end in ``_ms``.
+        """A log interval has ended; times in ``extra`` have names that end in ``_ms``.
 
-        Those of the moves (``move_*``) are written and not shown.
+        The times of the moves (``move_*``) are written to the file but not shown.
         """
-        given = extra or {}
-        scale = given.get("lr_scale", 1.0)
+        scale = extra.get("lr_scale", 1.0)
         rates = {name: lr * factor(step) * scale for name, (lr, factor) in self._rates.items()}
-        values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **given, **rates}
-        shown = {name: value for name, value in given.items() if not name.startswith("move_")}
+        values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **extra, **rates}
+        shown = {name: value for name, value in extra.items() if not name.startswith("move_")}
         self._progress.interval(step, loss, samples_per_s, shown)
         self._metrics.write("step", {**values, "eta_s": self._progress.eta_s(step)})
 
@@ -245,13 +245,13 @@ class Report:
         if evaluation.calibration:
             bins = evaluation.calibration
             table = {
-                "rows": [one.num_rows for one in bins],
-                "predicted": [one.predicted for one in bins],
-                "observed": [one.observed for one in bins],
+                "rows": [group.num_rows for group in bins],
+                "predicted": [group.predicted for group in bins],
+                "observed": [group.observed for group in bins],
             }
             self._metrics.write("calibration", {"step": step, "split": split, **table})
-        for one in evaluation.slices:
-            self._metrics.write("slice", {"step": step, "split": split, **asdict(one)})
+        for part in evaluation.slices:
+            self._metrics.write("slice", {"step": step, "split": split, **asdict(part)})
 
     def final(
         self,
@@ -263,9 +263,9 @@ class Report:
         notes: Mapping[str, str] | None = None,
         peak_memory_bytes: Sequence[int] = (),
     ) -> None:
-        """The run is over: its ``final`` event and the end summary, with ``notes`` by title.
+        """Write the ``final`` event and log the end summary, with ``notes`` by title.
 
-        ``peak_memory_bytes`` has the most that each rank held.
+        ``peak_memory_bytes`` has one value per rank.
         """
         values: dict[str, Value] = {
             "val_auc": val.auc if val else None,
@@ -284,11 +284,11 @@ class Report:
         self._metrics.write("final", values)
         files = [self._folder / name for name in (METRICS_FILE, BOARD_FOLDER, PLAN_FILE)]
         written = [str(path) for path in files if path.exists()]
-        logger.info("%s", end_summary(values, written, notes or {}))
+        logger.info("%s", _end_summary(values, written, notes or {}))
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
-    """The metrics by name; those that rows, groups or one class do not give are left out."""
+    """The metrics by name, without the optional ones that are None."""
     optional = {
         "gauc": evaluation.gauc,
         "normalised_entropy": evaluation.normalised_entropy,
@@ -297,18 +297,18 @@ def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
         "positives": evaluation.positives,
         "auc_error": evaluation.auc_error,
     }
-    there = {name: value for name, value in optional.items() if value is not None}
-    return {"auc": evaluation.auc, "logloss": evaluation.logloss, **there}
+    present = {name: value for name, value in optional.items() if value is not None}
+    return {"auc": evaluation.auc, "logloss": evaluation.logloss, **present}
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
-    """One line, and one for each column that it was sliced by."""
-    area = f"AUC {_show(evaluation.auc)}"
+    """One line, and another one for each sliced column."""
+    auc = f"AUC {_show(evaluation.auc)}"
     if evaluation.no_auc:
-        area += f" ({evaluation.no_auc})"
+        auc += f" ({evaluation.no_auc})"
     if evaluation.auc_error is not None:
-        area += f" (by histogram, off by {evaluation.auc_error:.1e} at most)"
-    parts = [area]
+        auc += f" (from a histogram, error at most {evaluation.auc_error:.1e})"
+    parts = [auc]
     if evaluation.gauc is not None:
         parts.append(f"GAUC by rows {_show(evaluation.gauc)}")
     parts.append(f"logloss {_show(evaluation.logloss)}")
@@ -321,33 +321,31 @@ def describe_evaluation(evaluation: Evaluation) -> str:
             f"{evaluation.positives:,} positives)"
         )
     parts.append(f"{evaluation.num_rows} rows")
-    columns = [one for one in evaluation.slices if one.value is None]
     within = "".join(
-        f"\n  AUC within {one.column}: {_show(one.auc)}, mean over {one.num_rows:,} rows of values "
-        "with both classes"
-        for one in columns
+        f"\n  AUC within {part.column}: {_show(part.auc)}, mean over {part.num_rows:,} rows of "
+        "values with both classes"
+        for part in evaluation.slices
+        if part.value is None
     )
     return ", ".join(parts) + within
 
 
-def start_line(config: Config, devices: Sequence[str], num_steps: int) -> str:
-    """What is about to run, on four lines: a user should see the first step below them."""
+def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
+    """A start summary of four lines, short enough that the first step shows on the same screen."""
     kinds = "; ".join(f"{count} x {name}" for name, count in Counter(devices).items())
     several = "s" if len(devices) > 1 else ""
     versions = version_summary()
-    return "\n".join(
-        [
-            f"start: {config.model.name} on {len(devices)} rank{several} ({kinds})",
-            f"  {num_steps:,} steps of {config.data.batch_size * config.train.accumulate:,} rows "
-            f"from {config.data.path}, seed {config.run.seed}",
-            f"  python {versions['python']}, torch {versions['torch']}",
-            f"  configuration, versions and plan: {config.run.dir / START_FILE}",
-        ]
+    return (
+        f"start: {config.model.name} on {len(devices)} rank{several} ({kinds})\n"
+        f"  {num_steps:,} steps of {config.data.batch_size * config.train.accumulate:,} rows "
+        f"from {config.data.path}, seed {config.run.seed}\n"
+        f"  python {versions['python']}, torch {versions['torch']}\n"
+        f"  configuration, versions and plan: {config.run.dir / START_FILE}"
     )
 
 
-def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
-    """What is about to run: resolved config, versions, devices, then the caller's sections."""
+def _start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
+    """The resolved configuration, versions, devices, then the caller's sections."""
     blocks = {
         "config": dump_config(config),
         "versions": "\n".join(f"{name} {version}" for name, version in version_summary().items()),
@@ -357,8 +355,10 @@ def start_summary(config: Config, devices: Sequence[str], sections: Mapping[str,
     return "\n".join(_block(title, body) for title, body in blocks.items())
 
 
-def end_summary(values: Mapping[str, Value], files: Sequence[str], notes: Mapping[str, str]) -> str:
-    """The figures of the ``final`` event, further notes, and where the files of the run are."""
+def _end_summary(
+    values: Mapping[str, Value], files: Sequence[str], notes: Mapping[str, str]
+) -> str:
+    """The figures of the ``final`` event, further notes, and the files of the run."""
     width = max(len(name) for name in values)
     figures = "\n".join(f"{name:<{width}}  {_show(value)}" for name, value in values.items())
     blocks = {"result": figures, **notes, "files": "\n".join(files)}
@@ -373,5 +373,5 @@ def _show(value: Value) -> str:
     if value is None:
         return "none"
     if isinstance(value, list):
-        return ", ".join(_show(one) for one in value)
+        return ", ".join(_show(item) for item in value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

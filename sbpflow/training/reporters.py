@@ -1,4 +1,4 @@
-"""Several reporters in the place of one: the run's own, and a user's tracker."""
+"""Combines several reporters into one: the run's own and those of the user."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from sbpflow.training.metrics import Evaluation
 
 
 class Reporters:
-    """Tells each of ``reporters`` in turn; an error of one ends the run."""
+    """Calls each of ``reporters`` in turn; an exception in one of them ends the run."""
 
     def __init__(self, reporters: Sequence[Reporter]) -> None:
         self._reporters = tuple(reporters)
@@ -15,16 +15,16 @@ class Reporters:
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """A log interval is over."""
-        for one in self._reporters:
-            one.step(step, loss, samples_per_s, extra)
+        """A log interval has ended."""
+        for reporter in self._reporters:
+            reporter.step(step, loss, samples_per_s, extra)
 
     def advance(self, step: int, loss: float) -> None:
-        """A step is over."""
-        for one in self._reporters:
-            one.advance(step, loss)
+        """A step has ended."""
+        for reporter in self._reporters:
+            reporter.advance(step, loss)
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """A split was scored; rank 0 alone is told."""
-        for one in self._reporters:
-            one.evaluation(split, step, evaluation)
+        """A split was scored; called on rank 0 only."""
+        for reporter in self._reporters:
+            reporter.evaluation(split, step, evaluation)

@@ -1,4 +1,4 @@
-"""What the loop asks of checkpoints: where a run begins, and when it is saved."""
+"""The interface between the training loop and checkpoints: where a run starts, when it saves."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -8,63 +8,61 @@ from sbpflow.training.metrics import Evaluation
 
 
 class Checkpoints(Protocol):
-    """Every rank has one and asks it alike."""
+    """Every rank has one and makes the same calls."""
 
     @property
     def step(self) -> int:
-        """Steps that were trained before."""
+        """The number of steps already trained."""
         ...
 
     @property
     def epoch(self) -> int:
-        """The epoch that the read goes on with, counted from 0."""
+        """The epoch in which reading resumes, counted from 0."""
         ...
 
     @property
     def steps_of_before(self) -> int:
-        """Of them, those of another set: they do not count as steps of the epochs to come."""
+        """How many of ``step`` were on another data set and so do not count for the epochs."""
         ...
 
     @property
     def loop(self) -> Mapping[str, Any]:
-        """The ``loop`` that was saved; empty at the start of a run."""
+        """The saved ``loop`` of ``save``; empty at the start of a run."""
         ...
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
-        """The validation part was scored after ``step``; ``None`` on ranks other than 0."""
+        """Called after val was scored at ``step``; ``None`` on ranks other than 0."""
         ...
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether ``save`` is to be called after this step."""
+        """Whether to call ``save`` after this step."""
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
-        """Save, once ``step`` was made of batches up to ``batch``; every rank calls it.
+        """Save the job after ``step``, whose last batch was ``batch``; every rank calls it.
 
-        ``loop`` is what the loop itself must remember, as JSON values.
+        ``loop`` is the state of the loop itself, as JSON values.
         """
         ...
 
     @property
     def stops(self) -> bool:
-        """Whether the run was asked to stop after the last step that ``is_due`` was called with;
-        equal on all ranks.
-        """
+        """Whether the run was asked to stop by the last ``is_due`` call; equal on all ranks."""
         ...
 
     def leave(self) -> None:
-        """End the run that was asked to stop, once its last transfers are over."""
+        """End a run that was asked to stop, after its last transfers."""
         ...
 
 
 class NoCheckpoints:
-    """A run from its first step on, which is not saved."""
+    """A run that starts at its first step and is not saved."""
 
     step = epoch = steps_of_before = 0
     stops = False
 
     def leave(self) -> None:
-        raise RuntimeError("a run that is not saved was not asked to stop")
+        raise RuntimeError("leave() without checkpoints, which cannot be asked to stop")
 
     @property
     def loop(self) -> Mapping[str, Any]:

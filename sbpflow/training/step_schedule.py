@@ -1,41 +1,45 @@
-"""The order of a training step's moves as data: which transfers run during which computation.
+"""The order of the moves of a training step, as data: which transfers overlap which computation.
 
-A step takes one batch, or several as one, and updates once. Every batch makes the same moves, from
-its ids to its row gradients, and a schedule is the order of them. The moves that depend on ids
-alone run K batches ahead, where K is the lookahead of the run; which batch such a move is of
-follows from K and from the order (``StepSchedule.distance``). ``print(OVERLAPPED)`` shows what is
-in flight during each move.
+A step trains one batch, or several accumulated batches, and updates the parameters once. Every
+batch goes through the same moves, from its ids to its row gradients; a schedule is their order.
+The moves that depend on ids alone run K batches ahead, where K is the lookahead of the run;
+``StepSchedule.distance`` gives the batch that such a move belongs to. ``print(OVERLAPPED)`` shows
+the transfers in flight during each move.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
 from sbpflow.runtime.ranks.world import World
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Waits for transfers, computes, starts transfers."""
+    """Waits for transfers, computes, starts transfers. Moves are compared by identity."""
 
     name: str
     says: str
     waits: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
 
+    def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
+        return saved_move, (self.name, self.says)  # another process gets its own constant
 
-# Ids of a known number leave at once; of lists and of unique rows the counts go first.
+
+# Ids are sent at once if their number is known; for lists and unique rows, counts are sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 
 START_ID_EXCHANGE = Move("start_id_exchange", "ids checked, sorted, counted", starts=(IDS, COUNTS))
 EXCHANGE_IDS = Move(
-    "exchange_ids", "room made for what comes", waits=(COUNTS,), starts=(COUNTED_IDS,)
+    "exchange_ids", "receive buffers allocated", waits=(COUNTS,), starts=(COUNTED_IDS,)
 )
-RECEIVE_IDS = Move("receive_ids", "ids here, as rows of the storage", waits=(IDS, COUNTED_IDS))
+RECEIVE_IDS = Move("receive_ids", "ids received, as storage rows", waits=(IDS, COUNTED_IDS))
 LOOKUP = Move("lookup", "rows read, group by group", starts=(VECTORS,))
 GATHER_OUTPUTS = Move("gather_outputs", "rows expanded, pooled, joined", waits=(VECTORS,))
 FORWARD = Move("forward", "dense forward, loss")
@@ -47,24 +51,23 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# Only where gradients are clipped; the norm waits for all that is in it.
+# Part of a schedule only if gradients are clipped; the norm waits for every gradient it includes.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-OF_IDS = (
-    START_ID_EXCHANGE,
-    EXCHANGE_IDS,
-    RECEIVE_IDS,
-)  # they depend on nothing that training changes
+# These depend on nothing that training changes, so they may run ahead.
+OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
 KNOWN = (*OF_A_BATCH, *OF_A_STEP, CLIP, CLIP_ROWS)
 _AFTER = {
-    **{later.name: (earlier.name,) for earlier, later in pairwise(OF_A_BATCH)},
-    SEND_DENSE.name: (BACKWARD.name,),
-    RECEIVE_DENSE.name: (SEND_DENSE.name,),
-    UPDATE.name: (RECEIVE_GRADS.name,),
-    UPDATE_DENSE.name: (RECEIVE_DENSE.name,),
+    **{later: (earlier.name,) for earlier, later in pairwise(OF_A_BATCH)},
+    SEND_DENSE: (BACKWARD.name,),
+    RECEIVE_DENSE: (SEND_DENSE.name,),
+    UPDATE: (RECEIVE_GRADS.name,),
+    UPDATE_DENSE: (RECEIVE_DENSE.name,),
+    CLIP: (RECEIVE_DENSE.name,),
+    CLIP_ROWS: (RECEIVE_DENSE.name, RECEIVE_GRADS.name),
 }
 
 
@@ -80,26 +83,34 @@ _FORMER_NAMES = {
 
 
 def current_name(name: str) -> str:
-    """The name that a move of a file of an earlier version has now."""
+    """The current name of a move in a file that an earlier version wrote."""
     return _FORMER_NAMES.get(name, name)
 
 
+def saved_move(name: str, says: str) -> Move:
+    """The move that a file names; ``says`` tells the two moves called ``clip`` apart.
+
+    Raises ValueError for an unknown name.
+    """
+    named = [move for move in KNOWN if move.name == current_name(name)]
+    if not named:
+        raise ValueError(f"unknown move {name!r}; known: {', '.join(m.name for m in KNOWN)}")
+    return next((move for move in named if move.says == says), named[0])
+
+
 def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
-    """The moves that come before ``move`` in a schedule of ``moves``."""
-    if move == CLIP:
-        return (RECEIVE_DENSE.name,)
-    if move == CLIP_ROWS:
-        return (RECEIVE_DENSE.name, RECEIVE_GRADS.name)
-    scaled = move == UPDATE_DENSE and CLIP in moves
-    scaled = scaled or (move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves)
-    return (*_AFTER.get(move.name, ()), *((CLIP.name,) if scaled else ()))
+    """Names of the moves that must come before ``move`` in a schedule of ``moves``."""
+    waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
+        move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
+    )
+    return (*_AFTER.get(move, ()), *((CLIP.name,) if waits_for_clip else ()))
 
 
 @dataclass(slots=True, eq=False)
 class BatchInFlight:
-    """One batch's way through a step; ``made`` are the moves it has made."""
+    """One batch on its way through a step; ``done`` names the moves already made for it."""
 
-    made: set[str] = field(default_factory=set[str], init=False)
+    done: set[str] = field(default_factory=set[str], init=False)
 
 
 BatchT = TypeVar("BatchT", bound=BatchInFlight)
@@ -107,13 +118,14 @@ BatchT = TypeVar("BatchT", bound=BatchInFlight)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSchedule:
-    """``each_batch`` is made batch after batch; then ``each_step`` once, where a move of a batch
-    is made for all of them. ``wait_at_once`` waits for every transfer where it starts.
+    """``each_batch`` runs for each batch in turn; then ``each_step`` runs once.
 
-    Moves of ``OF_IDS`` may stand before or after ``LOOKUP``. Either way they bring a batch into
-    the window that is ``distance`` behind the one being trained; a cycle of them may begin in one
-    step and end in the next. Raises ValueError for an order in which something is used before it
-    is there.
+    A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step.
+    ``wait_at_once`` waits for every transfer right after starting it.
+
+    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases they prepare the batch
+    that is ``distance`` behind the one being trained; the three moves of one batch may start in
+    one step and end in the next. Raises ValueError if a move uses a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -123,35 +135,34 @@ class StepSchedule:
     def __post_init__(self) -> None:
         moves = [*self.each_batch, *self.each_step]
         names = [move.name for move in moves]
-        clips = [move for move in moves if move in (CLIP, CLIP_ROWS)]
-        made = (*OF_A_BATCH, *OF_A_STEP, *clips[:1])
-        if sorted(names) != sorted(move.name for move in made):
-            raise ValueError(f"a schedule makes every move once, not {', '.join(names)}")
+        required = [*OF_A_BATCH, *OF_A_STEP, *([CLIP] if CLIP.name in names else [])]
+        if sorted(names) != sorted(move.name for move in required):
+            raise ValueError(f"a schedule makes every move once, got {', '.join(names)}")
         for place, move in enumerate(moves):
             if move not in KNOWN:
-                raise ValueError(f"{move} is none of this module's; use {move.name.upper()}")
-            within = place < len(self.each_batch)
-            if move in OF_IDS and not within:
+                raise ValueError(f"{move} is not defined in step_schedule; use {move.name.upper()}")
+            in_batch = place < len(self.each_batch)
+            if move in OF_IDS and not in_batch:
                 raise ValueError(f"{move.name} is a move of each batch, not of a step")
-            if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and within:
+            if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             if move in (*OF_IDS, LOOKUP):
-                continue  # of different batches; the order within a batch is checked below
+                continue  # they may belong to different batches; checked below
             for before in _after(move, moves):
                 if names.index(before) > place:
-                    raise ValueError(f"{move.name} comes after {before}")
+                    raise ValueError(f"{move.name} must come after {before}")
         if self._cycle(RECEIVE_IDS) and names.index(RECEIVE_IDS.name) > names.index(LOOKUP.name):
-            raise ValueError("lookup comes after receive_ids")
+            raise ValueError("lookup must come after receive_ids")
         if self._cycle(RECEIVE_IDS) > 1:
             order = ", ".join(move.name for move in self.each_batch if move in OF_IDS)
             raise ValueError(
-                f"{order}: they take more than two steps; use "
+                f"{order}: this order takes more than two steps; use "
                 f"{', '.join(move.name for move in OF_IDS)}"
             )
 
     def _cycle(self, move: Move) -> int:
-        """How many steps after its START_ID_EXCHANGE a batch makes this move of ``OF_IDS``."""
-        places = [self.each_batch.index(one) for one in OF_IDS[: OF_IDS.index(move) + 1]]
+        """Steps between START_ID_EXCHANGE of a batch and this move of ``OF_IDS``."""
+        places = [self.each_batch.index(earlier) for earlier in OF_IDS[: OF_IDS.index(move) + 1]]
         return sum(later < earlier for earlier, later in pairwise(places))
 
     def moves(self, lookahead: int) -> tuple[Move, ...]:
@@ -161,7 +172,7 @@ class StepSchedule:
         return (*OF_IDS, *(move for move in self.each_batch if move not in OF_IDS))
 
     def distance(self, move: Move, lookahead: int) -> int:
-        """How many batches after the one being trained the batch comes that makes ``move``."""
+        """How many batches behind the one being trained the batch of ``move`` is."""
         return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
 
     def run(
@@ -174,30 +185,29 @@ class StepSchedule:
         world: World,
         watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Make the moves of one step over ``batches``. ``window`` are the batches announced after
-        them; up to ``lookahead`` behind the one being trained make moves of ``OF_IDS``.
+        """Make the moves of one step over ``batches``; ``window`` has the batches announced next.
 
-        The functions make the moves, by name, with ``watch(name)`` around each. A move that a batch
-        has made is not made again. A batch that was announced late makes up for it first, so
-        that on each channel transfers start in the order of the batches, whatever the lookahead.
+        Up to ``lookahead`` batches behind the one being trained make moves of ``OF_IDS``. The
+        functions, keyed by move name, make the moves; ``watch(name)`` wraps each. No move is made
+        twice for a batch. A batch announced late first catches up on its overdue moves, so that
+        transfers start in batch order on every channel, whatever the lookahead.
         """
         world.wait_at_once = self.wait_at_once
 
-        def make(move: Move, one: BatchT) -> None:
-            if move.name not in one.made:
+        def make(move: Move, batch: BatchT) -> None:
+            if move.name not in batch.done:
                 with _named(move), watch(move.name):
-                    of_batch[move.name](one)
-                one.made.add(move.name)
+                    of_batch[move.name](batch)
+                batch.done.add(move.name)
 
+        order, overdue = _order_of_step(self, lookahead)
         queue = [*batches, *window]
         for place in range(len(batches)):
             ahead = queue[place : place + lookahead + 1]
-            for distance, one in enumerate(ahead):
-                for move in OF_IDS:
-                    if distance < self.distance(move, lookahead):  # due in an earlier step
-                        make(move, one)
-            for move in self.moves(lookahead):
-                distance = self.distance(move, lookahead)
+            for batch, moves in zip(ahead, overdue, strict=False):
+                for move in moves:
+                    make(move, batch)
+            for move, distance in order:
                 if distance < len(ahead):
                     make(move, ahead[distance])
         for move in self.each_step:
@@ -205,47 +215,47 @@ class StepSchedule:
                 with _named(move), watch(move.name):
                     of_step[move.name]()
             else:
-                for one in batches:
-                    make(move, one)
+                for batch in batches:
+                    make(move, batch)
 
     @property
     def clips(self) -> Move | None:
-        """The move that clips, if there is one."""
+        """The move that clips, or ``None``."""
         return next((move for move in self.each_step if move in (CLIP, CLIP_ROWS)), None)
 
     def serial(self) -> "StepSchedule":
         """The same moves one after the other."""
-        return SERIAL if self.clips is None else clipped(SERIAL, rows=self.clips == CLIP_ROWS)
+        return SERIAL if self.clips is None else clipped(SERIAL, rows=self.clips is CLIP_ROWS)
 
     def in_flight(
-        self, made: Collection[str] = TRANSFERS, lookahead: int = 1
+        self, transfers: Collection[str] = TRANSFERS, lookahead: int = 1
     ) -> list[tuple[Move, tuple[str, ...]]]:
         """Every move of a step of one batch, and the transfers in flight while it computes.
 
-        ``made`` are the transfers that a run makes; a run on a single rank makes none.
+        ``transfers`` are those that the run makes; a run on a single rank makes none.
         """
         moves = (*self.moves(lookahead), *self.each_step)
-        found: list[tuple[Move, tuple[str, ...]]] = []
+        during: list[tuple[Move, tuple[str, ...]]] = []
         flying: list[tuple[int, str]] = []  # (distance of the batch, transfer)
-        for _ in range(2):  # the second time with what the first left in flight
-            found = []
+        for _ in range(2):  # the second pass starts with what the first left in flight
+            during = []
             flying = [(distance - 1, name) for distance, name in flying]
             for move in moves:
                 distance = self.distance(move, lookahead)
                 ended = [(distance, name) for name in move.waits]
-                flying = [one for one in flying if one not in ended]
-                found.append((move, tuple(_of(*one) for one in flying)))
+                flying = [transfer for transfer in flying if transfer not in ended]
+                during.append((move, tuple(_of(*transfer) for transfer in flying)))
                 if not self.wait_at_once:
-                    flying += [(distance, name) for name in move.starts if name in made]
-        return found
+                    flying += [(distance, name) for name in move.starts if name in transfers]
+        return during
 
-    def describe(self, made: Collection[str] = TRANSFERS, lookahead: int = 1) -> str:
+    def describe(self, transfers: Collection[str] = TRANSFERS, lookahead: int = 1) -> str:
         """``in_flight`` as a table."""
-        lines = [f"{'move':<18} {'of':<11} {'what it does':<30} in flight meanwhile"]
-        for move, in_flight in self.in_flight(made, lookahead):
-            step = move in self.each_step and move not in OF_A_BATCH
+        lines = [f"{'move':<18} {'of':<11} {'what it does':<30} in flight during it"]
+        for move, in_flight in self.in_flight(transfers, lookahead):
+            of_step = move in self.each_step and move not in OF_A_BATCH
             distance = self.distance(move, lookahead)
-            of = "the step" if step else _of(distance, "batch") if distance else "this batch"
+            of = "the step" if of_step else _of(distance, "batch") if distance else "this batch"
             flying = ", ".join(in_flight) or "-"
             lines.append(f"{move.name:<18} {of:<11} {move.says:<30} {flying}")
         return "\n".join(lines)
@@ -254,8 +264,25 @@ class StepSchedule:
         return self.describe()
 
 
+@cache
+def _order_of_step(
+    schedule: StepSchedule, lookahead: int
+) -> tuple[tuple[tuple[Move, int], ...], tuple[tuple[Move, ...], ...]]:
+    """The moves of a step with the distance of their batch, and by distance the overdue ones.
+
+    Overdue are the moves that a batch at this distance should have made in an earlier step. Both
+    are fixed for a run, and computing them in each step took some 100 Python calls.
+    """
+    order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))
+    overdue = tuple(
+        tuple(move for move in OF_IDS if distance < schedule.distance(move, lookahead))
+        for distance in range(lookahead)
+    )
+    return order, overdue
+
+
 def _of(distance: int, name: str) -> str:
-    """``name`` of the batch that many behind the one being trained."""
+    """``name`` of the batch that is ``distance`` behind the one being trained."""
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
@@ -263,7 +290,7 @@ def _of(distance: int, name: str) -> str:
 
 @contextmanager
 def _named(move: Move) -> Generator[None]:
-    """An error of a move names it in its traceback."""
+    """Add the move's name to the traceback of an error."""
     try:
         yield
     except Exception as error:
@@ -302,7 +329,7 @@ SERIAL = StepSchedule(
 
 
 def clipped(schedule: StepSchedule, *, rows: bool) -> StepSchedule:
-    """``schedule`` with a move that clips; with ``rows`` the tables' update waits for it, too."""
+    """``schedule`` with a move that clips; with ``rows`` the update of the tables waits for it."""
     last = (UPDATE, UPDATE_DENSE) if rows else (UPDATE_DENSE,)
     first = tuple(move for move in schedule.each_step if move not in last)
     return replace(schedule, each_step=(*first, CLIP_ROWS if rows else CLIP, *last))

@@ -1,7 +1,7 @@
-"""When a run stops early, and when its learning rates fall: from evaluations of val alone.
+"""Early stopping, and learning rate reduction on plateaus, from evaluations of val.
 
-Every rank holds the same objects and is told the same figures, so all decide alike. ``state()`` and
-``load()`` are for checkpoints: what has been seen, as JSON values.
+Every rank holds the same objects and gets the same metrics, so all ranks decide alike. ``state()``
+and ``load()`` are for checkpoints; states are JSON values.
 """
 
 import math
@@ -10,23 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
+from sbpflow.boxing.agreement import combine_parts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.config.train_options import Metric, PlateauConfig, StopConfig, is_better
 from sbpflow.errors import TrainingError, unknown_value
-from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast
+from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Evaluation
 
 State = Mapping[str, float | int | None]
-CHANNEL = "control"
 
 
 @dataclass(slots=True)
 class Best:
-    """The best value of a metric so far and its step; ``waited`` evaluations were not better."""
+    """The best value of a metric so far and its step, and the ``waited`` evaluations since."""
 
     metric: Metric
     min_delta: float
@@ -35,7 +32,7 @@ class Best:
     waited: int = 0
 
     def push(self, step: int, value: float) -> bool:
-        """Take the value at ``step``; whether it is better than all before."""
+        """Take the value at ``step``; returns whether it is the best so far."""
         if self.value is not None and not is_better(self.metric, value, self.value, self.min_delta):
             self.waited += 1
             return False
@@ -43,11 +40,11 @@ class Best:
         return True
 
     def state(self) -> dict[str, float | int | None]:
-        """What ``load`` takes."""
+        """The state, for ``load``."""
         return {"value": self.value, "step": self.step, "waited": self.waited}
 
     def load(self, state: State) -> None:
-        """Go on from there."""
+        """Restore a saved state."""
         self.value = None if state["value"] is None else float(state["value"])
         self.step, self.waited = int(state["step"] or 0), int(state["waited"] or 0)
 
@@ -61,30 +58,28 @@ class Stopper:
     def __init__(self, config: StopConfig) -> None:
         self.config = config
         self.best = Best(config.metric, config.min_delta)
-        self.improved = False  # by the last evaluation: what a checkpoint of the best waits for
 
     @property
     def stops(self) -> bool:
-        """Whether the run is over."""
+        """Whether to stop the run."""
         return self.best.waited >= self.config.patience
 
     def push(self, step: int, value: float) -> None:
         """Take the metric of val at ``step``."""
-        self.improved = self.best.push(step, value)
+        self.best.push(step, value)
 
     def state(self) -> dict[str, float | int | None]:
-        """What ``load`` takes."""
+        """The state, for ``load``."""
         return self.best.state()
 
     def load(self, state: State) -> None:
-        """Go on from there."""
+        """Restore a saved state."""
         self.best.load(state)
 
     def why(self, step: int) -> str:
-        """One line on the end of the run."""
-        best, delta = self.best, ""
-        if best.min_delta:
-            delta = f" by more than {best.min_delta:g}"
+        """The reason for stopping, one line."""
+        best = self.best
+        delta = f" by more than {best.min_delta:g}" if best.min_delta else ""
         return (
             f"at step {step}, after {best.waited} evaluations of val in a row without a "
             f"better {best.metric} than {best.value:.6g} at step {best.step}{delta}"
@@ -92,7 +87,7 @@ class Stopper:
 
 
 class Plateau:
-    """Reduce on plateau: ``factor`` of all learning rates, smaller after each plateau."""
+    """Reduce on plateau: a ``factor`` of all learning rates that shrinks after each plateau."""
 
     def __init__(self, config: PlateauConfig) -> None:
         self.config = config
@@ -107,24 +102,24 @@ class Plateau:
             self.best.waited = 0
 
     def state(self) -> dict[str, float | int | None]:
-        """What ``load`` takes."""
+        """The state, for ``load``."""
         return {**self.best.state(), "factor": self.factor}
 
     def load(self, state: State) -> None:
-        """Go on from there."""
+        """Restore a saved state."""
         self.best.load(state)
         self.factor = float(state["factor"] or 1.0)
 
 
 class Watchers:
-    """What watches val during a run: a ``Stopper``, a ``Plateau``, both or neither."""
+    """The watchers of val during a run: a ``Stopper``, a ``Plateau``, both or neither."""
 
     def __init__(self, stop: Stopper | None = None, plateau: Plateau | None = None) -> None:
         self.stop, self.plateau = stop, plateau
 
     @staticmethod
     def of(config: TrainConfig) -> "Watchers":
-        """As ``train.stop`` and ``train.plateau`` say."""
+        """The watchers that ``train.stop`` and ``train.plateau`` configure."""
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
@@ -137,50 +132,54 @@ class Watchers:
 
     @property
     def active(self) -> bool:
-        """Whether there is any."""
+        """Whether there are any watchers."""
         return bool(self._all)
 
     @property
     def stops(self) -> bool:
-        """Whether the run is over."""
+        """Whether to stop the run."""
         return self.stop is not None and self.stop.stops
 
     @property
     def rate_scale(self) -> float:
-        """Factor of all learning rates."""
+        """The factor of all learning rates."""
         return 1.0 if self.plateau is None else self.plateau.factor
 
     def push(self, step: int, evaluation: Evaluation | None, boxing: Boxing) -> None:
-        """Take what val came to, which rank 0 knows; every rank calls it.
+        """Take an evaluation of val, which only rank 0 has; every rank calls it.
 
-        TrainingError on every rank where val does not have the metric.
+        TrainingError on every rank if the evaluation does not have the watched metric.
         """
         watchers = self._all
         if not watchers:
             return
-        values = _shared([_of(evaluation, one.config.metric) for one in watchers.values()], boxing)
+        metrics = [watcher.config.metric for watcher in watchers.values()]
+        # Rank 0's values on every rank: the sum with the zeros of the others.
+        mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
+        part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
+        values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()
         for (name, watcher), value in zip(watchers.items(), values, strict=True):
             if math.isnan(value):
                 raise TrainingError(_no_metric(name, watcher.config.metric, step))
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
-        """``lr_scale``, what a plateau has left of the learning rates."""
+        """``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
     def state(self) -> dict[str, dict[str, float | int | None]]:
-        """What ``load`` takes."""
+        """The state, for ``load``."""
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Go on from there; a watcher that was not there before starts anew."""
+        """Restore a saved state; a watcher that it does not have starts fresh."""
         for name, watcher in self._all.items():
             if name in state:
                 watcher.load(state[name])
 
 
-def _of(evaluation: Evaluation | None, metric: Metric) -> float:
-    """NaN where there is none."""
+def _value(evaluation: Evaluation | None, metric: Metric) -> float:
+    """The metric; NaN if the evaluation does not have it."""
     value = None if evaluation is None else getattr(evaluation, metric)
     return math.nan if value is None else float(value)
 
@@ -193,27 +192,6 @@ def _no_metric(name: str, metric: Metric, step: int) -> str:
     else:
         raise unknown_value("metric", metric, Metric)
     return (
-        f"train.{name}.metric: {metric} of val at step {step} does not exist: {why}, or use "
+        f"train.{name}.metric: val has no {metric} at step {step} because {why}; use "
         f"train.{name}.metric=logloss"
     )
-
-
-def _shared(values: list[float], boxing: Boxing) -> list[float]:
-    """Rank 0's values on every rank."""
-    world = boxing.world
-    if world.size == 1:
-        return values
-    kind = world.device.type
-    steps = plan_boxing(
-        Layout(Placement.of(kind, [0]), (Broadcast(),)),
-        Layout(Placement.line(kind, world.size), (Broadcast(),)),
-        (len(values),),
-        torch.float64,
-        id="evaluate/fwd/watched",
-        backend=world.backend,
-    )
-    mine = torch.tensor(values, dtype=torch.float64, device=world.device)
-    shared = boxing.run(steps, mine if world.rank == 0 else None, CHANNEL)
-    if shared is None:
-        raise RuntimeError("the metrics of val did not arrive")
-    return shared.tolist()

@@ -1,9 +1,9 @@
-"""One training step and one prediction, on the ranks of a world.
+"""One training step, or one prediction, on the ranks of a world.
 
-The moves that a step consists of are here; their order, and so what overlaps, is a
-``StepSchedule``. Nothing is used before the update it depends on, so the numbers are the same in
-every order. Batches that were announced form the window: their ids travel during earlier steps.
-The loss rides in the dense exchange.
+This module implements the moves of a step; a ``StepSchedule`` defines their order and so what
+overlaps. Every order computes the same numbers, because no result is used before the update it
+depends on. Announced batches form the window: their ids are exchanged during earlier steps.
+The loss is reduced together with the dense gradients.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
-    """A batch's way through a step, and what its moves leave for later ones."""
+    """A batch in flight, with the results that its moves leave for later moves."""
 
     batch: Batch
     share: float = 1.0  # of the step's rows
@@ -63,39 +63,38 @@ class _BatchInFlight(BatchInFlight):
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
-    term: Tensor | None = None  # of a loss whose backward is done, too
+    term: Tensor | None = None  # this rank's loss term, if a CUDA graph also ran the backward
 
     @property
-    def begun(self) -> EmbeddingsInFlight:
-        """After the move ``start_id_exchange``."""
+    def started(self) -> EmbeddingsInFlight:
+        """The embeddings after the move ``start_id_exchange``."""
         if self.embeddings is None:
-            raise RuntimeError("a move of a batch that has not begun")
+            raise RuntimeError("the id exchange of this batch has not started")
         return self.embeddings
 
 
-def _check_batch(given: object) -> None:
-    missing = [
-        name for name in ("labels", "dense", "ids", "batch_size") if not hasattr(given, name)
-    ]
-    if missing:
-        raise SbpError(
-            f"step: {type(given).__name__} is not a batch: it has no attribute {missing[0]}; pass "
-            "a batch from a loader, or a list of them"
-        )
+def _check_batch(batch: object) -> None:
+    for name in ("labels", "dense", "ids", "batch_size"):
+        if not hasattr(batch, name):
+            raise SbpError(
+                f"step: {type(batch).__name__} is not a batch: it has no attribute {name}; pass "
+                "a batch from a loader, or a list of them"
+            )
 
 
 class Trainer:
-    """Runs a dense part and its embeddings; ``optimizer`` holds the parts of its parameters.
+    """Trains a dense part and its embeddings; ``optimizer`` holds this rank's parameter parts.
 
-    ``schedule`` is the order of a step's moves, and may be exchanged between steps; ``rate_factor``
-    gives the factor of the learning rates at a step, ``table_rate_factor`` that of the tables where
-    it is another; ``rate_scale``, which may be set between steps, multiplies both. ``clipper``
-    makes the move of a schedule that clips, ``loss`` changes the loss of rows. ``gradients`` is how
-    dense gradients and the loss travel (``plan_gradients`` with a ``total``), as the plan of a run
-    has it. ``planned`` are the rows of a batch and the conversions that its forward then makes,
-    these and no others. With ``cuda_graph`` batches of so many rows are run by a ``GraphedStep``.
-    ``lookahead``, which may be set between steps, is how many announced batches exchange their ids
-    before their turn; no value of it changes a result.
+    * ``schedule``: the order of a step's moves; may be changed between steps.
+    * ``rate_factor``: the factor of the learning rates by step; ``table_rate_factor`` overrides it
+      for the tables. ``rate_scale``, which may be set between steps, multiplies both.
+    * ``clipper``: makes the clip move of a schedule that has one. ``loss``: changes row losses.
+    * ``gradients``: how dense gradients and the loss are exchanged (``plan_gradients`` with a
+      ``total``), from the plan of the run.
+    * ``planned``: a batch size and the only conversions that its forward may make.
+    * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
+    * ``lookahead``: the number of announced batches that exchange ids before their turn; may be
+      set between steps, and does not change any result.
     """
 
     def __init__(
@@ -128,20 +127,21 @@ class Trainer:
         self.rate_scale = 1.0
         self._clipper = clipper
         self._loss_config = loss
-        self.gradient_norm: Tensor | None = None  # 0-d float64, before it was clipped
+        self.gradient_norm: Tensor | None = None  # 0-d float64, before clipping
         self.schedule = schedule
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss is P like the gradients: as one more number among them it costs no collective.
+        # The loss is P, as the gradients are: reduced in one bucket with them, it costs no
+        # collective of its own.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
         self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
         self._loss: Tensor | None = None  # [1], of all ranks
-        self._gradients_under_way: PendingSync | None = None
-        self._planned_rows, self._conversions = planned or (None, ())
+        self._pending_gradients: PendingSync | None = None
+        self._planned_size, self._conversions = planned or (None, ())
         groups = optimizer.param_groups if optimizer else []
         self._base_lrs = [float(group["lr"]) for group in groups]
         self.graphs: GraphedStep | None = None
@@ -154,8 +154,11 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        self._updated = False  # the dense part, beside its backward
-        self._made: frozenset[str] = frozenset()  # moves of the step, likewise
+        # What the CUDA graph of this step did already: the dense update, and moves of the step.
+        self._updated = False
+        self._done: frozenset[str] = frozenset()
+        self._batch_moves = {move.name: self._of_batch(move) for move in OF_A_BATCH}
+        self._step_moves = {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)}
         self.lookahead = lookahead
         self._window: deque[_BatchInFlight] = deque()  # announced, oldest first
         self._failure = ""
@@ -163,15 +166,15 @@ class Trainer:
 
     @property
     def embedding_plan(self) -> EmbeddingPlan:
-        """The plan of the tables, which says where a batch has the ids of a field."""
+        """The plan of the tables, which maps fields to the id columns of a batch."""
         return self._embeddings.plan
 
     def announce(self, batch: Batch) -> None:
-        """Say which batch comes after those announced so far. Every rank announces the same.
+        """Queue ``batch`` behind those announced so far. Every rank announces the same batches.
 
-        The first ``lookahead`` of them exchange their ids during the steps before their own.
-        Nothing is sent here. A batch without rows is ignored. Raises SbpError for what is not a
-        batch, and TrainingError after a step that failed.
+        The first ``lookahead`` of them exchange their ids during earlier steps. Nothing is sent
+        here. A batch without rows is ignored. Raises SbpError if ``batch`` is not a batch, and
+        TrainingError after a failed step.
         """
         _check_batch(batch)
         self._check_usable("announce")
@@ -179,14 +182,14 @@ class Trainer:
             self._window.append(_BatchInFlight(batch))
 
     def step(self, batches: Batch | list[Batch]) -> Tensor:
-        """Train on a batch, or on several as if they were one; returns the mean loss over all
+        """Train on one batch, or on several as if they were one; returns the mean loss over all
         their rows, 0-d, on every rank.
 
-        Several batches are one step of the optimizers, of the mean gradient over all rows. They are
-        the oldest ones announced; where fewer were announced, the others come after them. Batches
-        without rows are left out. Raises SbpError, and nothing has happened, if all are, for what
-        is not a batch, and for another batch than was announced; DataError for an id out of range
-        in these batches. After a step that failed otherwise there is none: TrainingError.
+        Several batches make one optimizer step with the mean gradient over all rows. Announced
+        batches must be passed in the order of their announcement, before any others. Batches
+        without rows are skipped. Raises SbpError, without any effect, if no batch has rows, an
+        argument is not a batch, or a batch differs from the announced one; DataError for an id out
+        of range. After a step that failed in any other way, further steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -195,155 +198,155 @@ class Trainer:
         in_flight = self._take([batch for batch in given if batch.batch_size])
         try:
             self.num_steps += 1
-            self._updated, self._made = False, frozenset()
+            self._updated, self._done = False, frozenset()
             self._set_learning_rates()
-            self._run(in_flight)
+            self.schedule.run(
+                self._batch_moves,
+                self._step_moves,
+                in_flight,
+                list(self._window),
+                self.lookahead,
+                self._boxing.world,
+                self.move_watch.move,
+            )
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
         loss, self._loss = self._loss, None
         if loss is None:
-            raise RuntimeError("the loss did not come back from its exchange")
+            raise RuntimeError("the schedule ended without the loss")
         return loss.squeeze(0)
 
     def train_on(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
-        """A step on each batch; yields the losses. Announces ``lookahead`` batches ahead."""
+        """Train on each batch, announcing ``lookahead`` batches ahead; yields the losses."""
         source = iter(batches)
-        held: deque[Batch] = deque()
+        queue: deque[Batch] = deque()
         while True:
-            for batch in islice(source, self.lookahead + 1 - len(held)):
-                held.append(batch)
+            for batch in islice(source, self.lookahead + 1 - len(queue)):
+                queue.append(batch)
                 self.announce(batch)
-            if not held:
+            if not queue:
                 return
-            yield self.step(held.popleft())
+            yield self.step(queue.popleft())
 
     def drain(self) -> None:
-        """Forget the batches that were announced and not trained; every rank calls it.
+        """Cancel all announced batches; every rank calls it.
 
-        Ids that are in flight arrive first, so that all ranks have made the same transfers. After a
-        step that failed there is nothing that could still arrive.
+        First completes the id exchanges in flight, so that all ranks make the same transfers.
+        After a failed step there is nothing to wait for.
         """
         window, self._window = self._window, deque()
         if self._failure:
             return
-        for one in window:
-            if one.embeddings is not None:
+        for flight in window:
+            if flight.embeddings is not None:
                 for move in OF_IDS:
-                    if move.name not in one.made:
-                        self._of_batch(move)(one)
-                self._embeddings.cancel(one.embeddings)
+                    if move.name not in flight.done:
+                        self._batch_moves[move.name](flight)
+                self._embeddings.cancel(flight.embeddings)
 
     @property
     def num_announced(self) -> int:
-        """Batches announced and not yet trained."""
+        """The number of batches announced and not yet trained."""
         return len(self._window)
 
     def _check_usable(self, call: str) -> None:
         if self._failure:
             raise TrainingError(
-                f"{call}: an earlier step failed ({self._failure}), and what it left half done "
-                "would be mixed in; build the trainer and its tables anew"
+                f"{call}: an earlier step failed ({self._failure}) and left its results half "
+                "applied; build a new trainer and new tables"
             )
 
-    def _run(self, batches: list[_BatchInFlight]) -> None:
-        self.schedule.run(
-            {move.name: self._of_batch(move) for move in OF_A_BATCH},
-            {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
-            batches,
-            list(self._window),
-            self.lookahead,
-            self._boxing.world,
-            self.move_watch.move,
-        )
-
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
-        """What makes a move: the method here of its name, else the collection's."""
+        """The function that makes a move: this class's method of that name, else the tables'."""
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
             return own
-        theirs: Callable[[EmbeddingsInFlight], None] = getattr(self._embeddings, move.name)
-        return lambda one: theirs(one.begun)
+        make: Callable[[EmbeddingsInFlight], None] = getattr(self._embeddings, move.name)
+        return lambda flight: make(flight.started)
 
     def _of_step(self, move: Move) -> Callable[[], None]:
-        """What makes a move of the step, unless a graph has."""
+        """The function that makes a move of the step, unless a CUDA graph already did."""
         make: Callable[[], None] = getattr(self, f"_{move.name}")
 
-        def unless_made() -> None:
-            if move.name not in self._made:
+        def unless_done() -> None:
+            if move.name not in self._done:
                 make()
 
-        return unless_made
+        return unless_done
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """Out of the window, as far as they are in it."""
+        """Take the batches out of the window; those not announced are new."""
         if not batches:
             raise SbpError("step: no batch with rows; pass one, or a list with at least one")
-        for place, (one, batch) in enumerate(zip(self._window, batches, strict=False)):
-            if one.batch is not batch:
+        for place, (flight, batch) in enumerate(zip(self._window, batches, strict=False)):
+            if flight.batch is not batch:
                 raise SbpError(
-                    f"step: batch {place} of {len(batches)} is not the one announced in its "
-                    "place, whose ids may be in flight; pass the announced batches in their "
-                    "order, or call drain() first"
+                    f"step: batch {place} of {len(batches)} is not the batch announced at this "
+                    "position, whose ids may be in flight; pass the announced batches in order, "
+                    "or call drain() first"
                 )
         in_flight = [
             self._window.popleft() if self._window else _BatchInFlight(batch) for batch in batches
         ]
-        batch_size = sum(batch.batch_size for batch in batches)
-        for number, one in enumerate(in_flight):
-            one.number, one.share = number, one.batch.batch_size / batch_size
+        step_size = sum(batch.batch_size for batch in batches)
+        for number, flight in enumerate(in_flight):
+            flight.number, flight.share = number, flight.batch.batch_size / step_size
         return in_flight
 
-    def _start_id_exchange(self, one: _BatchInFlight) -> None:
+    def _start_id_exchange(self, flight: _BatchInFlight) -> None:
         try:
-            one.embeddings = self._embeddings.start_id_exchange(
-                one.batch.ids, one.batch.batch_size, training=True
+            flight.embeddings = self._embeddings.start_id_exchange(
+                flight.batch.ids, flight.batch.batch_size, training=True
             )
         except DataError as error:
-            if one not in self._window:
+            if flight not in self._window:
                 raise
-            place = self._window.index(one) + 1
+            place = self._window.index(flight) + 1
             raise DataError(
                 f"announced batch {place} after step {self.num_steps}: {error}"
             ) from error
 
-    def _lookup(self, one: _BatchInFlight) -> None:
-        as_planned = one.batch.batch_size == self._planned_rows and one.share == 1.0
-        if as_planned and self.graphs is not None and self.graphs.takes_rows:
-            self._embeddings.arrive(one.begun)
-            one.made |= OF_BATCH
-            self._made = OF_STEP
+    def _is_planned(self, flight: _BatchInFlight) -> bool:
+        """Whether the batch makes a step alone and has the size that the plan was made for."""
+        return flight.batch.batch_size == self._planned_size and flight.share == 1.0
+
+    def _lookup(self, flight: _BatchInFlight) -> None:
+        graphs = self.graphs
+        if graphs is not None and graphs.takes_rows and self._is_planned(flight):
+            self._embeddings.arrive(flight.started)
+            flight.done |= OF_BATCH
+            self._done = OF_STEP
         else:
-            self._embeddings.lookup(one.begun)
+            self._embeddings.lookup(flight.started)
 
-    def _gather_outputs(self, one: _BatchInFlight) -> None:
-        one.vectors = self._embeddings.gather_outputs(one.begun)
+    def _gather_outputs(self, flight: _BatchInFlight) -> None:
+        flight.vectors = self._embeddings.gather_outputs(flight.started)
 
-    def _forward(self, one: _BatchInFlight) -> None:
-        batch, seed, graphs = one.batch, self._mask_seed(one.number), self.graphs
+    def _forward(self, flight: _BatchInFlight) -> None:
+        batch, seed, graphs = flight.batch, self._mask_seed(flight.number), self.graphs
         inputs = DenseInputs(
             batch_size=batch.batch_size,
             labels=batch.labels,
             dense=batch.dense,
             weights=getattr(batch, "weights", None),
-            vectors=one.vectors,
+            vectors=flight.vectors,
         )
-        as_planned = batch.batch_size == self._planned_rows and one.share == 1.0
-        if graphs is not None and self._made:
-            whole = StepInputs(dense=inputs, rows=one.begun, step=self.num_steps)
-            one.term, self.gradient_norm = graphs.run_all(whole, seed)
+        if graphs is not None and self._done:
+            whole = StepInputs(dense=inputs, rows=flight.started, step=self.num_steps)
+            flight.term, self.gradient_norm = graphs.run_all(whole, seed)
             self._updated = graphs.updates_dense
-        elif graphs is not None and as_planned and graphs.takes_vectors:
-            one.term = graphs.run_dense(inputs, seed)
+        elif graphs is not None and graphs.takes_vectors and self._is_planned(flight):
+            flight.term = graphs.run_dense(inputs, seed)
             self._updated = graphs.updates_dense
         else:
             loss = self._loss_of(inputs, seed)
-            one.loss = loss if one.share == 1.0 else ops.scale(loss, one.share)
+            flight.loss = loss if flight.share == 1.0 else ops.scale(loss, flight.share)
 
     def _loss_of(self, inputs: DenseInputs, seed: int) -> GlobalTensor:
         batch_size = inputs.batch_size
         labels = self._home(inputs.labels.unsqueeze(1), batch_size)
-        as_planned = batch_size == self._planned_rows
+        as_planned = batch_size == self._planned_size
         with self._boxing.expecting(self._conversions if as_planned else None):
             logits = self._dense_logits(
                 inputs.dense, inputs.vectors, batch_size, training=True, seed=seed
@@ -353,29 +356,29 @@ class Trainer:
             losses = ops.mul(losses, self._home(inputs.weights.unsqueeze(1), batch_size))
         return ops.reduce_mean(losses, id="loss")
 
-    def _backward(self, one: _BatchInFlight) -> None:
-        terms, one.term = one.term, None
-        if terms is None:
-            if one.loss is None:
+    def _backward(self, flight: _BatchInFlight) -> None:
+        term, flight.term = flight.term, None
+        if term is None:
+            if flight.loss is None:
                 raise RuntimeError("backward before forward")
-            terms = _terms_after_backward(one.loss)
-        self._loss_terms = terms if self._loss_terms is None else self._loss_terms + terms
-        one.loss, one.vectors = None, {}
+            term = _terms_after_backward(flight.loss)
+        self._loss_terms = term if self._loss_terms is None else self._loss_terms + term
+        flight.loss, flight.vectors = None, {}
 
     def _send_dense(self) -> None:
         terms, self._loss_terms = self._loss_terms, None
         if self._updated:
             self._loss = terms
             return
-        self._gradients_under_way = self.gradients.start(terms)
+        self._pending_gradients = self.gradients.start(terms)
 
     def _receive_dense(self) -> None:
         if self._updated:
             return
-        under_way, self._gradients_under_way = self._gradients_under_way, None
-        if under_way is None:
+        pending, self._pending_gradients = self._pending_gradients, None
+        if pending is None:
             raise RuntimeError("receive_dense before send_dense")
-        self._loss = under_way.wait()
+        self._loss = pending.wait()
 
     def _update(self) -> None:
         self._embeddings.update(self.num_steps)
@@ -388,7 +391,7 @@ class Trainer:
 
     def _clip(self) -> None:
         if self._clipper is None:
-            raise RuntimeError("the schedule clips, and there is no Clipper")
+            raise RuntimeError("the schedule clips, but the trainer has no Clipper")
         self.gradient_norm = self._clipper.clip()
 
     def _set_learning_rates(self) -> None:
@@ -404,10 +407,10 @@ class Trainer:
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
         """Logits [local batch] of this rank's rows."""
-        vectors = self._embeddings.forward(batch.ids, batch.batch_size, training=False)
         batch_size = batch.batch_size
+        vectors = self._embeddings.forward(batch.ids, batch_size, training=False)
         logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
-        return logits.to(self._home_layout(batch.batch_size), id="predict").part.squeeze(1)
+        return logits.to(self._home_layout(batch_size), id="predict").part.squeeze(1)
 
     def _dense_logits(
         self,
@@ -426,23 +429,23 @@ class Trainer:
         )
 
     def _mask_seed(self, number: int) -> int:
-        """Of the dropout masks of batch ``number`` of this step; the first is named by the step."""
+        """The seed of the dropout masks of batch ``number`` of this step."""
         within = f"/{number}" if number else ""
         return stream_key(self._seed, f"dropout/{self.num_steps}{within}")
 
     def _home(self, part: Tensor, batch_size: int) -> GlobalTensor:
-        """Rows of the batch as a global tensor, S(0)."""
+        """This rank's rows of the batch as a global tensor, S(0)."""
         layout, shape = self._home_layout(batch_size), (batch_size, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
     def _home_layout(self, batch_size: int) -> Layout:
-        """S(0) over all ranks, with explicit sizes if some rank has no row."""
+        """S(0) over all ranks, with explicit sizes if some rank has no rows."""
         size = self._boxing.world.size
         sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))
 
 
 def _terms_after_backward(loss: GlobalTensor) -> Tensor:
-    """[1], this rank's term of the loss."""
+    """Run the backward; returns [1], this rank's term of the loss."""
     loss.backward()
     return loss.detach().to("P", id="loss").part.reshape(1)

@@ -198,7 +198,7 @@ def test_a_run_that_goes_on_cuts_what_came_after_its_checkpoint(tmp_path, caplog
     length = writer.length
     writer.write("step", {"step": 2})  # trained, but not saved
     writer.close()
-    writer = MetricsWriter(tmp_path, rank=0, going_on=(1, length))
+    writer = MetricsWriter(tmp_path, rank=0, resumed=(1, length))
     assert writer.length == length
     for step in (2, 3):
         writer.write("step", {"step": step})
@@ -206,7 +206,7 @@ def test_a_run_that_goes_on_cuts_what_came_after_its_checkpoint(tmp_path, caplog
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     (tmp_path / "metrics.jsonl").write_text("")
-    MetricsWriter(tmp_path, rank=0, going_on=(1, length)).close()
+    MetricsWriter(tmp_path, rank=0, resumed=(1, length)).close()
     assert f"has 0 bytes of the {length}" in caplog.text
 
 

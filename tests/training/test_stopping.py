@@ -242,7 +242,7 @@ def test_what_cannot_be_watched_is_refused(ranks):
             train=TrainConfig(plateau=PlateauConfig()),
         )
     (message,) = ranks(1, run_without_val)
-    assert message.startswith("train.stop: watches the split val, which the data does not have")
+    assert message.startswith("train.stop: watches the split val")
 
 
 def run_without_val(world: World) -> str:

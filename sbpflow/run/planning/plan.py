@@ -92,7 +92,7 @@ class RunPlan:
             ("clip", self.clip),
             ("update", tables.update_steps(rows)),
         )
-        if self.schedule.clips == CLIP:  # the rows do not wait for it
+        if self.schedule.clips is CLIP:  # the rows do not wait for it
             update = update[::-1]
         phases: tuple[tuple[str, Sequence[Step]], ...] = (
             ("ids", tables.ahead_steps(rows)),

@@ -43,7 +43,7 @@ from sbpflow.training.step_schedule import (
     Move,
     StepSchedule,
     clipped,
-    current_name,
+    saved_move,
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # the older one has the next batch's moves marked as ahead
@@ -151,7 +151,7 @@ def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
     said = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):
         if clip.says in said:
-            return clipped(schedule, rows=clip == CLIP_ROWS)
+            return clipped(schedule, rows=clip is CLIP_ROWS)
     return schedule
 
 
@@ -182,7 +182,7 @@ def _decode(value: object) -> object:
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
             raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")
-    return kind(**values)
+    return saved_move(values["name"], values["says"]) if kind is Move else kind(**values)
 
 
 @cache
