@@ -105,10 +105,7 @@ class RowTransfer:
 
 
 def _arrived(
-    step: ExchangeStep,
-    work: dist.Work | pairs.Messages | None,
-    received: Tensor,
-    sent: Tensor,
+    step: ExchangeStep, work: dist.Work | pairs.Messages | None, received: Tensor, sent: Tensor
 ) -> Tensor:
     del sent  # the argument only kept the buffer alive during the transfer
     try:

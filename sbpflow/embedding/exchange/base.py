@@ -118,7 +118,6 @@ class Group(ABC, Generic[BatchT]):
     """One group on one rank. Every rank runs the same moves in the same order."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
-        del context  # used by subclasses
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
         self._collected: list[tuple[GroupInFlight, list[Lookup], list[Tensor]]] = []
         self._merged: Collected | None = None
@@ -139,7 +138,6 @@ class Group(ABC, Generic[BatchT]):
 
         Takes the transfer that ``start_id_exchange`` started.
         """
-        del batch
         return None
 
     @abstractmethod

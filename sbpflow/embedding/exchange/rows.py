@@ -107,10 +107,7 @@ class RowGroup(Group[RowsInFlight]):
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
         """The same batch without buffers, after ``receive_ids`` found that they are too small."""
         again = RowsInFlight(
-            local=batch.local,
-            batch_size=batch.batch_size,
-            number=batch.number,
-            wanted=batch.wanted,
+            local=batch.local, batch_size=batch.batch_size, number=batch.number, wanted=batch.wanted
         )
         self.begin_counted(again)
         return again
@@ -240,7 +237,6 @@ class AllGatherRowsGroup(RowGroup):
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
         """True if the other ranks need to know which rows this rank requests."""
-        del batch
         return True
 
     def begin_counted(self, batch: RowsInFlight) -> None:

@@ -6,8 +6,6 @@ hold about equal numbers of keys, whatever the distribution of the keys. Which r
 known only to a map on the owner (``storage/keyed.py``).
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -17,54 +15,34 @@ ANY_ID = 2**63 - 1  # as ``num_ids``: every 64-bit id is valid
 _FIRST, _COUNT = -(2**63), 2**64  # of the addresses of keys
 
 
-class Numbering(Protocol):
-    """The id-dependent operations of a table."""
+class Numbering:
+    """The id-dependent operations of a table; in this class, ids are row numbers."""
 
     def num_ids(self, num_rows: int) -> int:
         """Ids must be in ``range(num_ids)``; all ids are valid if it is ``ANY_ID``."""
-        ...
+        return num_rows
 
     def addresses(self, ids: Tensor) -> Tensor:
         """The address of each id."""
-        ...
+        return ids
 
     def span(self, start: int, stop: int, num_rows: int) -> tuple[int, int]:
         """First and last address of rows [start, stop) of ``num_rows``.
 
         Inclusive, because the last address can be the largest int64.
         """
-        ...
-
-    def shift(self, base: int, start: int) -> int:
-        """Row minus address in a store that has row ``start`` at ``base``."""
-        ...
-
-    def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
-        """[n] int64: the position in a random stream where each row's initial values start."""
-        ...
-
-
-class RowNumbers:
-    """Ids are row numbers."""
-
-    def num_ids(self, num_rows: int) -> int:
-        return num_rows
-
-    def addresses(self, ids: Tensor) -> Tensor:
-        return ids
-
-    def span(self, start: int, stop: int, num_rows: int) -> tuple[int, int]:
-        del num_rows
         return start, stop - 1
 
     def shift(self, base: int, start: int) -> int:
+        """Row minus address in a store that has row ``start`` at ``base``."""
         return base - start
 
     def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
+        """[n] int64: the position in a random stream where each row's initial values start."""
         return addresses.to(torch.int64) * dim * GAMMA + stream
 
 
-class Keys:
+class Keys(Numbering):
     """Ids are keys. A store numbers its rows itself, so addresses are not shifted.
 
     A range of rows has the same share of the address space as of the table's rows, whichever rank
@@ -72,7 +50,6 @@ class Keys:
     """
 
     def num_ids(self, num_rows: int) -> int:
-        del num_rows
         return ANY_ID
 
     def addresses(self, ids: Tensor) -> Tensor:
@@ -82,12 +59,10 @@ class Keys:
         return _FIRST + _COUNT * start // num_rows, _FIRST + _COUNT * stop // num_rows - 1
 
     def shift(self, base: int, start: int) -> int:
-        del base, start
         return 0
 
     def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
         # Mixed again, because multiplying by ``dim`` would lose the upper bits of the address.
-        del dim
         return mix(addresses + stream)
 
 
@@ -96,4 +71,4 @@ def keys_of(addresses: Tensor) -> Tensor:
     return unmix(addresses)
 
 
-NUMBERINGS: dict[bool, Numbering] = {False: RowNumbers(), True: Keys()}  # by ``TableConfig.by_key``
+NUMBERINGS: dict[bool, Numbering] = {False: Numbering(), True: Keys()}  # by ``TableConfig.by_key``

@@ -10,12 +10,7 @@ from typing import ClassVar
 import torch
 
 from sbpflow.costs.counts import Counts, Cut, Facts
-from sbpflow.embedding.plan.boxed_exchanges import (
-    LEAST_COLUMNS,
-    is_column_split,
-    is_copied,
-    powers,
-)
+from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_column_split, is_copied, powers
 from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Stage
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.sbp.layout import Layout

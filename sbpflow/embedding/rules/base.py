@@ -20,8 +20,7 @@ StateSize = Literal["row", "element"]
 CompiledKernel = Literal["numba", "fbgemm", "triton"]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
-    NonNegative,
-    Key("results", "Each touched row shrinks by lr * weight_decay before its step."),
+    NonNegative, Key("results", "Each touched row shrinks by lr * weight_decay before its step.")
 ]
 
 
@@ -151,7 +150,6 @@ class SparseOptimizer(ABC):
 
     def initial_state(self, name: str) -> float:
         """The initial value of a state."""
-        del name
         return 0.0
 
     def numbers(self, lr: float, step: int) -> StepNumbers:

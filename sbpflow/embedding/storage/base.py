@@ -30,48 +30,35 @@ class RowKernel(Protocol):
     @property
     def name(self) -> str:
         """The name of the kernel."""
-        ...
 
     @property
     def weights(self) -> Tensor:
         """[slots, width]; writes are visible to the next lookup."""
-        ...
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Optimizer state by name, [slots] or [slots, width], writable like ``weights``."""
-        ...
 
     @property
     def absent(self) -> int | None:
         """The address of a row that is stored elsewhere: its slot, behind all others, reads as
         zeros and is never trained. ``None`` if such addresses must be left out of lookups.
         """
-        ...
-
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        """A lookup of these rows that deduplicates with this kernel's method."""
-        ...
 
     def sort_ahead(self, lookup: Lookup) -> None:
         """Sort the lookup for a later ``update``, if this does not make the host wait."""
-        ...
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         """[bags, width]: the weighted sum of each bag's rows, zeros if empty; no autograd.
 
         ``lr`` is the learning rate of an ``update`` that will follow for this lookup.
         """
-        ...
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """Like ``lookup`` without an update, for rows in ``block`` [.., width].
 
         The slots of ``lookup`` are positions in ``block``, whose dtype is that of ``weights``.
         """
-        ...
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows, the bags' ``grads`` summed per row [unique, width]).
@@ -79,7 +66,6 @@ class RowKernel(Protocol):
         If the kernel has an ``absent`` address, both have the length of the batch, and the last row
         is repeated.
         """
-        ...
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         """Take one optimizer step on the rows of ``lookup`` with the gradients [bags, width].
@@ -87,7 +73,6 @@ class RowKernel(Protocol):
         Duplicates are summed first, so each row takes one step. ``step`` counts from 1 over the
         job.
         """
-        ...
 
 
 def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:

@@ -14,7 +14,6 @@ def _kind(name: str) -> object:
 
 
 def sgd(optimizer: SparseOptimizer) -> dict[str, Any]:
-    del optimizer
     return {"optimizer": _kind("EXACT_SGD")}
 
 

@@ -55,11 +55,6 @@ class FbgemmStorage:
     def sort_ahead(self, lookup: Lookup) -> None:
         """Do nothing: TBE sorts in its backward."""
 
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        return Lookup(addresses, offsets, weights)
-
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         if lr is None:
             return self.pool(self.weights, lookup)
@@ -73,7 +68,6 @@ class FbgemmStorage:
         return lookup.row_gradients(grads)
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
-        del step  # no supported rule depends on it
         if self.listeners:
             notify(self.listeners, lookup.rows())
         graph, lookup.graph = lookup.graph, None

@@ -27,15 +27,12 @@ class RowMap(Protocol):
 
     def find(self, addresses: Tensor) -> Tensor:
         """[n]: the row of each address, or -1; addresses can repeat."""
-        ...
 
     def add(self, addresses: Tensor, rows: Tensor) -> None:
         """Assign rows to new addresses, each given once."""
-        ...
 
     def remove(self, addresses: Tensor) -> None:
         """Remove existing addresses."""
-        ...
 
 
 class KeyedStore:

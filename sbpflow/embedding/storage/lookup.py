@@ -70,15 +70,15 @@ class Lookup:
 
     def new_like(self) -> "Lookup":
         """A lookup of the same sizes with uninitialized tensors."""
-        tensors = [None if one is None else torch.empty_like(one) for one in self.tensors()]
-        addresses, offsets, weights, *ordered = tensors
-        if addresses is None:
-            raise RuntimeError("a lookup without addresses")
-        made = Lookup(addresses, offsets, weights)
-        made._runs = (
-            SortedSegments(*(one for one in ordered if one is not None)) if ordered else None
+        offsets, weights = (
+            None if tensor is None else torch.empty_like(tensor)
+            for tensor in (self.offsets, self.weights)
         )
-        return made
+        lookup = Lookup(torch.empty_like(self.addresses), offsets, weights)
+        if (runs := self._runs) is not None:
+            ordered = (runs.keys, runs.order, runs.start, runs.stop)
+            lookup._runs = SortedSegments(*map(torch.empty_like, ordered))
+        return lookup
 
     def place(self, slots: Tensor | None) -> Self:
         """Set the slots [n] of the rows; ``None`` if they equal the addresses."""
@@ -203,8 +203,8 @@ def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> T
     """
     at = lookup.slots if positions is None else positions
     if lookup.offsets is None:
-        found = rows.index_select(0, at)
-        return found if lookup.weights is None else found * lookup.weights.unsqueeze(1)
+        bags = rows.index_select(0, at)
+        return bags if lookup.weights is None else bags * lookup.weights.unsqueeze(1)
     if at.numel() == 0:
         return rows.new_zeros(lookup.num_bags, rows.shape[1])
     return F.embedding_bag(

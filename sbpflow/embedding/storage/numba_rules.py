@@ -42,7 +42,6 @@ def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -
 
 
 def sgd(optimizer: SparseOptimizer, to: RowArrays) -> None:
-    del optimizer
     _step_sgd(to.weights, to.at, to.grads, to.number(to.numbers.rate), to.number(to.numbers.decay))
 
 

@@ -118,18 +118,13 @@ class NumbaStorage(TorchStorage):
     def _rule(self) -> Callable[[SparseOptimizer, RowArrays], None]:
         return kernel_function(self.optimizer, "numba")
 
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        if self._indexer is None:
-            self._indexer = Indexer(self._num_rows)
-        return CompiledLookup(addresses, offsets, weights, indexer=self._indexer)
-
     def _indexed(self, lookup: Lookup) -> Lookup:
         if isinstance(lookup, CompiledLookup):
             return lookup
-        indexed = self.make_lookup(lookup.addresses, lookup.offsets, lookup.weights)
-        return indexed.place(lookup.placed)
+        if self._indexer is None:
+            self._indexer = Indexer(self._num_rows)
+        uses = (lookup.addresses, lookup.offsets, lookup.weights)
+        return CompiledLookup(*uses, indexer=self._indexer).place(lookup.placed)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """Like ``TorchStorage``, but read half-precision rows in one pass without widening them.
@@ -216,13 +211,7 @@ class NumbaStorage(TorchStorage):
         self._rule(self.optimizer, arrays)
 
 
-def warm_up(
-    optimizer: SparseOptimizer,
-    *,
-    dtype: torch.dtype,
-    row_dtype: torch.dtype,
-    address_dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
-) -> float:
+def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
     """Compile the loops of this optimizer, or load them from the cache. Returns seconds."""
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise
@@ -233,16 +222,9 @@ def warm_up(
     shard = Shard(table=table, rank=0, row_start=0, row_stop=2, col_start=0, col_stop=4)
     noise = RowNoise([shard], stream_key(0, "warm_up"), cpu)
     storage = NumbaStorage(
-        2,
-        4,
-        dim=4,
-        optimizer=optimizer,
-        dtype=dtype,
-        device=cpu,
-        row_dtype=row_dtype,
-        noise=noise,
+        2, 4, dim=4, optimizer=optimizer, dtype=dtype, device=cpu, row_dtype=row_dtype, noise=noise
     )
-    for address_dtype in address_dtypes:
+    for address_dtype in (torch.int32, torch.int64):
         addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
         for lookup in (Lookup(addresses), Lookup(addresses, torch.tensor([0, 1, 3]))):
             storage.lookup(lookup)

@@ -72,7 +72,6 @@ class TorchStorage:
             lookup.runs()
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        del lr
         return self.pool(self._weights, lookup)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
@@ -82,11 +81,6 @@ class TorchStorage:
         if lookup.offsets is None and lookup.weights is None:
             return rows
         return sum_bags(rows, lookup, torch.arange(rows.shape[0], device=rows.device))
-
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        return Lookup(addresses, offsets, weights)
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         lookup = self._indexed(lookup)

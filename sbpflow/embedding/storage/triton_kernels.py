@@ -37,18 +37,9 @@ def lookup(
     else:
         first = bag.to(tl.int64)
         count = inside.to(tl.int64)
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    longest = tl.max(count, 0)
-    step = longest * 0
-    while step < longest:
-        more = step < count
-        at = tl.load(addresses + first + step, mask=more, other=0).to(tl.int64)
-        place = at[:, None] * width + column[None, :]
-        row = tl.load(table + place, mask=more[:, None] & shown, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
-            row = row * tl.load(weights + first + step, mask=more, other=0.0)[:, None]
-        total += row
-        step += 1
+    total = _sum_rows(
+        table, addresses, weights, first, count, column, width, HAS_WEIGHTS, BLOCK, COLUMNS
+    )
     tl.store(out + bag.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
 
 

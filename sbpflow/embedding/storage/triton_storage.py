@@ -58,7 +58,6 @@ class TritonStorage(TorchStorage):
         return step, (*constants, *[0.0] * (MOST_CONSTANTS - len(constants)))
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        del lr
         return self.pool(self.weights, lookup)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
