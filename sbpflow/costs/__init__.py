@@ -1,1 +1,1 @@
-"""What a step costs: how often ids repeat, counts of work, and their prices. NumPy only."""
+"""Predicted costs of a step: how often ids repeat, counts of work, and prices. NumPy only."""

@@ -1,9 +1,9 @@
-"""What a table asks of the ranks: rows, elements, bytes. Counts, no milliseconds.
+"""Counts of the work that a table causes on the ranks: rows, elements, bytes (not time).
 
-An exchange has them from ``Facts``: ``part`` is what a shard adds to the rank that holds it, and
-``home`` what a table adds to every rank, for the samples it feeds. Both add up over tables. What is
-there once however many tables share it (a group, a stack, a transfer) is a ``Key``: a rank's total
-of such a feature is the number of distinct keys.
+An exchange derives them from ``Facts``: ``part`` is what a shard adds to the rank that holds it,
+``home`` is what a table adds to every rank for the rank's own samples. Both are summed over
+tables. Work that tables share (a group, a stack, a transfer) is identified by a ``Key``; the count
+of such a feature on a rank is its number of distinct keys.
 """
 
 from collections.abc import Mapping
@@ -20,40 +20,40 @@ FEATURES = (
     "buffer_bytes",  # ids, vectors, gradients in flight
     "always",
     "dense_macs",  # of this rank's samples
-    "dense_elements",  # of this rank's samples, that dense layers read and write
+    "dense_elements",  # read and written by dense layers, for this rank's samples
     "dense_parameters",
-    "batch_ids",  # this rank's samples' ids, of all features
-    "home_sort",  # ids deduplicated before they travel
+    "batch_ids",  # of this rank's samples, of all features
+    "home_sort",  # ids deduplicated before they are sent
     "home_unique",
-    "seen_ids",  # of the whole batch, looked through for those that are here
-    "searched_ids",  # of these, those of tables whose rows are cut: only some are here
+    "seen_ids",  # of the global batch, scanned for those of this rank
+    "searched_ids",  # the part of seen_ids that belongs to row-split tables
     "read_rows",
     "read_elements",
-    "read_touched",  # elements of the distinct rows among them: the first use of each misses caches
-    "out_elements",  # looked-up vectors as they leave
-    "home_elements",  # vectors or terms as they come home
+    "read_touched",  # elements of distinct rows: the first use of each row misses the caches
+    "out_elements",  # looked-up vectors sent by owners
+    "home_elements",  # vectors or partial sums received for the samples
     "expand_rows",
     "expand_elements",
-    "repeat_elements",  # gradients copied for every rank
-    "whole_elements",  # gradients of whole tables
+    "repeat_elements",  # gradients copied once per rank
+    "whole_elements",  # dense gradients
     "update_ids",
     "update_elements",
     "step_rows",  # rows that the optimizer changes
     "step_elements",
-    "step_passes",  # elements again, once for each number of its state
-    "copied_bytes",  # into buffers of transfers and out of them
-    "square_bytes",  # squares of gradients that ranks sharing a row add up
-    "ids_bytes",  # sent by this rank, here and below
+    "step_passes",  # step_elements times the numbers of state per element
+    "copied_bytes",  # into and out of transfer buffers
+    "square_bytes",  # squared gradients summed over the ranks that share rows
+    "ids_bytes",  # sent by this rank, as are the next three
     "counted_bytes",
     "vector_bytes",
     "gradient_bytes",
     "vector_in_bytes",  # received by this rank
     "gradient_in_bytes",
-    "num_dense_groups",  # vectors of owners go home as they are; from here on distinct keys
-    "num_summed_groups",  # terms of vectors are added up on their way home
-    "num_whole_groups",  # gradients of whole tables are added up
-    "num_row_transfers",  # single rows between owners and home, there and back
-    "num_row_gathers",  # single rows to all ranks
+    "num_dense_groups",  # owners send vectors; from here on, numbers of distinct keys
+    "num_summed_groups",  # partial sums of vectors are added in transit
+    "num_whole_groups",  # dense gradients are all-reduced
+    "num_row_transfers",  # single rows between owners and requesting ranks, both directions
+    "num_row_gathers",  # single rows gathered by all ranks
     "num_stacks",
     "num_squares",
     "num_id_calls",
@@ -63,19 +63,20 @@ NUM_FEATURES = len(FEATURES)
 MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 SENT = [INDEX[name] for name in ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes")]
 
-Counts = Mapping[str, float]  # by feature; what is not named is 0
-Key = tuple[Any, ...]  # the place of a feature, then what makes it distinct
-Cut = tuple[float, int]  # into how many parts rows and columns are cut
+Counts = Mapping[str, float]  # by feature; missing ones are 0
+Key = tuple[Any, ...]  # the index of a feature, then what distinguishes the key
+Cut = tuple[float, int]  # (row parts, column parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """A table in a step: whatever the counts of an exchange depend on, beside how it is cut.
+    """What the counts of an exchange depend on, other than the cut: one table in one step.
 
-    Of ``lookups`` ids of a batch ``touched`` are distinct, and of a single rank's ``wanted``.
-    ``vectors`` of a sample travel. Numbers are of so many bytes: those computed with (``item``),
-    stored rows, and vectors and gradients on their way. ``window`` batches have their ids in
-    memory. ``state`` counts the optimizer's numbers by row and by element.
+    The global batch has ``lookups`` ids, of which ``touched`` are distinct; ``wanted`` are distinct
+    on a single rank. ``vectors`` are sent per sample. The ``item`` fields are bytes per element: of
+    the arithmetic (``item``), stored rows, and vectors and gradients in transit. ``window`` is the
+    number of batches whose ids are in memory. ``state`` is (numbers per row, numbers per element)
+    of optimizer state.
     """
 
     world_size: int
@@ -86,18 +87,18 @@ class Facts:
     lookups: float
     touched: float
     wanted: float
-    sent_ids: float  # of the lookups, those that no other table has sent where owners look up all
+    sent_ids: float  # lookups not already sent for another table, if owners look up all ids
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
     gradient_item: float = 4.0
     window: int = 1
     state: tuple[int, int] = (0, 0)
-    shares_state: bool = False  # by ranks that hold different columns of a row
+    shares_state: bool = False  # ranks with different columns of a row share its state
 
     @property
     def samples(self) -> float:
-        """Of one rank."""
+        """Samples per rank."""
         return self.batch_size / self.world_size
 
     @property
@@ -106,28 +107,28 @@ class Facts:
         return self.lookups / self.world_size
 
     def stored(self, rows: float, width: float) -> float:
-        """Bytes of a shard: its rows, and the state of its optimizer."""
+        """Bytes of a shard and its optimizer state."""
         by_row, by_element = self.state
         return rows * (width * self.row_item + (by_row + by_element * width) * self.item)
 
     def steps(self, rows: float, width: float) -> dict[str, float]:
-        """An optimizer step on so many rows."""
+        """An optimizer step on ``rows``."""
         elements = rows * width
         passes = elements * max(1, sum(self.state))
         return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
 
     @property
     def both_ways(self) -> float:
-        """Bytes of a number of a vector and of its gradient, as they travel."""
+        """Bytes in transit per element of a vector and its gradient."""
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
-        """Sums over the ranks that share ``rows``, there and back."""
+        """The sums over the ranks that share ``rows``, in both directions."""
         return {"square_bytes": 8.0 * rows if cut[1] > 1 and self.shares_state else 0.0}
 
 
 class Counted(Protocol):
-    """An exchange as costs see it; ``copies`` has all of it at home and no parts."""
+    """The part of an exchange that costs need. With ``copies`` there are no parts."""
 
     copies: ClassVar[bool]
 
@@ -136,7 +137,7 @@ class Counted(Protocol):
 
 
 def vector_of(counts: Counts) -> Floats:
-    """[F]"""
+    """[F]: one element per feature, 0 if missing."""
     values = np.zeros(NUM_FEATURES)
     for name, value in counts.items():
         values[INDEX[name]] = value
@@ -144,17 +145,17 @@ def vector_of(counts: Counts) -> Floats:
 
 
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Floats]:
-    """([S, F] of the shards in row-major order, [F] of every rank) of a table that is cut evenly.
+    """The counts of an evenly cut table: ([S, F] of shards in row-major order, [F] of every rank).
 
-    Shards of one size are counted once: a thousand of them have two sizes a dimension at most.
+    Shards of equal size are counted once: there are at most two sizes per dimension.
     """
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies:
         return np.zeros((0, NUM_FEATURES)), home
     rows, widths = balanced_sizes(facts.num_rows, cut[0]), balanced_sizes(facts.dim, cut[1])
-    known = {
+    by_size = {
         (row, width): vector_of(exchange.part(facts, cut, row, width))
         for row in set(rows)
         for width in set(widths)
     }
-    return np.stack([known[row, width] for row in rows for width in widths]), home
+    return np.stack([by_size[row, width] for row in rows for width in widths]), home

@@ -1,7 +1,7 @@
-"""How many distinct rows of a table a number of lookups touches: one curve, however it is known.
+"""Curves of the number of distinct rows that a number of lookups touches.
 
-Costs depend on how often ids repeat. Statistics of a prepared set, a law, a sample or nothing at
-all: each becomes an ``IdCurve``, whose ``touched`` is what every count and price uses.
+Costs depend on how often ids repeat. An ``IdCurve`` can come from the statistics of a data set,
+from a distribution, from a sample, or from a default; all counts and prices use its ``touched``.
 """
 
 import math
@@ -17,18 +17,18 @@ from sbpflow.errors import ConfigError
 
 Floats = NDArray[np.float64]
 CLICKS = 3.0
-"""Exponent of ids that nothing is known of: the smallest id of n has a share of n ** (-2/3)."""
+"""Default exponent of the id distribution: the smallest id of n has a share of n ** (-1/3)."""
 _SLICES = 40
 _MOST = 16.0
-# Half octaves: a line in logarithms between two of them is within 0.65 % of the curve.
+# Two points per octave: log-log interpolation between them is within 0.65 % of the curve.
 _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCurve:
-    """``unique[i]`` distinct rows are touched by ``draws[i]`` lookups, both rising.
+    """``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are ascending.
 
-    ``distinct`` is how many rows are ever looked up. Raises ConfigError for curves that cannot be.
+    ``distinct`` rows are ever looked up. Raises ConfigError for impossible curves.
     """
 
     draws: tuple[float, ...]
@@ -38,18 +38,18 @@ class IdCurve:
     def __post_init__(self) -> None:
         if len(self.draws) != len(self.unique) or not self.draws:
             raise ConfigError(
-                f"ids: {len(self.draws)} draws and {len(self.unique)} unique counts; give as many "
-                "of one as of the other, for example draws [1000], unique [400]"
+                f"ids: {len(self.draws)} draws and {len(self.unique)} unique counts; give equally "
+                "many, for example draws [1000], unique [400]"
             )
         for name, values in (("draws", self.draws), ("unique", self.unique)):
             if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
                 raise ConfigError(
-                    f"ids: {name} {list(values)} do not rise from above 0; for example "
-                    f"{name} [100, 200]"
+                    f"ids: {name} {list(values)} must be positive and ascending, for example "
+                    "[100, 200]"
                 )
 
     def touched(self, draws: float) -> float:
-        """Distinct rows among ``draws`` lookups, on average: log-log between what is known."""
+        """The mean number of distinct rows in ``draws`` lookups, interpolated in log-log space."""
         if draws <= 0:
             return 0.0
         x = math.log(draws)
@@ -62,7 +62,7 @@ class IdCurve:
         return min(math.exp(y), draws, self.distinct)
 
 
-@lru_cache(4096)  # a planner asks for the same curves in shape after shape
+@lru_cache(4096)  # a planner evaluates the same curve for many shapes
 def _logarithms(values: tuple[float, ...]) -> Floats:
     return np.log(np.array([1.0, *values]))
 
@@ -70,16 +70,15 @@ def _logarithms(values: tuple[float, ...]) -> Floats:
 def curve_of(
     rows: Sequence[float] | Floats, mass: Sequence[float] | Floats, draws: Sequence[float] = _DRAWS
 ) -> IdCurve:
-    """From groups of rows that are looked up alike: ``rows[i]`` of them share ``mass[i]``.
+    """The curve of groups of equally frequent rows: ``rows[i]`` rows have ``mass[i]`` in total.
 
-    Draws are independent, so a row with share p of n lookups is touched with probability
-    1 - exp(-n p).
+    Draws are independent, so n lookups touch a row of frequency p with probability 1 - exp(-n p).
     """
     count, share = np.asarray(rows, dtype=np.float64), np.asarray(mass, dtype=np.float64)
-    kept = (count > 0) & (share > 0)
-    if not kept.any():
+    valid = (count > 0) & (share > 0)
+    if not valid.any():
         return IdCurve(draws=(1.0,), unique=(1.0,), distinct=0.0)
-    count, share = count[kept], share[kept] / share[kept].sum()
+    count, share = count[valid], share[valid] / share[valid].sum()
     each = share / count
     unique = [float((count * -np.expm1(-n * each)).sum()) for n in draws]
     return IdCurve(
@@ -91,18 +90,20 @@ def curve_of(
 
 @lru_cache(1024)
 def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
-    """Of a table of ``num_rows`` where an id is a uniform number from 0 to 1 to the power of
-    ``exponent``, times the rows: 1 for equally frequent ones.
+    """The curve of ids drawn as floor(num_rows * u ** exponent), with u uniform in [0, 1).
+
+    With exponent 1 all rows are equally frequent.
     """
-    edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent  # finer where ids are frequent
+    edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent  # narrower where ids are frequent
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
 
 
 @dataclass(frozen=True, slots=True)
 class IdFrequencies:
-    """Of one field: (rows, lookups) of each bin, and the mean number of ids of a sample.
+    """The id statistics of one field.
 
-    Within a bin all rows are taken for equally frequent.
+    ``bins`` are (rows, lookups); rows of a bin are assumed equally frequent. ``per_sample`` is the
+    mean number of ids.
     """
 
     bins: tuple[tuple[int, int], ...]
@@ -119,9 +120,7 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
-    """The exponent of ``click_curve``, in halves, under which ``draws`` ids of a table of
-    ``num_rows`` name as many rows.
-    """
+    """The exponent, rounded to halves, whose ``click_curve`` matches ``curve`` at ``draws`` ids."""
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST
     while high - low > 0.05:

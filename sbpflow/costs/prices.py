@@ -1,10 +1,10 @@
-"""Built-in weights: what counts of work are taken to cost where nothing was calibrated.
+"""Built-in weights of work counts, used without a calibration.
 
-Nanoseconds on one core, and milliseconds per call. Those of indexing, reading, summing and stepping
-are rounded readings: compiled kernels, rowwise Adagrad, 60,000 ids on 1M rows of 8 to 64 columns,
-Intel Xeon (AMX), 2026-11. The others were set so that the plans of eight tasks rank as they ran on
-loopback (``benchmarks.schemes``; docs/decisions/engine.md has the tasks held out). What ranks plans
-is how these numbers stand to one another and to the link.
+Units are nanoseconds on one core and milliseconds per call. The weights of indexing, reading,
+summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
+rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The others were chosen so that plans of eight
+tasks are ranked as measured on loopback (``benchmarks.schemes``; docs/decisions/engine.md has the
+held-out tasks). Only the ratios of the weights, and to the link, affect the ranking.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sbpflow.costs.counts import INDEX, SENT, vector_of
 from sbpflow.costs.ids import Floats
 
-INDEX_NS = 4.0  # find the place of an id among the unique ones
+INDEX_NS = 4.0  # find the index of an id among the unique ids
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
@@ -28,12 +28,12 @@ WORK_NS = vector_of(
         "read_elements": READ_NS_PER_COLUMN,
         "update_ids": INDEX_NS + SUM_NS,
         "update_elements": SUM_NS_PER_COLUMN,
-        "step_rows": 8.0,  # read, rule, write of a row
+        "step_rows": 8.0,  # read, update, and write a row
         "step_passes": 0.6,
         "copied_bytes": COPY_NS_PER_BYTE,
     }
 )
-# Transfers of a group, a round of rows or a stack.
+# Transfers per group, round of rows, or stack.
 _CALLS = {
     "num_dense_groups": 2,
     "num_summed_groups": 2,
@@ -48,7 +48,7 @@ _GROUPS = [INDEX[name] for name in _CALLS if name not in ("num_squares", "num_id
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Milliseconds of the busiest rank's work, and of its transfers; the bytes it sends."""
+    """Milliseconds of the busiest rank's work and of transfers; the most bytes one rank sends."""
 
     work_ms: float
     transfer_ms: float
@@ -60,8 +60,9 @@ class Price:
 
 
 def price_of(totals: Floats, gb_per_s: float, latency_ms: float) -> Price:
-    """Of a step whose ranks have the counts ``totals`` [D, F], over a link of so much bandwidth and
-    so much time per call.
+    """The price of a step with the counts ``totals`` [ranks, F] of its ranks.
+
+    The link has ``gb_per_s`` of bandwidth and costs ``latency_ms`` per call.
     """
     sent = float((totals[:, SENT].sum(1) + totals[:, INDEX["square_bytes"]]).max())
     groups, stacks = totals[0, _GROUPS].sum(), totals[0, INDEX["num_stacks"]]

@@ -1,4 +1,4 @@
-"""Outputs of a collection from the vectors of its groups, and their gradients taken apart."""
+"""Joins the vectors of groups to the outputs of a collection, and splits their gradients."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from sbpflow.embedding.plan.tables import OutputConfig
 
 
 class Assembly:
-    """Puts the groups' parts of one output together, and takes its gradient apart.
+    """Joins the groups' parts of one output, and splits its gradient.
 
     A group's part has its tables in the group's order; ``places`` are their columns in the output.
     """
@@ -33,15 +33,15 @@ class Assembly:
         self._places = {index: torch.tensor(p, device=device) for index, p in places.items()}
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """[local batch, output width] from every group's part."""
-        mine = [self._summed(group, parts[index]) for index, group in self._groups.items()]
+        """[local batch, output width] from the parts of all groups."""
+        parts = [self._summed(group, parts[index]) for index, group in self._groups.items()]
         if self._sum:
-            return torch.stack(mine).sum(0) if len(mine) > 1 else mine[0]
-        joined = torch.cat(mine, 1) if len(mine) > 1 else mine[0]
+            return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return joined if self._in_order else joined.index_select(1, self._to_output)
 
     def gradient_of(self, index: int, grad: Tensor) -> Tensor:
-        """The part of the output's gradient that belongs to group ``index``."""
+        """The gradient of group ``index``'s part."""
         group = self._groups[index]
         if self._sum:
             return grad if group.pooled else grad.repeat(1, len(group.uses))

@@ -1,10 +1,9 @@
-"""An embedding collection: the tables of a model on one rank, run as an EmbeddingPlan says.
+"""An embedding collection: the embedding tables of a model on one rank.
 
-A batch passes in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
-``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can put other
-work between them; ``forward`` and ``apply_gradients`` make them one after the other. The first
-three depend on ids alone and may run any number of batches ahead of the others. Outputs come laid
-out S(0) over the batch.
+A batch is processed in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
+``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can run other
+work between them. ``forward`` and ``apply_gradients`` run all moves in sequence. The first three
+moves depend only on ids and can run any number of batches ahead. Outputs are S(0) over the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
-from sbpflow.embedding.exchange.base import AnyGroup, Given, GroupInFlight, Received, make_group
+from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdTransfer
 from sbpflow.embedding.exchange.overflow import PaddedGroups
@@ -55,9 +54,9 @@ from sbpflow.sbp.sbp import balanced_sizes
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Tensors that must be equal, bit by bit, within each of several sets of ranks.
+    """Tensors that must be bit-equal within each of several sets of ranks.
 
-    ``tensors`` are this rank's; empty on a rank that is in none of the sets.
+    ``tensors`` are this rank's; empty on a rank outside the sets.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Copies:
 
 
 class EmbeddingCollection:
-    """The embedding tables of a model, from this rank's point of view."""
+    """The part of a model's embedding tables on this rank."""
 
     def __init__(
         self,
@@ -78,157 +77,155 @@ class EmbeddingCollection:
         row_buffer_fraction: float | None = None,
         stores: StoreFactory = device_store,
     ) -> None:
-        """``kernel`` is a request, or the choice per table that another plan has made. With
-        ``row_buffer_fraction``, on CUDA, rows of training batches travel in buffers of a fixed
-        size: this share of what the largest can be. ``stores`` makes the row store of each stack.
+        """Allocate the stores and fill them with initial values.
+
+        ``kernel`` is a request, or the choice per table if it has been made already. On CUDA,
+        ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers: this
+        fraction of the maximum size. ``stores`` creates the row store of each stack.
         """
         world = boxing.world
         self.plan = plan
         self._world = world
         self._seed = seed
         self._make_row_store = stores
-        self._num_begun = 0  # training batches
+        self._num_begun = 0  # number of training batches so far
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
         warm_up_loops(plan, world.device)
-        received = Received(
+        context = GroupContext(
+            self._make_store,
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
+            row_buffer_fraction,
         )
-        self._groups: list[AnyGroup] = [
-            make_group(group, boxing, Given(self._make_store, received, row_buffer_fraction))
-            for group in plan.groups
-        ]
+        self._groups: list[AnyGroup] = [make_group(group, boxing, context) for group in plan.groups]
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)
         self._padded = PaddedGroups(self._groups)
         self._stream = IdStream(world.device)
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
-        self._flagged: list[IdCheck] = []  # of batches looked up since the last update
+        self._flagged: list[IdCheck] = []  # checks of batches looked up since the last update
         self._assembly = {out.name: Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored():
             fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
-        """Batches looked up from now on have each optimizer's learning rate times ``factor``."""
+        """Multiply the learning rates of batches looked up from now on by ``factor``."""
         self._lr_factor = factor
 
     def start_id_exchange(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
-        """Check a batch's ids and start what moves them; ``batch_size`` counts the whole batch.
+        """Check the ids of this rank's samples and start their exchange.
 
-        ``ids`` as ``IdReader.read`` takes them, of this rank's samples. Raises DataError; for an id
-        out of range of a training batch ``lookup`` does, or on CUDA the next ``update``, before
-        it changes anything.
+        ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raises
+        DataError for malformed ids. Out-of-range ids of a training batch raise it later: in
+        ``lookup``, or on CUDA in the next ``update``, before anything changes.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
             local = self._reader.read(ids, check)
-            wanted = balanced_sizes(batch_size, self._world.size)[self._world.rank]
-            if local.num_samples != wanted:
+            share = balanced_sizes(batch_size, self._world.size)[self._world.rank]
+            if local.num_samples != share:
                 raise DataError(
-                    f"rank {self._world.rank} passed ids of {local.num_samples} samples; its part "
-                    f"of a batch of {batch_size} is {wanted}"
+                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
+                    f"{share}, its share of a batch of {batch_size}"
                 )
-            under_way = self._transfer.start_id_exchange(local, batch_size)
+            transfer = self._transfer.start_id_exchange(local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
-            groups = [
+            parts = [
                 group.start_id_exchange(local, batch_size, number=number) for group in self._groups
             ]
             counts = CountsUnderWay(
-                [(under_way, under_way.sizes), *self._told(groups)],
+                [(transfer, transfer.sizes), *self._counts(parts)],
                 at_once=self._world.device.type == "cuda",
             )
-            batch = EmbeddingsInFlight(under_way, groups, counts, check)
-            if counts.are_known:  # on CUDA: ids of fixed sizes, which may be sorted from now on
-                self._go_on(batch)
+            batch = EmbeddingsInFlight(transfer, parts, counts, check)
+            if counts.are_known:  # all sizes are fixed, so the exchange need not wait for the host
+                self._exchange_ids(batch)
         return batch
 
     def exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Start the transfers that needed the sizes first."""
+        """Start the transfers whose sizes had to be exchanged first."""
         if not batch.ids_exchanged:
             with self._stream.section():
-                self._go_on(batch)
+                self._exchange_ids(batch)
 
-    def _go_on(self, batch: EmbeddingsInFlight) -> None:
+    def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
         batch.counts.finish()
         batch.ids.exchange_ids()
-        for group, part in zip(self._groups, batch.groups, strict=True):
+        for group, part in self._parts(batch):
             group.exchange_ids(part)
         batch.ids_exchanged = True
         if self._stream.exists:
-            # It waits for the ids and sorts them; the host and the current stream do not.
-            self._take_ids(batch)
-            for group, part in zip(self._groups, batch.groups, strict=True):
+            # The id stream waits for the ids and sorts them; the host and the main stream do not.
+            self._receive_ids(batch)
+            for group, part in self._parts(batch):
                 if part.training:
                     group.sort_ahead(part)
-            batch.most_named = self._padded.ask(batch.groups)
+            batch.most_requested = self._padded.ask(batch.groups)
 
-    def _told(
+    def _parts(self, batch: EmbeddingsInFlight) -> list[tuple[AnyGroup, GroupInFlight]]:
+        return list(zip(self._groups, batch.groups, strict=True))
+
+    def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """The counts of the groups whose ids travel so often."""
+        """The sources of counts: groups with at least this many rounds of ids."""
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
             if group.plan.num_rounds >= rounds
         ]
 
-    def _pass_on(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """A round of ids after the first, for which the host waits."""
-        later = [
-            (group, part)
-            for group, part in zip(self._groups, batch.groups, strict=True)
-            if group.plan.num_rounds > number
-        ]
-        for group, part in later:
+    def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
+        """Run a round of ids after the first. The host waits for its counts."""
+        parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
+        for group, part in parts:
             part.round = number
             group.next_round(part)
-        CountsUnderWay(self._told(batch.groups, number + 1), at_once=False).finish()
-        for group, part in later:
+        CountsUnderWay(self._counts(batch.groups, number + 1), at_once=False).finish()
+        for group, part in parts:
             group.exchange_ids(part)
 
-    def _take_ids(self, batch: EmbeddingsInFlight) -> None:
+    def _receive_ids(self, batch: EmbeddingsInFlight) -> None:
         for number in range(1, self._num_rounds):
-            self._pass_on(batch, number)
+            self._next_round(batch, number)
         everywhere = batch.ids.finish()
-        for group, part in zip(self._groups, batch.groups, strict=True):
+        for group, part in self._parts(batch):
             part.everywhere = everywhere
             group.receive_ids(part)
 
     def receive_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Wait for the ids. Which rows the batch looks up here is final afterwards."""
+        """Wait for the ids. Afterwards the rows that are looked up on this rank are final."""
         self.exchange_ids(batch)
         if batch.received:
             return
-        if late := batch.most_named:
-            batch.most_named = None
-            if over := self._padded.overflowing(batch.groups, late):
+        if read := batch.most_requested:
+            batch.most_requested = None
+            if overflowing := self._padded.overflowing(batch.groups, read):
                 with self._stream.section():
-                    self._padded.send_again(batch.groups, over)
+                    self._padded.send_again(batch.groups, overflowing)
         if not self._stream.exists:
-            self._take_ids(batch)
+            self._receive_ids(batch)
         batch.received = True
-        for group, part in zip(self._groups, batch.groups, strict=True):
+        for group, part in self._parts(batch):
             group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Forget a batch that was begun and will not be looked up; every rank calls it."""
+        """Discard a started batch that will not be looked up. Every rank must call this."""
         self.receive_ids(batch)
-        for group, part in zip(self._groups, batch.groups, strict=True):
+        for group, part in self._parts(batch):
             group.cancel(part)
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
-        """Read the rows, and start the vectors on their way. Raises DataError for an id out of
-        range.
-        """
+        """Read the rows and start sending vectors. Raises DataError for an out-of-range id."""
         self.arrive(batch)
         self.read(batch)
 
     def arrive(self, batch: EmbeddingsInFlight) -> None:
-        """The first half of ``lookup``: the batch's turn has come."""
+        """The first half of ``lookup``: finish the work on ids and report bad ids."""
         self.receive_ids(batch)
         self._stream.join()
         if batch.check is not None:
@@ -236,18 +233,15 @@ class EmbeddingCollection:
             self._flagged.append(batch.check)
 
     def read(self, batch: EmbeddingsInFlight) -> None:
-        """The second half: read the rows, and send them."""
-        for group, part in zip(self._groups, batch.groups, strict=True):
+        """The second half of ``lookup``: read the rows and start sending vectors."""
+        for group, part in self._parts(batch):
             part.lr_factor = self._lr_factor
             group.lookup(part)
 
     def gather_outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
-        """{output: [local batch, width]}; of a training batch they are leaves that require a
-        gradient.
-        """
-        groups = batch.groups
-        parts = [g.gather_outputs(part) for g, part in zip(self._groups, groups, strict=True)]
-        training = any(part.training for part in groups)
+        """{output: [local batch, width]}; in training, leaf tensors that require a gradient."""
+        parts = [group.gather_outputs(part) for group, part in self._parts(batch)]
+        training = any(part.training for part in batch.groups)
         batch.outputs = {
             name: assembly.join(parts).requires_grad_(training)
             for name, assembly in self._assembly.items()
@@ -255,99 +249,101 @@ class EmbeddingCollection:
         return batch.outputs
 
     def send_grads(self, batch: EmbeddingsInFlight) -> None:
-        """Start the gradients of ``gather_outputs`` on their way to the rows."""
-        for index, (group, part) in enumerate(zip(self._groups, batch.groups, strict=True)):
+        """Start sending the gradients of the outputs to the ranks that store the rows."""
+        for index, (group, part) in enumerate(self._parts(batch)):
             name = group.plan.output.name
             grad = batch.outputs[name].grad
             if grad is None:
-                raise RuntimeError(f"output {name} has no gradient; call backward() first")
+                raise RuntimeError(f"output {name}: has no gradient; call backward() first")
             group.send_grads(part, self._assembly[name].gradient_of(index, grad))
         batch.outputs = {}
 
     def receive_grads(self, batch: EmbeddingsInFlight) -> None:
-        """Wait for the gradients and keep them."""
-        for group, part in zip(self._groups, batch.groups, strict=True):
+        """Wait for the gradients and collect them for ``update``."""
+        for group, part in self._parts(batch):
             group.receive_grads(part)
 
     def update(self, step: int) -> None:
-        """One optimizer step on all that was collected; ``step`` is the job's, counted from 1.
+        """Take one optimizer step with all collected gradients.
 
-        A row that several collected batches touch takes one step, from the sum. Raises SbpError
-        for a step below 1.
+        ``step`` is the training step, counted from 1 over the whole job; lower values raise
+        SbpError. A row touched by several collected batches takes one step with the sum.
         """
         if step < 1:
-            raise SbpError(f"update: step {step}; steps count from 1, over the whole job")
+            raise SbpError(f"update: step {step}; use 1 or more, counted over the whole job")
         self.check_late()
         self.apply(step)
 
     def check_late(self) -> None:
-        """DataError for ids out of range in batches looked up since the last call, on CUDA."""
+        """Raise DataError for out-of-range ids looked up on CUDA since the last call."""
         flagged, self._flagged = self._flagged, []
         for check in flagged:
             self._reader.raise_flagged(check)
 
     def apply(self, step: int) -> None:
-        """``update`` without its checks: only ops for the device."""
+        """``update`` without its checks: only device operations."""
         for group in self._groups:
             group.update(step)
 
     def describe_buffers(self) -> list[str]:
-        """What is in buffers of a fixed size, a line for each group."""
+        """One line for each group with fixed-size buffers."""
         return self._padded.describe()
 
     def why_not_captured(self) -> str:
-        """What keeps the moves from ``read`` to ``apply`` out of a CUDA graph; "" if nothing."""
+        """Why a CUDA graph cannot hold the moves from ``read`` to ``apply``; "" if it can."""
         if self._world.size > 1:
-            return "vectors and gradients travel between ranks"
+            return "vectors and gradients are exchanged between ranks"
         for stack, store in self._stores():
             table = stack.tables[0].name
             if stack.ragged:
-                return f"table {table} has lists of ids, of another number in each batch"
+                return f"table {table} has lists of ids, whose number varies between batches"
             if not isinstance(store, DeviceStore):
-                return f"table {table}: not all of its rows are on the device"
+                return f"table {table} has rows outside device memory"
             if not isinstance(store.kernel, TorchStorage):
-                name = store.kernel.name
-                return f"table {table}: kernel {name} has its learning rate on the host"
+                return (
+                    f"table {table}: kernel {store.kernel.name} has its learning rate on the host"
+                )
         return ""
 
     def keep_numbers(self) -> None:
-        """From now on updates take their learning rate and step from memory of the device."""
-        for kernel in self._kept():
+        """Make updates read the learning rate and step from device memory from now on."""
+        for kernel in self._graph_kernels():
             kernel.keep_numbers()
 
     def write_numbers(self, step: int) -> None:
-        """Before a replay of a graph that holds ``apply``: those of this step."""
-        for (stack, _), kernel in zip(self._stores(), self._kept(), strict=True):
+        """Set the numbers of ``keep_numbers`` before a graph with ``apply`` is replayed."""
+        for (stack, _), kernel in zip(self._stores(), self._graph_kernels(), strict=True):
             kernel.write_numbers(stack.optimizer.lr * self._lr_factor, step)
 
     @property
     def is_watched(self) -> bool:
-        """Whether someone wants to be told of rows before they change: a graph tells nobody."""
+        """True if a before-update hook is installed (CUDA graphs cannot run hooks)."""
         return any(store.listeners for _, store in self._stores())
 
     def gradient_squares(self) -> Tensor:
-        """0-d float64: squares of all that was collected, each row's gradients summed first.
+        """Squared norm of the collected gradients, after summing each row's: 0-d float64.
 
-        Added up over all ranks it counts every row once, in any layout.
+        Safe to sum over all ranks: every row is counted once in any layout.
         """
         return torch.stack([group.gradient_squares() for group in self._groups]).sum()
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply what was collected by ``factor``, 0-d, before ``update``."""
+        """Multiply the collected gradients by ``factor``, a 0-d tensor, before ``update``."""
         for group in self._groups:
             group.scale_gradients(factor)
 
     def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
-        """Look a batch up, all moves at once: ids of this rank's samples -> ``gather_outputs``.
+        """Run all moves of a lookup: ids of this rank's samples -> ``gather_outputs``.
 
-        Raises SbpError if the gradients of the training batch before were not applied.
+        Raises SbpError if the previous training batch has not been followed by
+        ``apply_gradients``.
         """
         if training and self._last is not None:
             raise SbpError(
-                "forward: the gradients of the training batch before would be lost; call "
-                "apply_gradients(step) before the next one, or training=False for a batch without "
-                "update; to accumulate, make each batch's moves start_id_exchange, lookup, "
-                "gather_outputs, send_grads and receive_grads, then update(step) once"
+                "forward: the gradients of the previous training batch would be lost; call "
+                "apply_gradients(step) first, or pass training=False. To accumulate gradients, "
+                "call start_id_exchange, lookup, gather_outputs, send_grads, and receive_grads for "
+                "each batch, then update(step) once"
             )
         batch = self.start_id_exchange(ids, batch_size, training=training)
         self.lookup(batch)
@@ -356,70 +352,68 @@ class EmbeddingCollection:
         return outputs
 
     def apply_gradients(self, step: int) -> None:
-        """Update the rows the last training ``forward`` touched, from its outputs' ``.grad``.
+        """Update the rows touched by the last training ``forward`` from its outputs' ``.grad``.
 
-        ``step`` as ``update`` takes it.
+        ``step`` is that of ``update``.
         """
         batch, self._last = self._last, None
         if batch is None:
-            raise RuntimeError("apply_gradients without a training forward")
+            raise RuntimeError("apply_gradients: there was no training forward")
         self.send_grads(batch)
         self.receive_grads(batch)
         self.update(step)
 
     @property
     def out_of_range(self) -> Tensor:
-        """[features] int64: ids that the policy clamp or hash replaced on this rank, in the batches
-        looked up so far.
-        """
+        """[features] int64: ids replaced on this rank by the policy clamp or hash so far."""
         self._stream.join()
         return self._reader.out_of_range
 
     def stored(self) -> Iterator[StoredShard]:
-        """Every shard this rank holds."""
+        """Every shard on this rank."""
         for store, shards in self.stores():
             yield from (StoredShard(shard, store) for shard in shards)
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
-        """Every store of this rank, and the shards that are its rows, from their ``base`` on."""
+        """Every store of this rank with its shards, whose rows start at their ``base``."""
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Rows and optimizer state by logical name; the same names on all ranks.
+        """Rows and optimizer state by logical name, the same names on all ranks.
 
-        ``tables/T`` and ``tables/T/STATE``.
+        Names are ``tables/T`` and ``tables/T/STATE``.
         """
         return logical_state(self.plan, list(self.stored()))
 
     def copies(self) -> list[Copies]:
-        """What several ranks hold alike, in one order on all ranks.
+        """The state that several ranks hold identically, in the same order on all ranks.
 
-        B tables with their state, and the state of rows whose columns are spread over ranks.
+        B tables with their state, and the row state of tables whose columns are spread over ranks.
         """
-        mine = {stored.shard.table.name: stored for stored in self.stored()}
-        found: list[Copies] = []
+        stored_by_table = {stored.shard.table.name: stored for stored in self.stored()}
+        copies: list[Copies] = []
         for group in self.plan.groups:
             for index, stack in enumerate(group.stacks):
                 ranks = group.copy_ranks(index)
                 for table in stack.tables if ranks else ():
-                    stored = mine.get(table.name)
+                    stored = stored_by_table.get(table.name)
                     name = f"{table.name} (optimizer state)"
                     tensors = stored.values() if stored else {}
-                    kept = {k for k, size in stack.optimizer.state.items() if size == "row"}
+                    keys = {key for key, size in stack.optimizer.state.items() if size == "row"}
                     if group.kind.copies:
-                        name, kept = table.name, tensors.keys()
-                    alike = [tensor for key, tensor in tensors.items() if key in kept]
-                    found.append(Copies(name, ranks, alike))
-        return found
+                        name, keys = table.name, tensors.keys()
+                    equal = [tensor for key, tensor in tensors.items() if key in keys]
+                    copies.append(Copies(name, ranks, equal))
+        return copies
 
     def memory_bytes(self) -> int:
         """Bytes of rows and optimizer state on this rank."""
         return sum(store.memory_bytes for _, store in self._stores())
 
-    def _kept(self) -> list[TorchStorage]:
-        """The kernels, where all are such that can keep numbers."""
+    def _graph_kernels(self) -> list[TorchStorage]:
+        """The kernels that can read their numbers from device memory."""
         kernels = [store.kernel for _, store in self._stores()]
-        return [one for one in kernels if isinstance(one, TorchStorage)]
+        return [kernel for kernel in kernels if isinstance(kernel, TorchStorage)]
 
     def _stores(self) -> Iterator[tuple[TableBatch, RowStore]]:
         for group in self._groups:
@@ -469,15 +463,15 @@ class EmbeddingCollection:
         )
         if any(shard.table.by_key != isinstance(store, KeyedStore) for shard in stack.shards(rank)):
             raise ConfigError(
-                f"table {stack.tables[0].name}: {type(store).__name__} is not a store for a table "
-                f"with by_key={stack.tables[0].by_key}; make a KeyedStore for by_key=True alone, "
-                "in the function given as stores"
+                f"table {stack.tables[0].name}: by_key={stack.tables[0].by_key} does not go with "
+                f"{type(store).__name__}; the stores function must return a KeyedStore for "
+                "by_key=True, and another store otherwise"
             )
         is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(
-                f"table {stack.tables[0].name}: {type(store).__name__} cannot hold a table laid "
-                "out B on several ranks, which update rows that they did not look up; use the "
-                "device store, or another layout, for example S(0)"
+                f"table {stack.tables[0].name}: {type(store).__name__} cannot hold a B table of "
+                "several ranks, which update rows that they did not look up; use the device store "
+                "or another layout, for example S(0)"
             )
         return store

@@ -1,4 +1,4 @@
-"""One batch on its way through the groups of a collection."""
+"""The state of one batch between the moves of a collection."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class EmbeddingsInFlight:
-    """A batch on its way through a collection, from ``EmbeddingCollection.start_id_exchange``."""
+    """The result of ``EmbeddingCollection.start_id_exchange``, passed to all other moves."""
 
     def __init__(
         self,
@@ -26,18 +26,20 @@ class EmbeddingsInFlight:
         self.counts = counts
         self.check = check
         self.ids_exchanged = self.received = False
-        self.most_named: AsyncScalarRead | None = None  # of groups whose buffers may be too small
+        self.most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
         self.outputs: dict[str, Tensor] = {}
 
     def lookup_tensors(self) -> list[Tensor | None]:
-        """What is looked up, after the collection's ``arrive``: addresses, bags, runs."""
-        return [tensor for part in self.groups for one in part.lookups for tensor in one.tensors()]
+        """Addresses, bags, and segments of all lookups; call after the collection's ``arrive``."""
+        lookups = [lookup for part in self.groups for lookup in part.lookups]
+        return [tensor for lookup in lookups for tensor in lookup.tensors()]
 
     def new_like(self) -> "EmbeddingsInFlight":
-        """Memory for the lookups of another batch of its sizes."""
+        """A batch with uninitialized lookups of the same sizes."""
         groups = [
-            replace(part, lookups=[one.new_like() for one in part.lookups]) for part in self.groups
+            replace(part, lookups=[lookup.new_like() for lookup in part.lookups])
+            for part in self.groups
         ]
-        made = EmbeddingsInFlight(self.ids, groups, self.counts, self.check)
-        made.ids_exchanged = made.received = True
-        return made
+        batch = EmbeddingsInFlight(self.ids, groups, self.counts, self.check)
+        batch.ids_exchanged = batch.received = True
+        return batch

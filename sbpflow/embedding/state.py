@@ -1,8 +1,8 @@
-"""The logical names of a collection's state: what is saved, whatever the layout.
+"""The logical state of a collection: the named tensors of a checkpoint, independent of the layout.
 
-``tables/T`` are the rows of table T, ``tables/T/STATE`` what its optimizer keeps. Each has a full
-shape, and the ranks hold rectangles of it. Of a table with rows by key there is ``tables/T/keys``,
-too, and the order of its rows is that of the addresses of their keys.
+``tables/T`` are the rows of table T, ``tables/T/STATE`` its optimizer state. Each tensor has a full
+shape, of which ranks hold rectangles. A ``by_key`` table also has ``tables/T/keys``; its rows are
+sorted by the addresses of their keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows [start, stop) of one tensor of a store that gives no views; read and written on demand.
+    """Rows [start, stop) of one tensor of a store without views, read and written on demand.
 
-    ``is_column``: the numbers that a store keeps per row, as a column of a logical tensor.
+    ``is_column``: treat one number per row as a column [rows, 1] of a logical tensor.
     """
 
     store: RowStore | TrainedRows | TrainedKeys
-    key: str  # ``WEIGHTS``, or a name of state
+    key: str  # ``WEIGHTS``, or a name of optimizer state
     start: int
     stop: int
     is_column: bool = False
@@ -55,16 +55,16 @@ class StoredRows:
         return self._like().itemsize
 
     def numel(self) -> int:
-        """How many numbers these are."""
+        """The number of elements."""
         return self.shape.numel()
 
     def split(self, count: int) -> Iterator["StoredRows"]:
-        """``count`` rows at a time."""
+        """Chunks of up to ``count`` rows."""
         for first in range(0, self.stop - self.start, count):
             yield self[first : first + count]
 
     def read(self) -> Tensor:
-        """The rows, copied."""
+        """A copy of the rows."""
         like = self._like()
         into = torch.empty(self.stop - self.start, *like.shape[1:], dtype=like.dtype)
         self.store.read(slice(self.start, self.stop), {self.key: into})
@@ -73,7 +73,7 @@ class StoredRows:
     def write(self, values: Tensor) -> None:
         """Set the rows."""
         if isinstance(self.store, TrainedRows | TrainedKeys):
-            raise TypeError(f"{type(self.store).__name__} are rows of one moment: read them")
+            raise TypeError(f"{type(self.store).__name__} is a read-only snapshot")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
 
@@ -85,13 +85,13 @@ Values = Tensor | StoredRows
 
 
 def read_values(values: Values) -> Tensor:
-    """A tensor as it is, or what a store reads; a large one is better read by parts."""
+    """A tensor unchanged, or the rows of a store; read large ones in chunks."""
     return values if isinstance(values, Tensor) else values.read()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """One shard as this rank holds it."""
+    """One shard on this rank, with its store."""
 
     shard: Shard
     store: RowStore | TrainedRows
@@ -103,17 +103,17 @@ class StoredShard:
 
     @property
     def weights(self) -> Tensor:
-        """[rows, columns]; a view if the store is in place, or else a copy."""
+        """[rows, columns]: a view if the store is in place, else a copy."""
         return self.store.read(self.rows)[WEIGHTS]
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """By name of optimizer state, [rows] or [rows, columns]; as ``weights``."""
-        found = self.store.read(self.rows)
-        return {name: values for name, values in found.items() if name != WEIGHTS}
+        """{name: [rows] or [rows, columns]} of optimizer state, like ``weights``."""
+        tensors = self.store.read(self.rows)
+        return {name: values for name, values in tensors.items() if name != WEIGHTS}
 
     def values(self) -> dict[str, Values]:
-        """By name, ``WEIGHTS`` first: views, or rows that are read on demand."""
+        """All tensors by name, ``WEIGHTS`` first: views, or rows read on demand."""
         if self.store.is_in_place:
             return {**self.store.read(self.rows)}
         start, stop = self.rows.start, self.rows.stop
@@ -123,10 +123,9 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """``values`` are [row_start:row_stop, col_start:col_stop] of a logical tensor: a view, or what
-    a store reads.
+    """Part [row_start:row_stop, col_start:col_stop] of a logical tensor: a view or ``StoredRows``.
 
-    A tensor of one number per row has no columns to split: ``values`` are [row_start:row_stop].
+    A tensor with one number per row has no columns: ``values`` are [row_start:row_stop].
     """
 
     row_start: int
@@ -138,14 +137,14 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalTensor:
-    """A named tensor of the state, of full ``shape``, and this rank's rectangles of it.
+    """A named tensor of full ``shape``, and this rank's rectangles of it.
 
-    Ranks may hold equal rectangles: copies of B tables, and the state of rows whose columns are
-    spread over ranks. ``column_starts`` is there for state of one number per row and column shard:
-    where the shards start in the table's columns.
+    Several ranks can hold equal rectangles: copies of B tables, and the state of rows whose columns
+    are spread over ranks. ``column_starts`` is set for state with one number per row and column
+    shard: the first table column of each shard.
 
-    Of a table with rows by key (``by_key``) no rank knows the full shape: ``shape`` and rectangle
-    are of the rows of this rank, behind which come those of the next. ``keyed`` is their store.
+    No rank knows the full shape of a ``by_key`` table: ``shape`` and rectangle cover the rows of
+    this rank, which those of the next rank follow. ``keyed`` is the store.
     """
 
     name: str
@@ -157,35 +156,38 @@ class LogicalTensor:
 
 
 def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, LogicalTensor]:
-    """Every tensor of the collection's state by name, the same names on all ranks.
+    """The collection's state by name, with the same names on all ranks.
 
-    With ``row_state: per_shard`` the state of rowwise Adagrad is [rows, column shards]. Rows by key
-    are those of the batches trained, their keys first, with which a restore begins.
+    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. A
+    ``by_key`` table has the rows of trained batches; its keys come first, because a restore
+    needs them first.
     """
-    mine = {one.shard.table.name: one for one in stored}
-    found: list[LogicalTensor] = []
+    stored_by_table = {shard.shard.table.name: shard for shard in stored}
+    tensors: list[LogicalTensor] = []
     for group in plan.groups:
         for stack in group.stacks:
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
-                held = mine.get(table.name)
+                held = stored_by_table.get(table.name)
                 name, (num_rows, dim) = f"tables/{table.name}", table.shape
                 tensor: Callable[..., LogicalTensor] = LogicalTensor
                 if table.by_key:
                     keyed = held.store if held and isinstance(held.store, KeyedStore) else None
                     held, keys = _trained(held, keyed)
-                    num_rows = sum(one.row_stop for one in keys)
+                    num_rows = sum(rectangle.row_stop for rectangle in keys)
                     tensor = partial(LogicalTensor, by_key=True, keyed=keyed)
-                    found.append(tensor(name=f"{name}/{KEYS}", shape=(num_rows,), rectangles=keys))
-                parts = () if held is None else (_weights(held),)
-                found.append(tensor(name=name, shape=(num_rows, dim), rectangles=parts))
+                    tensors.append(
+                        tensor(name=f"{name}/{KEYS}", shape=(num_rows,), rectangles=keys)
+                    )
+                parts = () if held is None else (_rectangle(held, held.values()[WEIGHTS]),)
+                tensors.append(tensor(name=name, shape=(num_rows, dim), rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})
                 for key in stack.optimizer.state:
                     parts = () if held is None else (_state(held, key, starts, stack),)
                     shape = stack.optimizer.state_shape(key, num_rows, dim)
                     column_starts = None
-                    if _is_per_shard(stack, shape):
+                    if len(shape) == 1 and not stack.optimizer.shares_row_state:
                         shape, column_starts = (num_rows, len(starts)), tuple(starts)
-                    found.append(
+                    tensors.append(
                         tensor(
                             name=f"{name}/{key}",
                             shape=shape,
@@ -193,13 +195,13 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                             column_starts=column_starts,
                         )
                     )
-    return {tensor.name: tensor for tensor in found}
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def _trained(
     held: StoredShard | None, keyed: KeyedStore | None
 ) -> tuple[StoredShard | None, tuple[Rectangle, ...]]:
-    """A rank's part of a table with rows by key, as one shard of the rows trained, and its keys."""
+    """(the trained rows of a ``by_key`` table as one shard, their keys)."""
     if held is None or keyed is None:
         return None, ()
     rows = keyed.trained()
@@ -209,39 +211,30 @@ def _trained(
     return StoredShard(replace(held.shard, row_start=0, row_stop=stop), rows), (keys,)
 
 
-def _is_per_shard(stack: TableBatch, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 and not stack.optimizer.shares_row_state
-
-
-def _weights(held: StoredShard) -> Rectangle:
+def _rectangle(
+    held: StoredShard, values: Values, columns: tuple[int, int] | None = None
+) -> Rectangle:
+    """The rows of a shard, with the columns of the logical tensor that ``values`` are."""
     shard = held.shard
+    col_start, col_stop = columns or (shard.col_start, shard.col_stop)
     return Rectangle(
         row_start=shard.row_start,
         row_stop=shard.row_stop,
-        col_start=shard.col_start,
-        col_stop=shard.col_stop,
-        values=held.values()[WEIGHTS],
-    )
-
-
-def _state(held: StoredShard, key: str, starts: list[int], stack: TableBatch) -> Rectangle:
-    shard, values = held.shard, held.values()[key]
-    first, last = shard.col_start, shard.col_stop
-    if values.ndim == 1:
-        first, last = 0, 1
-        if not stack.optimizer.shares_row_state:
-            first = starts.index(shard.col_start)
-            last, values = first + 1, _as_column(values)
-    return Rectangle(
-        row_start=shard.row_start,
-        row_stop=shard.row_stop,
-        col_start=first,
-        col_stop=last,
+        col_start=col_start,
+        col_stop=col_stop,
         values=values,
     )
 
 
-def _as_column(values: Values) -> Values:
+def _state(held: StoredShard, key: str, starts: list[int], stack: TableBatch) -> Rectangle:
+    values = held.values()[key]
+    if values.ndim > 1:
+        return _rectangle(held, values)
+    if stack.optimizer.shares_row_state:
+        return _rectangle(held, values, (0, 1))
+    shard_number = starts.index(held.shard.col_start)
     if isinstance(values, Tensor):
-        return values.unsqueeze(1)
-    return replace(values, is_column=True)
+        column: Values = values.unsqueeze(1)
+    else:
+        column = replace(values, is_column=True)
+    return _rectangle(held, column, (shard_number, shard_number + 1))

@@ -23,6 +23,7 @@ from sbpflow.checkpoint.snapshot import Snapshot
 from sbpflow.checkpoint.write import Part, PieceWriter
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import CheckpointError
@@ -73,7 +74,7 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
 
     def write(self, data):
         """Between two blocks training goes on: on rows written, to be written and of others."""
-        lookup = storage.make_lookup(torch.randint(0, ROWS, (40,)))
+        lookup = Lookup(torch.randint(0, ROWS, (40,)))
         storage.lookup(lookup, 0.1)
         storage.update(lookup, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
         updates.append(lookup)
@@ -95,7 +96,7 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
     assert 0 < cost.log_bytes < cost.extra_bytes
     assert (cost.spilled_bytes > 0) == tight
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.bin"]
-    storage.update(storage.make_lookup(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
+    storage.update(Lookup(torch.arange(5)), torch.ones(5, WIDTH), 0.1, 99)
     assert snapshot.cost == cost
 
 
@@ -112,7 +113,7 @@ def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
     expected = storage.weights.clone()
     snapshot = Snapshot([part], lambda: [(DeviceStore(storage), [shard])])
     for step in range(1, 4):
-        lookup = storage.make_lookup(torch.randint(0, 31 if fixed_size else 30, (9000,)))
+        lookup = Lookup(torch.randint(0, 31 if fixed_size else 30, (9000,)))
         storage.update(lookup, torch.randn(9000, 256), 0.1, step)
     ((_, piece),) = snapshot.write(tmp_path / "rank-0.bin")
     snapshot.end()

@@ -49,10 +49,10 @@ class TwoHopGroup(Group[TwoHopInFlight]):
 
     told = 0  # lookups that owners were told of, over all batches
 
-    def __init__(self, plan, boxing, given):
-        super().__init__(plan, boxing, given)
+    def __init__(self, plan, boxing, context):
+        super().__init__(plan, boxing, context)
         (self._stack,) = plan.stacks
-        self._store = given.make_store(plan, 0, None)
+        self._store = context.make_store(plan, 0, None)
         self._addresses = OwnerAddresses(
             self._stack, self.world.size, self.world.device, dtype=plan.dtype
         )

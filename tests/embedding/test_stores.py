@@ -63,8 +63,8 @@ def test_a_kernel_updates_rows_wherever_their_slots_are(kernel, rows_as, form):
             addresses[3:6] = whole.absent
         offsets = torch.arange(0, 61, 3) if form == "bags" else None
         weights = torch.rand(60, generator=generator) if form == "bags" else None
-        one = whole.make_lookup(addresses, offsets, weights)
-        other = block.make_lookup(addresses, offsets, weights).place(slot_of[addresses])
+        one = Lookup(addresses, offsets, weights)
+        other = Lookup(addresses, offsets, weights).place(slot_of[addresses])
         assert torch.equal(whole.lookup(one, 0.1), block.lookup(other, 0.1))
         if step == 3 and kernel != "fbgemm":  # two batches of a step, of which one has few ids
             first, second = Lookup(addresses[:7]), Lookup(addresses[7:])

@@ -1,1 +1,1 @@
-"""How ids, vectors and gradients of a group travel, one class per exchange."""
+"""How ids, vectors, and gradients of a group travel: one class per exchange."""

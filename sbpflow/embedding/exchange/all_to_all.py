@@ -1,7 +1,7 @@
 """Transfers whose sizes depend on the batch: single rows, and ids in lists.
 
-The one place beside ``boxing`` that calls a collective. OneFlow's distributed gather (its scheme 3)
-and EMBark's unique-based groups move rows this way.
+This is the only module outside ``boxing`` that calls a collective. OneFlow's distributed gather
+(its scheme 3) and EMBark's unique-based groups move rows this way.
 """
 
 from collections.abc import Sequence
@@ -20,29 +20,33 @@ from sbpflow.runtime.ranks.world import World, broken, refused
 
 
 class RowTransfer:
-    """Transfers of rows on one channel, counted by rank of a step's group."""
+    """Transfers rows on one channel. Counts are per rank of a step's group."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
         self._channel = channel
 
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
-        """Tell every rank of the group a number, of [ranks] int64; ``wait()`` gives each one's."""
+        """Send one count to every rank of the group; ``counts`` is [ranks] int64.
+
+        ``wait()`` returns the counts received, in the same order.
+        """
         ones = [1] * counts.numel()
         return self.start(step, counts, ones, ones)
 
     def start(
         self, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
     ) -> Pending:
-        """Send ``out[r]`` leading rows in turn to rank r; ``wait()`` gives ``into[r]`` of each.
+        """Send consecutive blocks of ``out[r]`` rows to rank r; receive ``into[r]`` rows from it.
 
-        ``send`` must not change until then. Raises SbpError if the dtype is not the step's.
+        ``wait()`` returns the received rows. ``send`` must not change until then. Raises SbpError
+        if the dtype is not the one planned for the step.
         """
-        world, row = self._world, send.shape[1:]
+        world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:
-            raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
+            raise SbpError(f"{step.id}: got {send.dtype}, but the plan has {step.dtype}")
         world.check(step.id, step.collective)
-        received = send.new_empty(sum(into), *row)
+        received = send.new_empty(sum(into), *send.shape[1:])
         ranks, group = self._group(step)
         send = send.contiguous()
         try:
@@ -59,14 +63,15 @@ class RowTransfer:
         return Pending(partial(_arrived, step, work, received, send), world)
 
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
-        """Send all of ``send`` to every other rank; ``wait()`` gives ``into[r]`` rows of each.
+        """Send all of ``send`` to every other rank; receive ``into[r]`` rows from rank r.
 
-        An all-gather of parts of unequal lengths. c10d has none without padding, and an all-to-all
-        would want a copy of ``send`` for every rank, so each pair of ranks passes them directly.
+        This is an all-gather of parts with unequal lengths. c10d supports that only with padding,
+        and an all-to-all would need a copy of ``send`` for every rank, so each pair of ranks
+        exchanges the rows directly.
         """
         world = self._world
         if send.dtype != step.dtype:
-            raise SbpError(f"{step.id}: {send.dtype} was given, {step.dtype} is planned")
+            raise SbpError(f"{step.id}: got {send.dtype}, but the plan has {step.dtype}")
         world.check(step.id, step.collective)
         send, (ranks, group) = send.contiguous(), self._group(step)
         received = send.new_empty(sum(into), *send.shape[1:])
@@ -82,13 +87,17 @@ class RowTransfer:
         return Pending(partial(_arrived, step, messages, received, send), world)
 
     def _group(self, step: ExchangeStep) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """This rank's, by ranks; all ranks make all of a step's groups, in one order."""
-        mine = step.group_of(self._world.rank)
-        made = {r: self._world.group(r, self._channel, step.id) for r in step.groups}
-        return mine, made[mine]
+        """The group of ``step`` that contains this rank, and its process group.
+
+        Creating a process group is collective, so every rank creates all groups of the step, in
+        the same order.
+        """
+        own = step.group_of(self._world.rank)
+        groups = {r: self._world.group(r, self._channel, step.id) for r in step.groups}
+        return own, groups[own]
 
     def _log(self, step: ExchangeStep, ranks: tuple[int, ...], send: Tensor, rows: int) -> None:
-        """Of ``send``, this many rows went to others."""
+        """Record a transfer of ``rows`` rows of ``send`` to other ranks."""
         log = self._world.log
         if log.enabled:
             sent = rows * send.shape[1:].numel() * send.itemsize
@@ -96,12 +105,9 @@ class RowTransfer:
 
 
 def _arrived(
-    step: ExchangeStep,
-    work: dist.Work | pairs.Messages | None,
-    received: Tensor,
-    sent: Tensor,
+    step: ExchangeStep, work: dist.Work | pairs.Messages | None, received: Tensor, sent: Tensor
 ) -> Tensor:
-    del sent  # kept alive until here
+    del sent  # the argument only kept the buffer alive during the transfer
     try:
         if work is not None:
             work.wait()
@@ -111,9 +117,9 @@ def _arrived(
 
 
 def received(step: ExchangeStep, pending: Pending, count: int) -> Tensor:
-    """The ``count`` rows that a transfer brings; SbpError if they are not that many."""
+    """Wait for ``count`` rows. Raises SbpError if another number arrives."""
     out = pending.wait()
     if out is None or out.shape[0] != count:
-        given = "nothing" if out is None else f"{out.shape[0]} rows"
-        raise SbpError(f"{step.id}: {given} came, {count} rows were announced")
+        actual = "nothing" if out is None else f"{out.shape[0]} rows"
+        raise SbpError(f"{step.id}: received {actual}, expected {count} rows")
     return out

@@ -1,19 +1,19 @@
-"""The moves of a group with a batch, in order, and the base of the classes that make them.
+"""The base class of groups, which carry out the moves of a batch in this order.
 
-    start_id_exchange  ids are at hand: addresses, deduplication, first transfer of its own
-    exchange_ids       sizes are known: the transfer that needed them
-    next_round         ids came that are passed on: deduplication, counts, and again
-                       ``exchange_ids``
-    receive_ids        ids are where they are looked up: addresses there, final
-    announce           the stores learn which rows a training batch needs
-    lookup             rows out of the stores, vectors on their way
-    gather_outputs     they are home
-    send_grads         gradients on their way
-    receive_grads      they are where the rows are
-    update             one optimizer step
+    start_id_exchange  compute addresses, deduplicate them, start the first transfer
+    exchange_ids       send the ids, now that the transfer sizes are known
+    next_round         in exchanges with several id rounds: take the received ids, deduplicate and
+                       count the ids to forward; ``exchange_ids`` follows again
+    receive_ids        take the ids that are looked up on this rank; addresses are final
+    announce           tell the stores which rows a training batch needs
+    lookup             read the rows and start sending vectors
+    gather_outputs     receive the vectors of this rank's samples
+    send_grads         start sending gradients
+    receive_grads      receive the gradients on the ranks that store the rows
+    update             take one optimizer step
 
-Between two moves the caller computes, or makes another group's move: that is all there is to
-overlap. The moves up to ``receive_ids`` depend on ids alone, so they may run batches ahead.
+Between two moves the caller computes or runs a move of another group, so transfers overlap with
+that work. The moves up to ``receive_ids`` depend only on ids, so they can run batches ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -36,38 +36,42 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# (the batches kept, rows of all, one merged (lookup, gradients) per store)
+# (collected batches, their total number of samples, one merged (lookup, gradients) per store)
 Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
-# (group, stack index, how squares are added up over the ranks of a row) -> this rank's rows
+# (group, index of the stack, function that sums squares over the ranks sharing a row) -> store
 MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupInFlight:
-    """One batch's way through one group; what a move leaves for a later one.
+    """The state of one batch in one group, passed from move to move.
 
-    ``number`` counts the training batches of the collection; ``None`` for others.
+    ``number`` is the number of the training batch in the collection, or ``None`` if the batch is
+    not trained.
     """
 
-    batch_size: int  # of the whole batch
+    batch_size: int  # global
     local: BatchIds
     number: int | None
-    lr_factor: float = 1.0  # of the optimizers' rates, which the rows are looked up for
-    everywhere: BatchIds | None = None
+    lr_factor: float = 1.0  # of the optimizers' learning rates, fixed at the lookup
+    everywhere: BatchIds | None = None  # ids of the global batch, if this rank looks them up
     lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
-    counts: list[int] = field(default_factory=list[int])  # ``Group.counts``, as the host reads them
-    round: int = 0  # how often ids were passed on
+    rows: Tensor | None = None  # looked-up rows, until ``gather_outputs`` takes them
+    counts: list[int] = field(default_factory=list[int])  # result of ``Group.counts``, on the host
+    round: int = 0  # of the id exchange
 
     @property
     def training(self) -> bool:
         return self.number is not None
 
     def lookup(self, store: RowStore, lookup: Lookup, lr: float) -> Tensor:
-        """Rows of a store, which keeps them in their slots until ``release`` if this is training;
-        ``lr`` is the rate of its optimizer.
+        """Read rows of a store.
+
+        In training the store keeps the rows in their slots until ``release``. ``lr`` is the
+        learning rate of the store's optimizer.
         """
         if self.number is None:
             return store.peek(lookup)
@@ -75,33 +79,35 @@ class GroupInFlight:
         return store.kernel.lookup(lookup, lr * self.lr_factor)
 
     def update(self, store: RowStore, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
-        """A step on rows that were looked up, by this batch or by ones before it."""
+        """Take an optimizer step on rows looked up by this batch or an earlier one."""
         store.kernel.update(lookup, grads, lr * self.lr_factor, step)
 
     def take_pending(self) -> Pending:
-        """What an earlier move sent on its way; each can be taken once."""
+        """The transfer that an earlier move started. It can be taken only once."""
         pending, self.pending = self.pending, None
         if pending is None:
-            raise RuntimeError("nothing is on its way: a move was left out, or made twice")
+            raise RuntimeError("no transfer is pending: a move was skipped or repeated")
         return pending
 
+    def take_rows(self) -> Tensor:
+        """The looked-up rows. They can be taken only once."""
+        rows, self.rows = self.rows, None
+        if rows is None:
+            raise RuntimeError("no rows were looked up: a move was skipped or repeated")
+        return rows
+
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """Where the ids that a rank looks up for the whole batch lie, as it receives them."""
+class GroupContext:
+    """What a collection provides to its groups.
 
-    columns: Mapping[int, int]
-    places: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a group is made with: its stores, where the ids of the whole batch lie, and for single
-    rows the share of ``padded.Capacity``.
+    ``columns`` and ``places`` map a feature's columns and lists in the global batch to those that
+    this rank receives. ``row_buffer_fraction`` is the ``share`` of ``padded.Capacity``.
     """
 
     make_store: MakeStore
-    received: Received
+    columns: Mapping[int, int]
+    places: Mapping[int, int]
     row_buffer_fraction: float | None = None
 
 
@@ -109,91 +115,90 @@ BatchT = TypeVar("BatchT", bound=GroupInFlight)
 
 
 class Group(ABC, Generic[BatchT]):
-    """One group on one rank. Every rank makes the same moves in the same order."""
+    """One group on one rank. Every rank runs the same moves in the same order."""
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
-        del given
+    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
         self._collected: list[tuple[GroupInFlight, list[Lookup], list[Tensor]]] = []
         self._merged: Collected | None = None
 
     @abstractmethod
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
-        """What this rank stores."""
+        """The stacks stored on this rank, with their stores."""
 
     @abstractmethod
     def start_id_exchange(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
-        """Sort and count the ids of this rank's samples, and send what others need of that.
+        """Sort and count the ids of this rank's samples and start sending what others need first.
 
-        ``batch_size`` counts the whole batch; ``number`` as ``GroupInFlight`` has it.
+        ``batch_size`` is global; ``number`` is that of ``GroupInFlight``.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
-        """What the host must know of the batch before ``exchange_ids``, int64; ``None``: nothing.
+        """Counts [n] int64 that the host needs before ``exchange_ids``; ``None`` if it needs none.
 
-        Takes what ``start_id_exchange`` sent on its way.
+        Takes the transfer that ``start_id_exchange`` started.
         """
-        del batch
         return None
 
     @abstractmethod
     def exchange_ids(self, batch: BatchT) -> None:
-        """Take what the ranks counted, and send the ids themselves where they travel."""
+        """Use ``batch.counts`` to start sending the ids, if the exchange sends any."""
 
     def next_round(self, batch: BatchT) -> None:
-        """Take the ids of the round before ``batch.round``, and count those to be passed on."""
-        raise NotImplementedError(f"{self.plan.name}: its ids travel once")
+        """Take the ids of the previous round and count the ids to forward in ``batch.round``."""
+        raise NotImplementedError(f"{self.plan.name}: has only one round of ids")
 
     @abstractmethod
     def receive_ids(self, batch: BatchT) -> None:
-        """Take what is looked up here, as ``batch.lookups``.
+        """Set ``batch.lookups`` to the rows that are looked up on this rank.
 
-        ``batch.everywhere`` is set by now, where this rank needs it.
+        ``batch.everywhere`` is set before the call if this rank needs it.
         """
 
     def sort_ahead(self, batch: BatchT) -> None:
-        """After ``receive_ids``, of a training batch: what an update will want sorted."""
+        """Sort the lookups of a training batch for its update. Follows ``receive_ids``."""
         for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
             store.kernel.sort_ahead(lookup)
 
     def announce(self, batch: BatchT) -> None:
-        """After ``receive_ids``, when the addresses are final, once for each batch in turn."""
+        """Announce a training batch to the stores, once, after ``receive_ids``."""
         if batch.number is not None:
             for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
                 rows = store.announce(batch.number, lookup.addresses)
                 lookup.addresses = lookup.addresses if rows is None else rows
 
     def cancel(self, batch: BatchT) -> None:
-        """After ``announce``, of a batch that will not be looked up: end its leases."""
+        """End the leases of an announced batch that will not be looked up."""
         self._release([batch])
 
     @abstractmethod
     def lookup(self, batch: BatchT) -> None:
-        """Read the rows that are stored here, and send them as vectors, rows or terms."""
+        """Read the rows stored on this rank and start sending vectors, rows, or partial sums."""
 
     @abstractmethod
     def gather_outputs(self, batch: BatchT) -> Tensor:
-        """[local batch, plan.width]."""
+        """The vectors of this rank's samples: [local batch, plan.width]."""
 
     @abstractmethod
     def send_grads(self, batch: BatchT, grad: Tensor) -> None:
-        """Takes [local batch, plan.width]."""
+        """Start sending the gradient of ``gather_outputs``, [local batch, plan.width]."""
 
     @abstractmethod
     def receive_grads(self, batch: BatchT) -> None:
-        """Keeps the gradients for ``update``; several batches' may come together."""
+        """Collect the gradients for ``update``; several batches can be collected."""
 
     @abstractmethod
     def update(self, step: int) -> None:
-        """One step on all that was collected; ``step`` is the job's."""
+        """Take one optimizer step with all collected gradients; ``step`` counts from 1."""
 
     def keep(self, batch: GroupInFlight, lookups: list[Lookup], grads: list[Tensor]) -> None:
-        """Put aside for ``update`` what a batch gives this rank's stores."""
+        """Store the gradients of a batch for this rank's stores until ``update``."""
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Squares of the collected gradients, those of a row summed first: 0-d float64, which adds
-        up over the ranks, for of rows that all of them hold the first rank counts alone.
+        """The sum of squared gradients, after summing duplicates of each row: 0-d float64.
+
+        It is safe to sum over ranks: replicated rows are counted only on the first rank.
         """
         _, _, merged = self._merged = self._merged or self._merge()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -204,59 +209,61 @@ class Group(ABC, Generic[BatchT]):
         return total
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply what was collected by ``factor``, 0-d."""
+        """Multiply the collected gradients by ``factor``, a 0-d tensor."""
         batches, batch_size, merged = self._merged or self._merge()
         scaled = [(lookup, grads * factor.to(grads.dtype)) for lookup, grads in merged]
         self._merged = (batches, batch_size, scaled)
 
     def take_collected(self) -> "Collected":
-        """What is there for ``update``; it can be taken once."""
+        """The merged gradients of all collected batches. They can be taken only once."""
         taken, self._merged = self._merged or self._merge(), None
         return taken
 
     def _release(self, batches: Sequence[GroupInFlight]) -> None:
-        """After their update: the stores may use the slots for other rows."""
+        """End the leases of updated batches, so that stores can reuse the slots."""
         for batch in batches:
             if batch.number is not None:
                 for _, store in self.stores():
                     store.release(batch.number)
 
     def _merge(self) -> "Collected":
-        kept, self._collected = self._collected, []
-        if not kept:
-            raise RuntimeError(f"{self.plan.name}: an update without collected gradients")
+        collected, self._collected = self._collected, []
+        if not collected:
+            raise RuntimeError(f"{self.plan.name}: update called without collected gradients")
+        batches = [batch for batch, _, _ in collected]
         merged: list[tuple[Lookup, Tensor]] = []
-        for index in range(len(kept[0][1])):
-            lookup = Lookup.merge([lookups[index] for _, lookups, _ in kept])
-            grads = [batch[index] for _, _, batch in kept]
+        for index in range(len(collected[0][1])):
+            lookup = Lookup.merge([lookups[index] for _, lookups, _ in collected])
+            grads = [of_batch[index] for _, _, of_batch in collected]
             merged.append((lookup, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        batches = [batch for batch, _, _ in kept]
         return batches, sum(batch.batch_size for batch in batches), merged
 
     def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
-        """Begin a conversion, of whatever the steps carry."""
+        """Start a conversion of ``part``, cast to the dtype of the steps."""
         if part is not None and steps:
             part = part.to(steps[0].dtype)
         return self.boxing.start(steps, part, channel)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
-        """What this rank receives, as ``plan.dtype``; SbpError if that is not its part."""
+        """Wait for this rank's part, as ``plan.dtype``. Raises SbpError for a wrong shape."""
         out = pending.wait()
         expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
         if out is None or (expected is not None and out.shape != expected):
-            given = "no part" if out is None else f"a part of shape {list(out.shape)}"
+            actual = "no part" if out is None else f"a part of shape {list(out.shape)}"
             raise SbpError(
-                f"{self.plan.name}: rank {self.world.rank} received {given}, not {expected}"
+                f"{self.plan.name}: rank {self.world.rank} received {actual}, expected {expected}"
             )
         return out.to(self.plan.dtype)
 
 
-AnyGroup = Group[Any]  # a batch goes back to the group that began it
+AnyGroup = Group[Any]  # batches of a group are of the type that its ``start_id_exchange`` returns
 
 
-def make_group(plan: GroupPlan, boxing: Boxing, given: Given) -> AnyGroup:
-    """What runs a plan's exchange."""
+def make_group(plan: GroupPlan, boxing: Boxing, context: GroupContext) -> AnyGroup:
+    """The group that runs the exchange of ``plan``. Raises SbpError if ``runs`` is not a Group."""
     kind: object = resolve_name(plan.kind.runs)
     if not (isinstance(kind, type) and issubclass(kind, Group)):
-        raise SbpError(f"exchange {plan.exchange}: {plan.kind.runs} is not a class of Group")
-    return kind(plan, boxing, given)
+        raise SbpError(
+            f"exchange {plan.exchange}: runs is {plan.kind.runs}, which is not a subclass of Group"
+        )
+    return kind(plan, boxing, context)

@@ -1,6 +1,6 @@
-"""Groups whose transfers are conversions: those of ``plan/boxed_exchanges.py``."""
+"""Groups whose transfers have known sizes, for the exchanges of ``plan/boxed_exchanges.py``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -8,14 +8,7 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.step import BoxingStep
-from sbpflow.embedding.exchange.base import (
-    GRADIENTS,
-    VECTORS,
-    BatchT,
-    Given,
-    Group,
-    GroupInFlight,
-)
+from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupContext, GroupInFlight
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import LocalAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -27,7 +20,7 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A stack that this rank takes part in, its store and the map from ids to rows of it."""
+    """A stack of the group on this rank, with its store and its map from ids to rows."""
 
     index: int
     stack: TableBatch
@@ -35,38 +28,43 @@ class Member:
     addresses: LocalAddresses
 
 
-class AddressedGroup(Group[BatchT]):
-    """A group whose ranks look ids up in their own stores, member by member: those of the whole
-    batch, or of the local samples.
+class AddressedGroup(Group[GroupInFlight]):
+    """A group whose ranks look ids up in their own stores.
+
+    Each rank looks up either the global batch or its own samples.
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
-        super().__init__(plan, boxing, given)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
+        super().__init__(plan, boxing, context)
         self._state = SharedState(plan, boxing)
-        self._everywhere = plan.kind.looks_up_all
-        received = given.received if self._everywhere else None
+        self._everywhere = everywhere = plan.kind.looks_up_all
         self.members = [
             Member(
                 index,
                 stack,
-                given.make_store(plan, index, self._state.sum_of(index)),
+                context.make_store(plan, index, self._state.sum_of(index)),
                 LocalAddresses(
                     stack,
                     self.world.rank,
                     self.world.device,
                     dtype=plan.dtype,
-                    columns=received.columns if received else None,
-                    places=received.places if received else None,
+                    columns=context.columns if everywhere else None,
+                    places=context.places if everywhere else None,
                 ),
             )
             for index, stack in enumerate(plan.stacks)
             if plan.takes_part(index, self.world.rank)
         ]
 
-    def exchange_ids(self, batch: BatchT) -> None:
-        """Nothing to do: the ids are all there is to know."""
+    def start_id_exchange(
+        self, local: BatchIds, batch_size: int, *, number: int | None
+    ) -> GroupInFlight:
+        return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
-    def receive_ids(self, batch: BatchT) -> None:
+    def exchange_ids(self, batch: GroupInFlight) -> None:
+        """Do nothing: these groups send no ids of their own."""
+
+    def receive_ids(self, batch: GroupInFlight) -> None:
         if not self.members:
             return
         ids, pooled = self._ids_of(batch), self.plan.pooled
@@ -78,14 +76,14 @@ class AddressedGroup(Group[BatchT]):
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
         return [(member.stack, member.store) for member in self.members]
 
-    def _ids_of(self, batch: BatchT) -> BatchIds:
+    def _ids_of(self, batch: GroupInFlight) -> BatchIds:
         ids = batch.everywhere if self._everywhere else batch.local
         if ids is None:
             raise RuntimeError(f"{self.plan.name}: this rank did not receive the batch's ids")
         return ids
 
-    def rows_of(self, batch: BatchT) -> Tensor:
-        """[samples, sum of widths] of the samples looked up here; pooled groups [samples, dim]."""
+    def rows_of(self, batch: GroupInFlight) -> Tensor:
+        """[samples, sum of widths], or [samples, dim] in pooled groups."""
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
             batch.lookup(member.store, lookup, member.stack.optimizer.lr).view(
@@ -98,7 +96,7 @@ class AddressedGroup(Group[BatchT]):
         return torch.stack(parts).sum(0) if pooled else torch.cat(parts, 1)
 
     def split(self, grad: Tensor) -> list[Tensor]:
-        """The gradient of ``rows_of``, [bags, width] per member; pooled, all of it to each."""
+        """Split the gradient of ``rows_of`` into [bags, width] per member."""
         if self.plan.pooled:
             return [grad] * len(self.members)
         widths = [self._width(member) for member in self.members]
@@ -109,12 +107,12 @@ class AddressedGroup(Group[BatchT]):
 
     def update(self, step: int) -> None:
         batches, self._state.batch_size, merged = self.take_collected()
-        # Stack by stack in the plan's order, so that all ranks walk the same steps.
-        mine = {member.index: n for n, member in enumerate(self.members)}
+        # In the plan's order, so that all ranks run the same collectives in the same order.
+        position = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
-            if index in mine:
-                lookup, grad = merged[mine[index]]
-                member = self.members[mine[index]]
+            if index in position:
+                lookup, grad = merged[position[index]]
+                member = self.members[position[index]]
                 lr = member.stack.optimizer.lr
                 batches[-1].update(member.store, lookup, grad, lr, step)
             else:
@@ -122,59 +120,43 @@ class AddressedGroup(Group[BatchT]):
         self._release(batches)
 
     def _width(self, member: Member) -> int:
-        """Columns of a member in a part; spelled out because a batch may have no rows."""
+        """Columns of a member in ``rows_of``. ``view`` cannot infer them from an empty batch."""
         width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
 
 
-@dataclass(slots=True, kw_only=True)
-class LocalInFlight(GroupInFlight):
-    """``vectors`` after the lookup, ``grads`` of each member after the push in a world of one."""
+class LocalGroup(AddressedGroup):
+    """B tables with an all-reduce of dense gradients, and all tables in a world of one rank.
 
-    vectors: Tensor | None = None
-    grads: list[Tensor] = field(default_factory=list[Tensor])
-
-
-class LocalGroup(AddressedGroup[LocalInFlight]):
-    """B tables whose gradients are all-reduced whole, and all tables in a world of one rank.
-
-    A row's count of uses travels beside its gradient, so that only touched rows take a step.
+    The number of uses of each row is sent with its gradient, because only touched rows may take a
+    step: an untouched row must not decay, for example.
     """
 
     @cached_property
     def _steps(self) -> tuple[BoxingStep, ...]:
-        return self.plan.conversion(0, "gradients")  # of a size that no batch changes
+        return self.plan.conversion(0, "gradients")  # the size does not depend on the batch
 
-    def start_id_exchange(
-        self, local: BatchIds, batch_size: int, *, number: int | None
-    ) -> LocalInFlight:
-        return LocalInFlight(local=local, batch_size=batch_size, number=number)
+    def lookup(self, batch: GroupInFlight) -> None:
+        batch.rows = self.rows_of(batch)
 
-    def lookup(self, batch: LocalInFlight) -> None:
-        batch.vectors = self.rows_of(batch)
+    def gather_outputs(self, batch: GroupInFlight) -> Tensor:
+        return batch.take_rows()
 
-    def gather_outputs(self, batch: LocalInFlight) -> Tensor:
-        vectors, batch.vectors = batch.vectors, None
-        if vectors is None:
-            raise RuntimeError(f"{self.plan.name}: vectors before the lookup, or twice")
-        return vectors
-
-    def send_grads(self, batch: LocalInFlight, grad: Tensor) -> None:
+    def send_grads(self, batch: GroupInFlight, grad: Tensor) -> None:
         parts = self.split(grad)
         if self.world.size == 1:
-            batch.grads = parts
+            self.keep(batch, batch.lookups, parts)
             return
-        whole: list[Tensor] = []
+        tables: list[Tensor] = []
         for lookup, member, part in zip(batch.lookups, self.members, parts, strict=True):
             rows, sums = member.store.kernel.row_gradients(lookup, part)
             table = part.new_zeros(member.store.num_rows, member.store.width + 1)
             counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
-            whole.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
-        batch.pending = self.start(self._steps, torch.cat(whole), GRADIENTS)
+            tables.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
+        batch.pending = self.start(self._steps, torch.cat(tables), GRADIENTS)
 
-    def receive_grads(self, batch: LocalInFlight) -> None:
-        if self.world.size == 1:
-            self.keep(batch, batch.lookups, batch.grads)
+    def receive_grads(self, batch: GroupInFlight) -> None:
+        if self.world.size == 1:  # ``send_grads`` has collected them
             return
         flat = self.arrived(self._steps, batch.take_pending())
         lookups: list[Lookup] = []
@@ -189,8 +171,10 @@ class LocalGroup(AddressedGroup[LocalInFlight]):
 
 
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
-    """(addresses, gradients) of the rows of ``table`` [rows, width + 1] that some rank counted in
-    the last column, the looked up ones among them; of all rows, if others may be ``absent``.
+    """(addresses, gradients) of the rows that any rank touched.
+
+    ``table`` is [rows, width + 1], with the number of uses in the last column. If the kernel has an
+    ``absent`` address, all rows are returned and untouched ones have that address.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:
@@ -200,45 +184,25 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
     return rows, sums.index_select(0, rows)
 
 
-class ColumnOrder:
-    """The columns of vectors as the ranks hold them, and in the order of the group's uses."""
+class BoxedGroup(AddressedGroup):
+    """Owners look up the global batch; boxing sends the vectors and brings the gradients back.
 
-    def __init__(self, plan: GroupPlan, device: torch.device) -> None:
-        order = plan.column_order()
-        self._in_order = order == tuple(range(len(order)))
-        self._order = torch.tensor(order, dtype=torch.int64, device=device)
-        self._places = torch.argsort(self._order)
-
-    def to_uses(self, vectors: Tensor) -> Tensor:
-        """From rank order."""
-        return vectors if self._in_order else vectors.index_select(1, self._places)
-
-    def to_ranks(self, grad: Tensor) -> Tensor:
-        """From the uses' order."""
-        return grad if self._in_order else grad.index_select(1, self._order)
-
-
-class BoxedGroup(AddressedGroup[GroupInFlight]):
-    """Owners look up the whole batch; boxing brings the vectors home and the gradients back.
-
-    ``columns``: whole tables and S(1), the vectors are one uneven S(1) in rank order. ``reduce``:
-    S(0) gives terms that sum at home, P; a grid gives (P, S(1)).
+    ``columns`` (whole tables and S(1)): the vectors are an uneven S(1) in rank order. ``reduce``
+    (S(0)): the vectors are a partial sum, P, and a grid of ranks gives (P, S(1)).
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
-        super().__init__(plan, boxing, given)
-        self._order = ColumnOrder(plan, self.world.device)
-
-    def start_id_exchange(
-        self, local: BatchIds, batch_size: int, *, number: int | None
-    ) -> GroupInFlight:
-        return GroupInFlight(local=local, batch_size=batch_size, number=number)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
+        super().__init__(plan, boxing, context)
+        order = plan.column_order()  # of the vectors in rank order, in that of the group's uses
+        self._in_order = order == tuple(range(len(order)))
+        self._order = torch.tensor(order, dtype=torch.int64, device=self.world.device)
+        self._inverse = torch.argsort(self._order)
 
     def lookup(self, batch: GroupInFlight) -> None:
         steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
             part = self.rows_of(batch)
-        elif self.world.rank in steps[0].src.placement:  # which has no columns here
+        elif self.world.rank in steps[0].src.placement:  # part of the placement, with no columns
             part = torch.empty(
                 batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device
             )
@@ -246,15 +210,16 @@ class BoxedGroup(AddressedGroup[GroupInFlight]):
 
     def gather_outputs(self, batch: GroupInFlight) -> Tensor:
         out = self.arrived(self.plan.conversion(batch.batch_size, "vectors"), batch.take_pending())
-        return self._order.to_uses(out)
+        return out if self._in_order else out.index_select(1, self._inverse)
 
     def send_grads(self, batch: GroupInFlight, grad: Tensor) -> None:
         steps = self.plan.conversion(batch.batch_size, "gradients")
-        batch.pending = self.start(steps, self._order.to_ranks(grad), GRADIENTS)
+        ordered = grad if self._in_order else grad.index_select(1, self._order)
+        batch.pending = self.start(steps, ordered, GRADIENTS)
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         pending = batch.take_pending()
-        if not self.members:  # no rows here, but the same steps on all ranks
+        if not self.members:  # no rows here, but every rank takes part in the collective
             pending.wait()
             self.keep(batch, [], [])
             return

@@ -1,9 +1,8 @@
-"""Ids on their way to the ranks that look them up for the whole batch, in three moves.
+"""Sends ids to the ranks that look them up for the global batch.
 
-``start_id_exchange`` starts the matrix and the lengths of the lists, ``exchange_ids`` what the
-lists hold, for the lengths say how much that is, and ``finish`` waits. Between them the caller
-computes, and the host reads how much it is together with what else it must know of the batch
-(``counts``).
+``start_id_exchange`` sends the matrix and the lengths of the lists, ``exchange_ids`` sends the
+contents of the lists, whose sizes follow from the lengths, and ``finish`` waits. The host reads the
+sizes together with the other counts of the batch (``counts``).
 """
 
 from functools import lru_cache
@@ -22,7 +21,7 @@ IDS = "ids"
 
 
 class IdTransfer:
-    """Moves ids as a plan says, batch after batch."""
+    """The id transfers of a plan, batch after batch."""
 
     def __init__(self, plan: EmbeddingPlan, boxing: Boxing) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
@@ -34,14 +33,14 @@ class IdTransfer:
         self.whole = plan.sent_columns == tuple(range(plan.ids.num_columns))
         self.places = [self._index(places) for places in plan.needed_lists]
         num_lists = 1 + max((n for places in plan.needed_lists for n in places), default=-1)
-        self.needs = torch.zeros(num_lists, self.world.size, dtype=torch.int64)
+        needs = torch.zeros(num_lists, self.world.size, dtype=torch.int64)
         for rank, places in enumerate(plan.needed_lists):
-            self.needs[list(places), rank] = 1
-        self.needs = self.needs.to(self.world.device)  # [lists, ranks]: which looks up which
+            needs[list(places), rank] = 1
+        self.needs = needs.to(self.world.device)  # [lists, ranks]: 1 if the rank needs the list
         self.exchange = RowTransfer(self.world, IDS)
 
     def start_id_exchange(self, ids: BatchIds, batch_size: int) -> "IdsUnderWay":
-        """Start; every rank calls it for the same batches in the same order."""
+        """Start the transfers of a batch. Every rank calls this for the same batches in order."""
         return IdsUnderWay(self, ids, batch_size)
 
     def _index(self, places: tuple[int, ...]) -> Tensor:
@@ -49,14 +48,14 @@ class IdTransfer:
 
 
 class IdsUnderWay:
-    """One batch's transfer."""
+    """The id transfers of one batch."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size
         self._matrix = self._lengths = None
         self._values: list[tuple[ExchangeStep, Pending, int]] = []
         self._received: Tensor | None = None
-        self.counts: list[int] = []  # ``sizes``, as the host reads them
+        self.counts: list[int] = []  # result of ``sizes``, on the host
         boxing = transfer.boxing
         if transfer.sent_columns.numel():
             send = ids.matrix
@@ -68,9 +67,9 @@ class IdsUnderWay:
             self._lengths = boxing.start(transfer.length_steps(batch_size), lengths, IDS)
 
     def sizes(self) -> Tensor | None:
-        """Ids in the lists that go to each rank, then in those that each sends here, [2 x ranks]
-        int64; ``None`` if no list travels. Takes the lengths that ``start_id_exchange``
-        sent on their way.
+        """Number of list ids to each rank, then from each rank: [2 x ranks] int64.
+
+        ``None`` if no lists travel. Takes the lengths that ``start_id_exchange`` sent.
         """
         transfer, lists = self._transfer, self._ids.lists
         if self._lengths is None:
@@ -79,10 +78,10 @@ class IdsUnderWay:
         if lists is None or not transfer.list_steps(self._batch_size):
             return None
         lengths = lists.lengths.sum(0, dtype=torch.int64)[: transfer.needs.shape[0]]
-        return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._coming()])
+        return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._incoming()])
 
     def exchange_ids(self) -> None:
-        """``counts`` is here: start what the lists hold."""
+        """Start sending the contents of the lists; ``counts`` has their sizes."""
         transfer, lists = self._transfer, self._ids.lists
         if not self.counts or lists is None:
             return
@@ -99,7 +98,7 @@ class IdsUnderWay:
         ]
 
     def finish(self) -> BatchIds | None:
-        """The ids of the whole batch that this rank needs; ``None`` if it needs none."""
+        """The ids of the global batch that this rank looks up; ``None`` if it needs none."""
         transfer, rank = self._transfer, self._transfer.world.rank
         matrix = None if self._matrix is None else self._matrix.wait()
         columns, lists = transfer.plan.needed[rank], transfer.plan.needed_lists[rank]
@@ -115,18 +114,18 @@ class IdsUnderWay:
             return BatchIds(matrix, None)
         if self._received is None:
             raise SbpError(f"ids/fwd/lengths: rank {rank} did not receive the lengths of the lists")
-        if not values and self._ids.lists is not None:  # a world of one
+        if not values and self._ids.lists is not None:  # a world of one rank
             return BatchIds(matrix, self._ids.lists.take(transfer.places[rank]))
         weights = values[1] if len(values) > 1 else None
         return BatchIds(matrix, Lists(self._received, values[0], weights))
 
-    def _coming(self) -> Tensor:
-        """[ranks] int64, ids that each rank sends here: the lengths of its samples' lists."""
+    def _incoming(self) -> Tensor:
+        """[ranks] int64: how many list ids each rank sends here, from its samples' lengths."""
         world = self._transfer.world
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        each, longer = divmod(self._batch_size, world.size)  # as ``balanced_sizes`` cuts a batch
+        each, longer = divmod(self._batch_size, world.size)  # the split of ``balanced_sizes``
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(
             [first.view(longer, each + 1).sum(1), rest.view(world.size - longer, each).sum(1)]
@@ -135,5 +134,5 @@ class IdsUnderWay:
 
 def _weights(lists: Lists) -> Tensor:
     if lists.weights is None:
-        raise SbpError("lists of weighted features came without weights")
+        raise SbpError("lists of weighted features have no weights")
     return lists.weights

@@ -1,7 +1,7 @@
-"""Batches whose rows do not fit in the buffers of ``padded``: found late, and sent again.
+"""Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-What the ranks learn of a batch is equal on all of them, so they all send it again or none does:
-before any of its rows is read, with transfers of the sizes that it needs, for which the host waits.
+All ranks learn the same counts, so either all of them repeat the exchange or none does. They
+repeat it before any row is read, with transfers of the required sizes; the host waits for these.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class PaddedGroups:
-    """Those of a collection's groups that use buffers."""
+    """The groups of a collection that use fixed-size buffers."""
 
     def __init__(self, groups: Sequence[AnyGroup]) -> None:
         self._groups = {
@@ -25,54 +25,55 @@ class PaddedGroups:
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
-        self._told: dict[int, int] = {}  # the most rows that was said to be too many
+        self._warned: dict[int, int] = {}  # group -> largest number of rows in a warning
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
-        """After ``receive_ids``: how many rows some rank names to another in each group, on its way
-        to the host; ``None`` where there is room for all that may be.
-        """
-        found = [part.most for part in self._asked(parts).values() if part.most is not None]
-        return AsyncScalarRead(torch.cat(found)) if found else None
+        """Start reading, for each group, the most rows that any rank requests from another.
 
-    def overflowing(self, parts: Sequence[GroupInFlight], late: AsyncScalarRead) -> list[int]:
-        """Before ``lookup``: the groups that have left rows of their parts out."""
-        asked, found = self._asked(parts), list[int]()
-        for (index, part), most in zip(asked.items(), late.wait().tolist(), strict=True):
+        Follows ``receive_ids``. ``None`` if the buffers are large enough for any batch.
+        """
+        most = [part.most for part in self._limited(parts).values() if part.most is not None]
+        return AsyncScalarRead(torch.cat(most)) if most else None
+
+    def overflowing(self, parts: Sequence[GroupInFlight], read: AsyncScalarRead) -> list[int]:
+        """The groups whose buffers were too small. ``read`` comes from ``ask``."""
+        groups = list[int]()
+        limited = self._limited(parts).items()
+        for (index, part), most in zip(limited, read.wait().tolist(), strict=True):
             room = part.asked[0]
             if most > room:
                 self._warn(index, part, most, room)
-                found.append(index)
-        return found
+                groups.append(index)
+        return groups
 
     def send_again(self, parts: list[GroupInFlight], groups: Sequence[int]) -> None:
-        """Put others in the place of the parts of these groups, with all their rows."""
-        asked = self._asked(parts)
+        """Repeat the id exchange of these groups without buffers, and replace their parts."""
+        limited = self._limited(parts)
         for index in groups:
-            parts[index] = self._again(self._groups[index], asked[index])
+            parts[index] = self._again(self._groups[index], limited[index])
 
     def describe(self) -> list[str]:
-        """A line for each group: its tables and its share."""
+        """One line per group, with its tables and its buffer size."""
         return [
             f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} travel in "
-            f"buffers of {group.capacity.share:g} of the most that they can be"
+            f"buffers of {group.capacity.share:g} of the maximum size"
             for group in self._groups.values()
             if group.capacity is not None
         ]
 
-    def _asked(self, parts: Sequence[GroupInFlight]) -> dict[int, RowsInFlight]:
-        """Parts whose rows may have been too many."""
-        mine = {index: parts[index] for index in self._groups}
+    def _limited(self, parts: Sequence[GroupInFlight]) -> dict[int, RowsInFlight]:
+        """The parts whose buffers may have been too small."""
         return {
             index: part
-            for index, part in mine.items()
-            if isinstance(part, RowsInFlight) and part.most is not None
+            for index in self._groups
+            if isinstance(part := parts[index], RowsInFlight) and part.most is not None
         }
 
     def _again(self, group: RowGroup, part: RowsInFlight) -> RowsInFlight:
         again = group.begin_again(part)
         counts = group.counts(again)
         if counts is None:
-            raise RuntimeError(f"{group.plan.name}: no counts of a batch that does not fit")
+            raise RuntimeError(f"{group.plan.name}: a repeated exchange has no counts")
         again.counts = AsyncScalarRead(counts).wait().tolist()
         group.exchange_ids(again)
         group.receive_ids(again)
@@ -80,15 +81,15 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Once, and again where twice as much is needed."""
+        """Log a warning, and another when twice as many rows are needed."""
         group = self._groups[index]
-        if group.capacity is None or group.world.rank != 0 or most < 2 * self._told.get(index, 0):
+        if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return
-        self._told[index] = most
+        self._warned[index] = most
         logger.warning(
-            "parallel.row_buffer_fraction: %g has room for %d rows of %s between two ranks, a "
-            "batch of %d names %d: it was sent again with transfers of that size, for which the "
-            "host waits; %g has room for it",
+            "parallel.row_buffer_fraction: %g leaves room for %d rows of %s between two ranks, but "
+            "a batch of %d requests %d: the exchange was repeated with that size, which makes the "
+            "host wait; use %g",
             group.capacity.share,
             room,
             group.plan.name,

@@ -1,8 +1,8 @@
-"""Rows that travel in buffers of a fixed size, so that the host need not know how many there are.
+"""Fixed-size buffers for rows, so that the host does not need to know their number.
 
-Between two ranks there is room for a number of rows that follows from the batch's size. What is
-left of it names an address of zeros behind the stored rows. A batch that names more is told apart
-on the device: each rank sends with its ids how many it would have named, and all learn the most.
+The room between two ranks depends only on the batch size. Unused places hold an address behind the
+stored rows that reads as zeros. Batches that do not fit are detected on the device: each rank sends
+the number of rows that it would have requested, and all ranks learn the maximum.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the unique rows of a batch stand in buffers of rows.
+    """The positions of a batch's unique rows in the buffers.
 
-    ``of_ids`` [n] int64 for each address; ``of_rows`` [n] int64 for the unique rows in turn, then
-    the last one's again and again. ``size`` counts all buffers' rows.
+    ``of_ids`` [n] int64 is the position of each address. ``of_rows`` [n] int64 is the position of
+    each unique row, followed by repetitions of the last one. ``size`` is the total number of
+    positions.
     """
 
     of_ids: Tensor
@@ -28,14 +29,14 @@ class Slots:
     size: int
 
     def spread(self, lookup: Lookup, grads: Tensor) -> Tensor:
-        """[size, width]: the bags' ``grads`` summed per row, in its slot; zeros in others."""
+        """[size, width]: the gradients of each row, summed, at its position; zeros elsewhere."""
         _, sums = lookup.spread_gradients(grads)
         out = sums.new_zeros(self.size, sums.shape[1])
         return out.index_copy_(0, self.of_rows, sums)
 
 
 class Capacity:
-    """``share`` of the rows that a rank can name to another at most, in (0, 1]."""
+    """Buffers that hold ``share``, in (0, 1], of the most rows that a rank can request."""
 
     def __init__(self, share: float, plan: GroupPlan) -> None:
         (stack,) = plan.stacks
@@ -44,42 +45,44 @@ class Capacity:
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
     def most(self, batch_size: int) -> int:
-        """Rows that one rank may name to another, in a batch of ``batch_size`` samples."""
+        """The most rows that one rank can request from another in a batch of ``batch_size``."""
         return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
 
     def rows(self, batch_size: int) -> int:
-        """For how many there is room."""
+        """The number of rows in a buffer."""
         return ceil(self.share * self.most(batch_size))
 
     def is_enough(self, batch_size: int) -> bool:
-        """Whether no batch can name more."""
+        """True if the buffers are large enough for any batch."""
         return self.rows(batch_size) >= self.most(batch_size)
 
     def share_of(self, rows: int, batch_size: int) -> float:
-        """A share with room for ``rows``, of three digits."""
+        """The smallest share, to three digits, whose buffers hold ``rows``."""
         return min(1.0, ceil(1000 * rows / self.most(batch_size)) / 1000)
 
 
 class Layout:
-    """Lays the unique rows of a batch out in buffers, one for each part of the addresses.
+    """Places the unique rows of a batch in one buffer per part of the address space.
 
-    Part p has addresses from ``bases[p]`` to ``lasts[p]``.
+    Part p has the addresses from ``bases[p]`` to ``lasts[p]``.
     """
 
     def __init__(self, bases: Tensor, lasts: Tensor) -> None:
         self._bases, self._lasts, self._before = bases, lasts, bases - 1
-        self._absent = lasts + 1 - bases  # the address behind a part's rows
+        self._absent = lasts + 1 - bases  # the first address behind each part's rows
 
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
-        """Slots in buffers of ``room`` rows, and what to send: [parts, 1 + room], the most rows of
-        a part and then the part's rows, counted from its base. Rows beyond the room are left out.
+        """The slots, and the buffers to send, [parts, 1 + room].
+
+        The first element of a buffer is the most rows of any part; the rows follow, relative to
+        their part's base. Rows that do not fit are left out.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)
         send[:, 0] = 0
         if not count:  # a rank without samples
-            none = torch.empty(0, dtype=torch.int64, device=send.device)
-            return Slots(none, none, parts * room), send
+            empty = torch.empty(0, dtype=torch.int64, device=send.device)
+            return Slots(empty, empty, parts * room), send
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

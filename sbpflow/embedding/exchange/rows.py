@@ -1,4 +1,4 @@
-"""Groups whose single rows travel, deduplicated: those of ``plan/row_exchanges.py``."""
+"""Groups that exchange deduplicated single rows, for the exchanges of ``plan/row_exchanges.py``."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -8,17 +8,13 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
-from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Given, Group, GroupInFlight
+from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupContext, GroupInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.group_plan import (
-    ExchangeStep,
-    GroupPlan,
-    Purpose,
-)
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.storage.choose import deduplicator
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
@@ -27,37 +23,32 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """``asked`` counts the rows this rank names to each rank, ``into`` those they name to it; both
-    are in ``named`` and ``counts`` first, or in buffers of a fixed size the room for them.
+    """``asked`` is how many rows this rank requests from each rank, ``into`` the reverse.
+
+    They come from ``counts``, or are the buffer size if buffers have a fixed size.
     """
 
     wanted: Lookup  # of the local samples
-    named: Tensor | None = None  # [ranks] int64
-    slots: Slots | None = None  # in buffers of a fixed size
-    own: Tensor | None = None  # what was sent in one
-    most: Tensor | None = None  # [1] int64, the rows that some rank names to another, at most
+    named: Tensor | None = None  # [ranks] int64: rows requested from each rank
+    slots: Slots | None = None  # with fixed-size buffers only
+    own: Tensor | None = None  # the addresses that were sent in buffers
+    most: Tensor | None = None  # [1] int64: the most rows that any rank requests from another
     asked: list[int] = field(default_factory=list[int])
     into: list[int] = field(default_factory=list[int])
-    rows: Tensor | None = None  # [unique rows wanted here, dim], after they came
-
-    def take_rows(self) -> Tensor:
-        rows, self.rows = self.rows, None
-        if rows is None:
-            raise RuntimeError("no rows are there: a move was left out, or made twice")
-        return rows
 
 
 class RowGroup(Group[RowsInFlight]):
-    """One stack, whose rows have job-wide addresses; who wants which is told once per batch.
+    """One stack whose rows have job-wide addresses.
 
-    ``Given.row_buffer_fraction`` is for the buffers of training batches.
+    The ranks exchange once per batch which rows they need. Training batches use fixed-size buffers
+    if ``GroupContext.row_buffer_fraction`` is set.
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
-        super().__init__(plan, boxing, given)
+    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
+        super().__init__(plan, boxing, context)
         (self._stack,) = plan.stacks
         self._state = SharedState(plan, boxing)
-        self._store = given.make_store(plan, 0, self._state.sum_of(0))
+        self._store = context.make_store(plan, 0, self._state.sum_of(0))
         self._addresses = OwnerAddresses(
             self._stack,
             self.num_parts,
@@ -76,23 +67,27 @@ class RowGroup(Group[RowsInFlight]):
         self._vectors = RowTransfer(self.world, VECTORS)
         self._gradients = RowTransfer(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
-        on_cuda = self.world.device.type == "cuda"  # where what did not fit is asked for
-        share = given.row_buffer_fraction
+        on_cuda = self.world.device.type == "cuda"  # ``overflow`` reads counts on the id stream
+        share = context.row_buffer_fraction
         if share is not None and on_cuda and self._store.kernel.absent is not None:
             self.capacity = Capacity(share, plan)
 
     @property
     @abstractmethod
     def num_parts(self) -> int:
-        """Into how many parts, each of a rank of its own, the addresses fall."""
+        """The number of parts of the address space; each belongs to one rank."""
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
-        """Send how many rows are named to each."""
+        """Send the number of rows that are requested from each rank."""
 
     @abstractmethod
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        """Start the ids of ``Layout.lay_out``."""
+        """Start sending the buffers of ``Layout.lay_out``."""
+
+    @abstractmethod
+    def send_ids(self, batch: RowsInFlight) -> None:
+        """Start sending the requested rows; ``batch.asked`` and ``batch.into`` are known."""
 
     def start_id_exchange(
         self, local: BatchIds, batch_size: int, *, number: int | None
@@ -110,47 +105,52 @@ class RowGroup(Group[RowsInFlight]):
         return batch
 
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
-        """After ``receive_ids``, of a batch that does not fit: with transfers that do."""
+        """The same batch without buffers, after ``receive_ids`` found that they are too small."""
         again = RowsInFlight(
-            local=batch.local,
-            batch_size=batch.batch_size,
-            number=batch.number,
-            wanted=batch.wanted,
+            local=batch.local, batch_size=batch.batch_size, number=batch.number, wanted=batch.wanted
         )
         self.begin_counted(again)
         return again
 
     def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
-        """The transfer for a purpose, of the batch's round."""
+        """The transfer for ``purpose`` in the current round."""
         for stage in self.plan.stages(batch.batch_size):
             if (stage.purpose, stage.round) == (purpose, batch.round):
                 return stage.rows
-        raise RuntimeError(f"{self.plan.name}: no {purpose} travel, by its plan")
+        raise RuntimeError(f"{self.plan.name}: the plan has no transfer for {purpose}")
 
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """[ranks] named to each, then [ranks] named by each if that is told; ``None`` where there
-        is room for all that may be.
+        """[ranks] requested from each rank, then [ranks] requested by each rank if it was sent.
+
+        ``None`` with fixed-size buffers.
         """
         if batch.pending is None or batch.named is None:
             return batch.named
         step = self.step(batch, "counts")
         return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
 
+    def exchange_ids(self, batch: RowsInFlight) -> None:
+        if batch.slots is None:
+            batch.asked = batch.counts[: self.world.size]
+            batch.into = batch.counts[self.world.size :]
+            self.send_ids(batch)
+
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        """Expand ``batch.rows`` to the samples' vectors."""
+        """Expand ``batch.rows`` to the vectors of the samples."""
         samples = batch.local.num_samples
-        at = batch.wanted.inverse() if batch.slots is None else batch.slots.of_ids
-        vectors = sum_bags(batch.take_rows(), batch.wanted, at)
+        positions = batch.wanted.inverse() if batch.slots is None else batch.slots.of_ids
+        vectors = sum_bags(batch.take_rows(), batch.wanted, positions)
         if self.plan.pooled:
             return vectors.view(samples, len(self._stack.uses), self._stack.dim).sum(1)
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """[unique rows wanted here, dim], summed over this rank's samples, as they travel; in
-        buffers each in its slot.
+        """[unique rows, dim] gradients summed over this rank's samples, in the comm dtype.
+
+        With fixed-size buffers, [positions, dim].
         """
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
@@ -184,7 +184,7 @@ class RowGroup(Group[RowsInFlight]):
 
 
 class UniqueGroup(RowGroup):
-    """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
+    """S(0), skewed ids: unique rows are requested from owners and expanded where samples are."""
 
     @property
     def num_parts(self) -> int:
@@ -201,11 +201,7 @@ class UniqueGroup(RowGroup):
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
-    def exchange_ids(self, batch: RowsInFlight) -> None:
-        if batch.slots is not None:
-            return
-        size = self.world.size
-        batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
+    def send_ids(self, batch: RowsInFlight) -> None:
         batch.wanted.num_unique = sum(batch.asked)
         unique = batch.wanted.rows()
         owner = torch.searchsorted(self._lasts, unique)
@@ -213,11 +209,10 @@ class UniqueGroup(RowGroup):
         batch.pending = self._ids.start(self.step(batch, "ids"), rows, batch.asked, batch.into)
 
     def lookup(self, batch: RowsInFlight) -> None:
-        asked, into = batch.asked, batch.into
-        lr = self._stack.optimizer.lr
-        rows = batch.lookup(self._store, batch.lookups[0], lr)
+        rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
         step = self.step(batch, "vectors")
-        batch.pending = self._vectors.start(step, rows.to(self.plan.comm_dtype), into, asked)
+        rows = rows.to(self.plan.comm_dtype)
+        batch.pending = self._vectors.start(step, rows, batch.into, batch.asked)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         rows = received(self.step(batch, "vectors"), batch.take_pending(), sum(batch.asked))
@@ -231,23 +226,23 @@ class UniqueGroup(RowGroup):
 
 
 class AllGatherRowsGroup(RowGroup):
-    """Every rank stores the same rows, or some columns of each, and is told which ones all ranks
-    want: addresses are local ones everywhere.
+    """Every rank stores the same rows, or some columns of each row.
+
+    All ranks learn which rows the others request, so addresses are local row numbers everywhere.
     """
 
     @property
     def num_parts(self) -> int:
         return 1
 
-    def is_told(self, batch: RowsInFlight) -> bool:
-        """Whether others need to know which rows this rank wants."""
-        del batch
+    def sends_ids(self, batch: RowsInFlight) -> bool:
+        """True if the other ranks need to know which rows this rank requests."""
         return True
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        # Each rank is told all of them.
+        # Every rank receives all requested rows.
         batch.named = batch.wanted.unique_up_to(self._lasts).repeat(self.world.size)
-        if self.is_told(batch):
+        if self.sends_ids(batch):
             step = self.step(batch, "counts")
             batch.pending = self._ids.start_counts(step, batch.named)
 
@@ -255,47 +250,43 @@ class AllGatherRowsGroup(RowGroup):
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start_for_all(self.step(batch, "ids"), buffers.view(-1), sizes)
 
-    def exchange_ids(self, batch: RowsInFlight) -> None:
-        if batch.slots is not None:
-            return
-        size = self.world.size
-        batch.asked, batch.into = batch.counts[:size], batch.counts[size:]
+    def send_ids(self, batch: RowsInFlight) -> None:
         batch.wanted.num_unique = batch.asked[0]
-        if self.is_told(batch):
+        if self.sends_ids(batch):
             step, rows = self.step(batch, "ids"), batch.wanted.rows()
             batch.pending = self._ids.start_for_all(step, rows, batch.into)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        if self.is_told(batch):
+        if self.sends_ids(batch):
             super().receive_ids(batch)
 
 
 class UniqueColumnsGroup(AllGatherRowsGroup):
-    """S(1), skewed: unique rows are asked of all ranks, each of which has columns of every row.
+    """S(1), skewed ids: unique rows are requested from all ranks, since each holds some columns.
 
-    What a rank sends to another is a block [rows, columns of the one that stores them], in one
-    dimension, since ranks may hold unequal widths.
+    A block [rows, columns of the sender] is sent flattened to one dimension, because ranks may hold
+    different widths.
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, given: Given) -> None:
-        super().__init__(plan, boxing, given)
-        self._columns = self._stack.columns_by_rank()  # ascending from rank to rank or not
+    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
+        super().__init__(plan, boxing, context)
+        self._columns = self._stack.columns_by_rank()  # not necessarily ascending
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def lookup(self, batch: RowsInFlight) -> None:
-        lr = self._stack.optimizer.lr
-        rows = batch.lookup(self._store, batch.lookups[0], lr).to(self.plan.comm_dtype)
+        rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
         wanted, held = self._sizes(batch)
         step = self.step(batch, "vectors")
-        batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
+        flat = rows.to(self.plan.comm_dtype).reshape(-1)
+        batch.pending = self._vectors.start(step, flat, held, wanted)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         wanted, _ = self._sizes(batch)
         flat = received(self.step(batch, "vectors"), batch.take_pending(), sum(wanted))
         rows = flat.new_empty(batch.asked[0], self._stack.dim, dtype=self.plan.dtype)
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
-            here = rows[:, columns]
-            here.copy_(part.view(here.shape))
+            block = rows[:, columns]
+            block.copy_(part.view(block.shape))
         batch.rows = rows
         return super().gather_outputs(batch)
 
@@ -304,8 +295,8 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         sums = self.row_gradients(batch, grad)
         flat = sums.new_empty(sums.numel())
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
-            here = sums[:, columns]
-            part.view(here.shape).copy_(here)
+            block = sums[:, columns]
+            part.view(block.shape).copy_(block)
         step = self.step(batch, "gradients")
         batch.pending = self._gradients.start(step, flat, wanted, held)
 
@@ -316,17 +307,15 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
-        """Elements of the rows wanted here, by the rank that stores them, and of those stored here,
-        by the rank that wants them.
-        """
-        mine = self._widths[self.world.rank]
-        return [batch.asked[0] * w for w in self._widths], [count * mine for count in batch.into]
+        """(elements requested here by storing rank, elements stored here by requesting rank)."""
+        width = self._widths[self.world.rank]
+        return [batch.asked[0] * w for w in self._widths], [count * width for count in batch.into]
 
 
 class LocalRowsGroup(AllGatherRowsGroup):
-    """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
+    """B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
 
-    def is_told(self, batch: RowsInFlight) -> bool:
+    def sends_ids(self, batch: RowsInFlight) -> bool:
         return batch.training
 
     def lookup(self, batch: RowsInFlight) -> None:

@@ -1,4 +1,4 @@
-"""Row state that ranks share because each has columns of a row: their squares, added up."""
+"""Sums of squared gradients over the ranks that hold different columns of the same rows."""
 
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """The transfers of a group's squares. ``batch_size`` counts the batches an update is about."""
+    """The collectives of a group's row state. ``batch_size`` covers all batches of an update."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing
@@ -20,25 +20,23 @@ class SharedState:
         self.batch_size = 0
 
     def sum_of(self, index: int) -> SumOverColumns | None:
-        """What adds up the squares of a stack's rows over their columns; ``None`` if no rank shares
-        their state.
-        """
+        """The function that sums a stack's squares over ranks; ``None`` if they share no rows."""
         if index not in self._plan.shared_state:
             return None
 
         def add_up(squares: Tensor) -> Tensor:
             size = self._plan.squares_sent(index, squares.shape[0], self.batch_size)
-            size = max(size, squares.shape[0])  # buffers may hold more rows than a batch can name
+            size = max(size, squares.shape[0])  # buffers can hold more rows than a batch requests
             padded = F.pad(squares, (0, size - squares.shape[0]))
             total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
             if total is None:
-                raise RuntimeError(f"{self._plan.name}: the rows' squares did not come back")
+                raise RuntimeError(f"{self._plan.name}: the sums of squares were not received")
             return total[: squares.shape[0]]
 
         return add_up
 
     def stand_by(self, index: int) -> None:
-        """Walk the steps of a stack that this rank stores nothing of."""
+        """Take part in the collectives of a stack that has no rows on this rank."""
         if index in self._plan.shared_state:
             size = self._plan.squares_sent(index, 0, self.batch_size)
             self._boxing.run(self._steps(index, size), None, GRADIENTS)

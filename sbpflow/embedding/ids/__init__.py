@@ -1,1 +1,1 @@
-"""A batch's ids: checked, and turned into rows of storages."""
+"""Checks a batch's ids and converts them to rows of stores."""

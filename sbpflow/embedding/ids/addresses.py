@@ -1,9 +1,9 @@
-"""From table ids to rows of a storage.
+"""Converts table ids to row addresses.
 
-Two maps: ``LocalAddresses`` for ranks that look ids up in their own shards, and ``OwnerAddresses``
-for the unique exchange, where an address also says which rank owns the row. Both give an
-``Lookup``: addresses, the bags they form, and a weight each where sums are weighted. Of a table
-with rows by key these are addresses of keys, int64, which become rows in its store.
+``LocalAddresses`` is for ranks that look ids up in their own shards. ``OwnerAddresses`` is for
+exchanges of single rows; its addresses also identify the rank that owns the row. Both return a
+``Lookup``: addresses, the bags they form, and a weight per address for weighted sums. For
+``by_key`` tables these are int64 addresses of keys, which the store converts to rows.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, column
 from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
-_MOST_COMPARED = 8  # parts of a table up to which comparing beats a binary search
+_MOST_COMPARED = 8  # row parts of a table up to which comparisons are faster than binary search
 
 
 class BagShape:
-    """How the ids of some uses form bags, and what each id of a bag weighs.
+    """How the ids of some uses form bags, and the weight of each id in its bag.
 
-    ``columns`` and ``places`` say where the ids' source has the columns and the lists that the
-    uses name.
+    ``columns`` and ``places`` map the columns and lists of the uses to those of the batch, if the
+    batch has only a subset.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class BagShape:
         places: Mapping[int, int] | None = None,
     ) -> None:
         self.uses, self._ragged, self._dtype, self._device = uses, ragged, dtype, device
-        wanted = [columns[c] if columns is not None else c for c in columns_of(uses)]
-        self._slice = _as_slice(wanted)
-        self._columns = self._index(wanted)
+        matrix_columns = [columns[c] if columns is not None else c for c in columns_of(uses)]
+        self._slice = _as_slice(matrix_columns)
+        self._columns = self._index(matrix_columns)
         lists = [use.place for use in uses if use.place is not None]
-        found = [places[p] if places is not None else p for p in lists]
-        self._places = self._index(found)
-        self._in_order = found == list(range(len(found)))
+        lists = [places[p] if places is not None else p for p in lists]
+        self._places = self._index(lists)
+        self._in_order = lists == list(range(len(lists)))
         hotness = [use.hotness for use in uses]
         self._one_hot = all(count == 1 for count in hotness)
         self.of_use = self._index([n for n, use in enumerate(uses) for _ in range(use.hotness)])
-        starts = [sum(hotness[:n]) for n in range(len(hotness))]
+        starts = [0, *accumulate(hotness)][: len(uses)]
         self._starts, self._per_sample = self._index(starts), sum(hotness)
         means = [use.table.averages for use in uses]
         self._mean = any(means) and (ragged or not self._one_hot)
@@ -63,21 +63,21 @@ class BagShape:
         self._shares = torch.tensor(shares, dtype=dtype, device=device)
 
     def matrix(self, ids: BatchIds) -> Tensor:
-        """[samples, columns of the uses]."""
+        """The columns of the uses: [samples, columns]."""
         if self._slice is not None:
             return ids.matrix[:, self._slice]
         return ids.matrix.index_select(1, self._columns)
 
     def lists(self, ids: BatchIds) -> Lists:
-        """The uses' lists of every sample."""
+        """The lists of the uses, for every sample."""
         if ids.lists is None:
-            raise RuntimeError("the batch has no lists, yet some are looked up")
+            raise RuntimeError("the batch has no lists, but some uses need lists")
         if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
             return ids.lists
         return ids.lists.take(self._places)
 
     def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
-        """Of the bags of a matrix, ``None`` for one id per bag."""
+        """The offsets of the bags of a matrix; ``None`` for one id per bag."""
         total = samples * self._per_sample
         if pooled:
             if self._per_sample == 1:
@@ -90,13 +90,13 @@ class BagShape:
         return torch.cat([inner, inner.new_full((1,), total)])
 
     def shares(self, samples: int) -> Tensor | None:
-        """[ids of a matrix]: what an id weighs in its mean; ``None`` if there are only sums."""
+        """[ids of a matrix]: the weight of each id in its mean; ``None`` without means."""
         if not self._mean:
             return None
         return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
-        """As ``shares``, for lists: their own weights, over the length where a mean is taken."""
+        """The weights of ids in lists, divided by the list length for means."""
         if not self._mean:
             return lists.weights
         lengths = lists.lengths.to(self._dtype).clamp(min=1)
@@ -107,12 +107,12 @@ class BagShape:
         return shares if lists.weights is None else shares * lists.weights
 
     def list_offsets(self, lists: Lists, *, pooled: bool) -> Tensor:
-        """Of the bags that lists form: one each, or one per sample."""
+        """The offsets of the bags of lists: one bag per list, or per sample if ``pooled``."""
         lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
         return _ends(lengths)
 
     def use_of(self, lists: Lists) -> Tensor:
-        """[ids in lists]: the use that each belongs to."""
+        """[ids in lists]: the use of each id."""
         samples, uses = lists.lengths.shape
         place = torch.arange(uses, device=self._device).repeat(samples)
         flat = lists.lengths.reshape(-1)
@@ -123,7 +123,7 @@ class BagShape:
 
 
 class LocalAddresses:
-    """Ids of a stack's uses to local rows of this rank's storage."""
+    """Converts the ids of a stack's uses to row numbers of this rank's store."""
 
     def __init__(
         self,
@@ -160,12 +160,13 @@ class LocalAddresses:
 
     @property
     def num_uses(self) -> int:
-        """Vectors of a sample that are looked up here."""
+        """Vectors per sample that are looked up on this rank."""
         return len(self.bags.uses)
 
     def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
-        """A bag per (sample, use), or per sample if ``pooled``; rows held elsewhere stay out, or
-        have the address ``absent``.
+        """One bag per (sample, use), or per sample if ``pooled``.
+
+        Rows of other ranks are left out, or get the address ``absent``.
         """
         bags = self.bags
         if self._loops is not None and absent is None:
@@ -185,37 +186,36 @@ class LocalAddresses:
         addresses = (wanted + shift).reshape(-1)
         if self._whole:
             return Lookup(addresses, offsets, weights)
-        here = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
+        is_local = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
         if absent is not None:
-            return Lookup(torch.where(here, addresses, absent), offsets, weights)
-        ends = _ends(here)
-        kept = None if weights is None else weights[here]
-        return Lookup(
-            addresses[here], ends if offsets is None else ends.index_select(0, offsets), kept
-        )
+            return Lookup(torch.where(is_local, addresses, absent), offsets, weights)
+        ends = _ends(is_local)
+        offsets = ends if offsets is None else ends.index_select(0, offsets)
+        weights = None if weights is None else weights[is_local]
+        return Lookup(addresses[is_local], offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:
-        """The same by one compiled pass."""
+        """Like ``make_lookup`` for lists, in one compiled pass."""
         samples, uses = lists.lengths.shape
         total = lists.values.numel()
         weights = self.bags.list_weights(lists)
-        given = _NO_WEIGHTS if weights is None else weights.contiguous()
-        kept_weights = torch.empty_like(given)
+        all_weights = _NO_WEIGHTS if weights is None else weights.contiguous()
+        out_weights = torch.empty_like(all_weights)
         addresses = torch.empty(total, dtype=torch.int64)
         offsets = torch.empty(samples * (1 if pooled else uses) + 1, dtype=torch.int64)
         values = self._addresses(lists.values)
         ids = (values, lists.lengths, self._shift, self._firsts, self._lasts)
-        arrays = (*ids, given, addresses, kept_weights, offsets)
-        kept = loops.local_addresses(*(one.contiguous().numpy() for one in arrays))
-        return Lookup(addresses[:kept], offsets, None if weights is None else kept_weights[:kept])
+        arrays = (*ids, all_weights, addresses, out_weights, offsets)
+        count = loops.local_addresses(*(array.contiguous().numpy() for array in arrays))
+        return Lookup(addresses[:count], offsets, None if weights is None else out_weights[:count])
 
 
 class OwnerAddresses:
-    """Ids of a stack's uses to job-wide addresses, ascending with the rank that owns them.
+    """Converts the ids of a stack's uses to job-wide addresses, ascending with the owning rank.
 
-    Rank r owns those behind ``lasts[r - 1]`` up to ``lasts[r]``, and is asked for them counted from
-    ``bases[r]``. Row numbers are consecutive per rank, in the order of its storage; there are
-    ``num_addresses``, ``None`` of keys.
+    Rank r owns the addresses after ``lasts[r - 1]`` up to ``lasts[r]`` and is sent them relative to
+    ``bases[r]``. For row numbers, each rank's addresses are consecutive in the order of its store,
+    and ``num_addresses`` is their number; for keys it is ``None``.
     """
 
     def __init__(
@@ -241,35 +241,34 @@ class OwnerAddresses:
             )
             self.lasts = [stop - 1 for stop in (*self.bases[1:], self.num_addresses)]
             parts = _row_parts(stack, self.bases)
-        most = max(len(of_table) for of_table in parts.values())
+        most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # per use: first rows of the second, third, .. part
-        steps: list[list[int]] = []  # and what passing each adds to the shift
+        firsts: list[list[int]] = []  # per use: first row of each part after the first
+        steps: list[list[int]] = []  # per use: how the shift changes at these rows
         shifts: list[int] = []
         for use in stack.uses:
-            of_table = parts[use.table.name]
-            shifts.append(of_table[0][1])
-            padded = of_table + [(last, of_table[-1][1])] * (most - len(of_table))
+            table_parts = parts[use.table.name]
+            shifts.append(table_parts[0][1])
+            padded = table_parts + [(last, table_parts[-1][1])] * (most - len(table_parts))
             firsts.append([first for first, _ in padded[1:]])
             steps.append([b[1] - a[1] for a, b in pairwise(padded)])
         of_use = self.bags.of_use if not stack.ragged else torch.arange(len(stack.uses))
+        of_use = of_use.to(device)
 
         def by_part(values: list[list[int]]) -> Tensor:
             table = torch.tensor(values, dtype=address_dtype, device=device)
-            return table.view(len(values), most - 1).index_select(0, of_use.to(device)).t()
+            return table.view(len(values), most - 1).index_select(0, of_use).t()
 
-        self._shift = torch.tensor(shifts, dtype=address_dtype, device=device).index_select(
-            0, of_use.to(device)
-        )
+        shift = torch.tensor(shifts, dtype=address_dtype, device=device)
+        self._shift = shift.index_select(0, of_use)
         self._firsts, self._steps = by_part(firsts).contiguous(), by_part(steps).contiguous()
-        self._totals = torch.cat([self._shift.unsqueeze(0), self._steps]).cumsum(
-            0, dtype=address_dtype
-        )
+        levels = torch.cat([self._shift.unsqueeze(0), self._steps])
+        self._totals = levels.cumsum(0, dtype=address_dtype)
         self._loops = find_loops(device) if stack.ragged else None
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
-        """Addresses in the address dtype, a bag per (sample, use)."""
+        """One bag per (sample, use), with addresses in the address dtype."""
         bags = self.bags
         if self._loops is not None:
             return self._by_loop(self._loops, bags.lists(ids))
@@ -284,16 +283,16 @@ class OwnerAddresses:
         return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
 
     def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:
-        """The same by one compiled pass."""
+        """Like ``make_lookup`` for lists, in one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
         values = self._addresses(lists.values)
         arrays = (values, lists.lengths, *self._by_use, addresses, offsets)
-        loops.owner_addresses(*(one.contiguous().numpy() for one in arrays))
+        loops.owner_addresses(*(array.contiguous().numpy() for array in arrays))
         return Lookup(addresses, offsets, self.bags.list_weights(lists))
 
     def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
-        """``ids`` [samples, columns], or [n] with the ``column`` of each."""
+        """The addresses of ``ids`` [samples, columns], or of [n] ids in the given columns."""
         ids = ids.to(self._dtype)
 
         def of(table: Tensor) -> Tensor:
@@ -304,7 +303,7 @@ class OwnerAddresses:
             for first, step in zip(self._firsts, self._steps, strict=True):
                 addresses += (ids >= of(first)) * of(step)
             return addresses
-        # One search per column: its first rows are sorted.
+        # One binary search per column, whose first rows are sorted.
         if column is None:
             part = torch.searchsorted(
                 self._firsts.t().contiguous(), ids.t().contiguous(), right=True
@@ -315,23 +314,23 @@ class OwnerAddresses:
 
 
 def _row_parts(stack: TableBatch, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
-    """Per table (first row, address minus row) of each part that has rows, by first row."""
+    """Per table, (first row, address minus row) of each non-empty part, sorted by first row."""
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
     for rank, base in enumerate(bases):
         for shard in stack.shards(rank):
             parts[shard.table.name].append((shard.row_start, base + shard.shift))
-    return {name: sorted(of_table) for name, of_table in parts.items()}
+    return {name: sorted(table_parts) for name, table_parts in parts.items()}
 
 
 def _ends(lengths: Tensor) -> Tensor:
-    """[n + 1] int64 offsets of bags of these lengths (or of ones where true)."""
+    """[n + 1] int64 offsets of bags of these lengths, or of one element where true."""
     ends = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends
 
 
 def _as_slice(columns: list[int]) -> slice | None:
-    """The columns as one slice, if they follow one another."""
+    """The columns as a slice if they are consecutive, else ``None``."""
     if not columns or columns != list(range(columns[0], columns[0] + len(columns))):
         return None
     return slice(columns[0], columns[0] + len(columns))

@@ -1,23 +1,24 @@
-"""A CUDA stream of its own for ids: checked, sent, received and sorted beside the dense part.
+"""A CUDA stream for ids, so that they are checked, sent, and sorted during the dense part.
 
-Who waits for what, and how long memory stays, is in docs/decisions/gpu.md. On a CPU there is none:
-what is told is done at once, in the order in which it is told.
+docs/decisions/gpu.md explains the synchronization and the lifetime of the memory. On CPU there is
+no stream: everything runs at once, in program order.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, Ids
+from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, Ids, Lists
 
 
 class IdStream:
-    """Sections of work on ids; what they make is used by the current stream after ``join``.
+    """Runs sections of id work; the current stream can use their results after ``join``.
 
-    Every section begins after all that the current stream was told before. So memory that a section
-    made, and that was used and given back outside, is free when a later section takes it again.
+    A section starts after all work submitted to the current stream so far. Therefore memory that a
+    section allocated and that was freed outside is safe to reuse in a later section.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,48 +27,33 @@ class IdStream:
 
     @property
     def exists(self) -> bool:
-        """Whether sections run beside what is around them."""
+        """True if sections run concurrently with the current stream."""
         return self._stream is not None
 
     @contextmanager
     def section(self, ids: Ids | None = None) -> Generator[None]:
-        """Work on ``ids``, which are made outside."""
+        """A section that works on ``ids``, which were created outside."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in () if ids is None else _tensors(ids):
-            if tensor.is_cuda:  # others are about to be refused
+            if tensor.is_cuda:  # ids on another device are about to be rejected
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """The current stream waits for all sections so far."""
+        """Make the current stream wait for all sections so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def _tensors(ids: Ids) -> Iterator[Tensor]:
-    """All that a batch's ids consist of."""
-    if isinstance(ids, Tensor):
-        yield ids
-        return
-    if isinstance(ids, BatchIds):
-        yield ids.matrix
-        parts = (
-            () if ids.lists is None else (ids.lists.lengths, ids.lists.values, ids.lists.weights)
-        )
-    else:
-        parts = [
-            part
-            for value in ids.values()
-            for part in (
-                (value.values, value.offsets, value.weights)
-                if isinstance(value, Bags)
-                else (value,)
-            )
-        ]
-    for part in parts:
-        if isinstance(part, Tensor):  # a caller's mapping may hold anything, and is told what
-            yield part
+    """All tensors in a batch's ids."""
+    parts = (ids.matrix, ids.lists) if isinstance(ids, BatchIds) else (ids,)
+    for part in ids.values() if isinstance(ids, Mapping) else parts:
+        is_nested = isinstance(part, Bags | Lists)
+        for value in [getattr(part, f.name) for f in fields(part)] if is_nested else [part]:
+            if isinstance(value, Tensor):  # a caller's mapping can hold anything until checked
+                yield value

@@ -1,7 +1,7 @@
-"""A batch's ids as values: a matrix, lists of all features or of one, and what is known of them.
+"""The ids of a batch as values: a matrix and lists.
 
-Fixed numbers of ids per sample form a matrix, the fast path. Ids of any number, or with weights,
-form lists, sample by sample, so that parts of a batch are joined by laying them end to end.
+Features with a fixed number of ids per sample form a matrix, the fast path. Ragged or weighted ids
+form lists, sample by sample, so that parts of a batch can be concatenated.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """The ids of one feature: sample i has ``values[offsets[i] : offsets[i + 1]]``.
+    """The ids of one feature: those of sample i are ``values[offsets[i] : offsets[i + 1]]``.
 
     ``values`` [n] int32 or int64, ``offsets`` [samples + 1], ``weights`` [n] floats or ``None``.
-    Weights are data: they get no gradient, and are refused if they require one.
+    Weights are data: they get no gradient and must not require one.
     """
 
     values: Tensor
@@ -36,14 +36,14 @@ class Lists:
     weights: Tensor | None
 
     def starts(self) -> Tensor:
-        """[samples, lists] int64: where each list begins."""
+        """[samples, lists] int64: the position of each list in ``values``."""
         flat = self.lengths.reshape(-1).to(torch.int64)
         return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
 
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
-        """The lists of these places, in this order, of every sample.
+        """The lists at these places, in this order, for every sample.
 
-        ``total`` is how many ids they hold; without it the host asks the device.
+        ``total`` is the number of ids in them; without it the host waits for the device.
         """
         lengths = self.lengths.index_select(1, places)
         source = positions(self.starts().index_select(1, places), lengths, total)
@@ -52,7 +52,7 @@ class Lists:
 
 
 def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Positions of all elements of runs that begin at ``starts``, run by run; ``total`` of them."""
+    """[total] positions of all elements of the segments that begin at ``starts``."""
     flat = lengths.reshape(-1).to(torch.int64)
     ends = torch.cumsum(flat, 0)
     shift = starts.reshape(-1) - (ends - flat)
@@ -64,10 +64,10 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class IdBounds:
-    """What whoever made some ids vouches for, so that nobody looks at each of them again.
+    """Bounds that the creator of some ids guarantees, so that each id need not be checked.
 
-    Ids of column c of the matrix are in range(columns[c]), those of list p in range(lists[p]), and
-    list p has at most lengths[p] of them.
+    Ids in column c of the matrix are in range(columns[c]) and ids in list p in range(lists[p]);
+    list p has at most lengths[p] ids.
     """
 
     columns: tuple[int, ...]
@@ -77,10 +77,11 @@ class IdBounds:
 
 @dataclass(frozen=True, slots=True)
 class BatchIds:
-    """Ids of some samples: a matrix [samples, columns] and lists, if there are any.
+    """The ids of some samples: a matrix [samples, columns], and lists if there are any.
 
-    From a caller they have the columns of all features that come as a matrix and the lists of all
-    others, both in the plan's order; checked ones have the lists that the plan looks up.
+    From a caller, the matrix has the columns of all fixed-length features and the lists are those
+    of all other features, both in the plan's order. After checking, the lists are those that the
+    plan looks up.
     """
 
     matrix: Tensor

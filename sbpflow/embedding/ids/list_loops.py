@@ -1,4 +1,4 @@
-"""Where lists of ids are worked on by compiled loops: on CPU, where numba is installed."""
+"""Selects compiled loops for lists of ids: on CPU, if numba is installed."""
 
 from importlib.util import find_spec
 from types import ModuleType
@@ -9,7 +9,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 
 def find_loops(device: torch.device) -> ModuleType | None:
-    """``ids.loops``, or ``None`` where torch does it. Loads numba (half a second)."""
+    """The module ``ids.loops``, or ``None`` to use torch. Loads numba, which takes 0.5 s."""
     if device.type != "cpu" or find_spec("numba") is None:
         return None
     from sbpflow.embedding.ids import loops
@@ -18,7 +18,7 @@ def find_loops(device: torch.device) -> ModuleType | None:
 
 
 def warm_up_loops(plan: EmbeddingPlan, device: torch.device) -> None:
-    """Compile what a plan's lists need, or load it from the user's cache, before the first step."""
+    """Compile the loops that a plan needs, or load them from the cache, before the first step."""
     if plan.ids.lists and (loops := find_loops(device)) is not None:
         for kind in {group.address_dtype() for group in plan.groups}:
             loops.warm_up(plan.ids_dtype, kind, plan.dtype)

@@ -1,7 +1,7 @@
-"""Loops over lists of ids that numba compiles: one pass each where torch takes ten.
+"""Loops over lists of ids, compiled by numba: one pass where torch takes ten.
 
-Imported only with numba there, and by nobody who cannot do without: results are equal, id by id, to
-the torch code beside each call. Arrays are C-contiguous.
+Imported only if numba is installed. Results equal those of the torch code next to each call, id by
+id. Arrays must be C-contiguous.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-_MOST_COMPARED = 32  # parts of a table up to which comparing beats a binary search
+_MOST_COMPARED = 32  # row parts of a table up to which comparisons are faster than binary search
 
 
 @compiled
@@ -24,12 +24,12 @@ def join_lists(
     out: Array,
     out_weights: Array,
 ) -> bool:
-    """Lists of several features, feature by feature, as lists of samples; False if one is bad.
+    """Interleave lists stored feature by feature into lists stored sample by sample.
 
-    Sample i of feature f has ``values[bases[f] + offsets[f, i] : bases[f] + offsets[f, i + 1]]``,
-    of which there may be ``most[f]``, each from 0 to below ``limits[f]``. Bad input may leave
-    anything in the outputs: ``lengths`` [samples, features], ``out`` and ``out_weights`` like
-    ``values`` (the last of size 0 where there are none).
+    Sample i of feature f has ``values[bases[f] + offsets[f, i] : bases[f] + offsets[f, i + 1]]``:
+    at most ``most[f]`` ids, each in ``range(limits[f])``. Returns False if this does not hold;
+    outputs are then undefined. The outputs are ``lengths`` [samples, features], and ``out`` and
+    ``out_weights`` in the shape of ``values``; without weights, the latter has size 0.
     """
     features, samples = offsets.shape[0], offsets.shape[1] - 1
     for f in range(features):
@@ -57,7 +57,7 @@ def join_lists(
 
 @compiled
 def _part_of(value: int, firsts: Array, use: int) -> int:
-    """How many of ``firsts[use]``, which rise, are not above the value."""
+    """How many elements of the ascending ``firsts[use]`` are at most ``value``."""
     part, stop = 0, firsts.shape[1]
     while part < stop:
         middle = (part + stop) >> 1
@@ -72,8 +72,10 @@ def _part_of(value: int, firsts: Array, use: int) -> int:
 def owner_addresses(
     values: Array, lengths: Array, firsts: Array, totals: Array, out: Array, offsets: Array
 ) -> None:
-    """``out`` [ids]: id plus ``totals[use, part]``, part being how many of ``firsts[use]`` are not
-    above the id; ``offsets`` [lists + 1]: where each list ends.
+    """Write addresses to ``out`` [ids] and the end of each list to ``offsets`` [lists + 1].
+
+    An address is the id plus ``totals[use, part]``, where ``part`` is the number of elements of
+    ``firsts[use]`` that are at most the id.
     """
     samples, uses = lengths.shape
     parts = firsts.shape[1]
@@ -115,10 +117,10 @@ def local_addresses(
     out_weights: Array,
     offsets: Array,
 ) -> int:
-    """Ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, into ``out``.
+    """Write ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``.
 
-    Returns how many; ``offsets`` has the end of each list, or where it has one for each sample
-    only, of its lists together. ``out_weights`` gets the ids' weights, if it has room for any.
+    Returns how many were written. ``offsets`` gets the end of each list, or of each sample if it
+    has only [samples + 1] elements. ``out_weights`` gets the weights of the ids unless it is empty.
     """
     samples, uses = lengths.shape
     pooled, has_weights = offsets.size == samples + 1 and uses != 1, out_weights.size > 0
@@ -128,9 +130,9 @@ def local_addresses(
         for u in range(uses):
             low, high, more = firsts[u], lasts[u], shift[u]
             stop = at + lengths[i, u]
-            for k in range(
-                at, stop
-            ):  # without a branch, which would be guessed wrong half the time
+            # Every id is written, and only the position advances conditionally: a branch would be
+            # mispredicted half of the time.
+            for k in range(at, stop):
                 value = values[k]
                 out[kept] = value + more
                 if has_weights:
@@ -147,8 +149,7 @@ def local_addresses(
 
 
 def warm_up(ids_dtype: torch.dtype, address_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Compile, or load what was compiled, for these types, outside of the first step."""
-
+    """Compile the loops for these dtypes, or load them from the cache, before the first step."""
     ids = torch.zeros(1, dtype=ids_dtype).numpy()
     weights, none = torch.zeros(1, dtype=dtype).numpy(), torch.zeros(0, dtype=dtype).numpy()
     lengths = np.ones((1, 1), np.int32)

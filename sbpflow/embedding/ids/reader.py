@@ -1,21 +1,15 @@
-"""A batch's ids: what a caller may pass, checked, as one matrix and one set of lists."""
+"""Checks the ids that a caller passes and converts them to one matrix and one set of lists."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.ids.batch_ids import (
-    Bags,
-    BatchIds,
-    IdBounds,
-    Ids,
-    Lists,
-    positions,
-)
+from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, IdBounds, Ids, Lists, positions
 from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
 from sbpflow.embedding.plan.numbering import ANY_ID
@@ -26,82 +20,79 @@ from sbpflow.runtime.random.streams import mix
 
 @dataclass(slots=True, kw_only=True)
 class IdCheck:
-    """What reading one batch's ids found.
+    """The result of checking one batch's ids.
 
-    A training batch is read before its turn, so an id out of range is kept as ``error`` until the
-    step that trains on it, with row 0 in its place: other ranks already wait for these ids.
+    A training batch is read ahead of its step. An out-of-range id is therefore stored as ``error``
+    until that step and replaced by row 0, because other ranks are already waiting for these ids.
     """
 
     error: DataError | None = None  # for the first bad id
-    flagged: list[AsyncScalarRead] = field(
-        default_factory=list[AsyncScalarRead]
-    )  # on CUDA, not yet on the host
-    replaced: Tensor | None = None  # [features] int64, under the policies clamp and hash
+    flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only
+    replaced: Tensor | None = None  # [features] int64, with the policies clamp and hash
 
     def fail(self, error: DataError) -> None:
-        """Keep ``error`` if it is the first."""
+        """Store ``error`` if it is the first."""
         self.error = self.error or error
 
     def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
-        """``bad`` [n] int64 ids of ``features`` [n] were replaced."""
+        """Record that ``bad`` [n] int64 ids of ``features`` [n] were replaced."""
         if self.replaced is None:
             self.replaced = bad.new_zeros(num_features)
         self.replaced.index_add_(0, features, bad)
 
 
 class IdReader:
-    """Checks the ids of a batch and applies the policy for those that a table has no row for.
+    """Checks the ids of a batch and applies the policy for out-of-range ids.
 
-    An id must be a row of every table that looks its feature up, so the smallest decides. Under
-    clamp and hash these tables are of one size, by ``plan_embeddings``.
-    ``out_of_range`` counts the ids that were replaced per feature, on this rank, since the start,
-    in batches that were accounted for.
+    An id must be a row of every table that uses its feature, so the smallest table decides. With
+    clamp and hash these tables have equal sizes, which ``plan_embeddings`` checks.
+    ``out_of_range`` counts the replaced ids per feature on this rank, in batches passed to
+    ``account``.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
         self._plan, self._rank, self._device = plan, rank, device
-        rows = [ANY_ID] * len(plan.features)  # of one that no table uses, too
+        rows = [ANY_ID] * len(plan.features)  # the value of a feature that no table uses
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
         for table in (table for out in plan.outputs for table in out.tables):
             for name in table.features:
                 rows[by_name[name]] = min(rows[by_name[name]], table.num_ids)
         self._rows = rows
-        self._matrix_is_all = all(first is not None for first in plan.ids.first)
         self._by_name = by_name
         self._matrix = [n for n, first in enumerate(plan.ids.first) if first is not None]
-        owner = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
-        self._owners = owner
-        self._owner = torch.tensor(owner, dtype=torch.int64, device=device)
-        limits = [rows[n] for n in owner]
-        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
-        top = torch.iinfo(plan.ids_dtype).max
-        self._least = torch.tensor(
-            [min(limit, top) for limit in limits], dtype=plan.ids_dtype, device=device
-        )
-        self._list_limits = torch.tensor(
-            [rows[n] for n in plan.ids.lists], dtype=torch.int64, device=device
-        )
-        most = [plan.features[n].hotness for n in plan.ids.lists]
-        self._list_most = torch.tensor(most, dtype=torch.int64, device=device)
-        self._loops = find_loops(device) if plan.ids.lists else None
         self._ragged = [n for n, first in enumerate(plan.ids.first) if first is None]
+        self._owners = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
+
+        def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self._owner = tensor(self._owners)
+        limits = [rows[n] for n in self._owners]
+        self._limits = tensor(limits)
+        top = torch.iinfo(plan.ids_dtype).max
+        self._least = tensor([min(limit, top) for limit in limits], plan.ids_dtype)
+        self._list_limits = tensor([rows[n] for n in plan.ids.lists])
+        self._list_most = tensor([plan.features[n].hotness for n in plan.ids.lists])
+        self._loops = find_loops(device) if plan.ids.lists else None
         self._known: IdBounds | None = None
         self._known_to_fit = False
         self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
 
     def read(self, ids: Ids, check: IdCheck | None = None) -> BatchIds:
-        """[samples, columns] in the plan's order, such a matrix with lists (``BatchIds``), or
-        {feature: [samples], [samples, hotness] or Bags}. Raises DataError naming the feature for
-        what is missing or misshapen. What is out of range goes to ``check``, for the batch's turn;
-        without one its turn is now.
+        """Read ids in one of three forms.
 
-        ``BatchIds`` are passed on as they are where their bounds fit the tables.
+        A tensor [samples, columns] in the plan's order; ``BatchIds``, such a matrix with lists;
+        or a mapping from feature to [samples], [samples, hotness], or Bags. ``BatchIds`` whose
+        bounds fit the tables are not checked again.
+
+        Raises DataError, naming the feature, for missing or misshapen ids. Out-of-range ids are
+        recorded in ``check``; without ``check`` they raise DataError at once.
         """
-        found = check or IdCheck()
-        read = self._read(ids, found)
+        result = check or IdCheck()
+        read = self._read(ids, result)
         if check is None:
-            self.raise_flagged(found)
-            self.account(found)
+            self.raise_flagged(result)
+            self.account(result)
         return read
 
     def _read(self, ids: Ids, check: IdCheck) -> BatchIds:
@@ -110,10 +101,10 @@ class IdReader:
                 return BatchIds(ids.matrix, self._looked_up(ids.lists))
             ids = self._as_mapping(ids)
         if isinstance(ids, Tensor):
-            if not self._matrix_is_all:
+            if self._ragged:
                 names = [self._plan.features[n].name for n in self._plan.ids.lists]
                 raise DataError(
-                    f"a matrix of ids has no lists; pass a dictionary with Bags for {names}"
+                    f"ids: a matrix cannot hold lists; pass a dictionary with Bags for {names}"
                 )
             matrix, bags = ids, {}
         else:
@@ -122,16 +113,16 @@ class IdReader:
         expected = self._plan.ids.num_columns
         if matrix.ndim != 2 or matrix.shape[1] != expected or not _is_integer(matrix):
             raise DataError(
-                f"ids are {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
-                f"[samples, {expected}], a column per id of {', '.join(self._by_name)}"
+                f"ids: {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
+                f"[samples, {expected}], one column per id of {', '.join(self._by_name)}"
             )
-        self._check_place("ids", matrix)
+        self._check_device("ids", matrix)
         matrix = self._in_range(matrix, check)
         lists = self._lists(matrix, bags, check) if self._plan.ids.lists else None
         return BatchIds(matrix, lists)
 
     def _fits(self, ids: BatchIds) -> bool:
-        """Whether bounds and shapes say that every id is a row of its tables."""
+        """True if bounds and shapes guarantee that every id is a row of its tables."""
         plan, bounds, lists = self._plan, ids.bounds, ids.lists
         if bounds is None or not set(plan.ids.lists) <= set(self._ragged):
             return False
@@ -157,7 +148,7 @@ class IdReader:
         )
 
     def _looked_up(self, lists: Lists | None) -> Lists | None:
-        """The lists that some table looks up; mostly these are all."""
+        """The lists that tables look up, usually all of them."""
         wanted = self._plan.ids.lists
         if lists is None or not wanted:
             return None
@@ -168,33 +159,32 @@ class IdReader:
         return Lists(lists.lengths, lists.values, weights if self._plan.weighted else None)
 
     def _as_mapping(self, ids: BatchIds) -> Mapping[str, "Tensor | Bags"]:
-        """The same ids by feature, to be checked one by one."""
-        features, found = self._plan.features, dict[str, Tensor | Bags]()
+        """The same ids by feature, to be checked individually."""
+        features, by_feature = self._plan.features, dict[str, Tensor | Bags]()
         columns = sum(features[n].hotness for n in self._matrix)
         num_lists = 0 if ids.lists is None else ids.lists.lengths.shape[1]
         if ids.matrix.shape[1:] != (columns,) or num_lists != len(self._ragged):
             raise DataError(
-                f"ids: a matrix {list(ids.matrix.shape)} with {num_lists} lists; use [samples, "
-                f"{columns}] for {[features[n].name for n in self._matrix]} and a list each for "
+                f"ids: a matrix {list(ids.matrix.shape)} and {num_lists} lists; use [samples, "
+                f"{columns}] for {[features[n].name for n in self._matrix]} and one list each for "
                 f"{[features[n].name for n in self._ragged]}"
             )
         parts = ids.matrix.split([features[n].hotness for n in self._matrix], 1)
-        found |= {features[n].name: part for n, part in zip(self._matrix, parts, strict=True)}
+        by_feature |= {features[n].name: p for n, p in zip(self._matrix, parts, strict=True)}
         for place, n in enumerate(self._ragged):
             if ids.lists is not None:
-                one = ids.lists.take(torch.tensor([place], device=self._device))
-                ends = torch.cumsum(one.lengths.reshape(-1), 0, dtype=torch.int64)
-                weights = one.weights if features[n].weighted else None
-                found[features[n].name] = Bags(
-                    one.values, torch.cat([ends.new_zeros(1), ends]), weights
-                )
-        return found
+                taken = ids.lists.take(torch.tensor([place], device=self._device))
+                ends = torch.cumsum(taken.lengths.reshape(-1), 0, dtype=torch.int64)
+                offsets = torch.cat([ends.new_zeros(1), ends])
+                weights = taken.weights if features[n].weighted else None
+                by_feature[features[n].name] = Bags(taken.values, offsets, weights)
+        return by_feature
 
-    def _check_place(self, what: str, *tensors: Tensor | None) -> None:
+    def _check_device(self, name: str, *tensors: Tensor | None) -> None:
         for tensor in tensors:
             if tensor is not None and tensor.device.type != self._device.type:
                 raise DataError(
-                    f"{what} on {tensor.device}, the tables are on {self._device}; pass "
+                    f"{name}: on {tensor.device}, but the tables are on {self._device}; pass "
                     f'.to("{self._device}")'
                 )
 
@@ -203,8 +193,8 @@ class IdReader:
         wanted = used | {self._plan.features[n].name for n in self._matrix}
         missing, unknown = sorted(wanted - set(ids)), sorted(set(ids) - set(self._by_name))
         if missing or unknown:
-            what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not known"
-            raise DataError(f"ids: feature {what}; use {', '.join(sorted(wanted))}")
+            problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is unknown"
+            raise DataError(f"ids: feature {problem}; use {', '.join(sorted(wanted))}")
 
     def _join(self, ids: Mapping[str, "Tensor | Bags"]) -> tuple[Tensor, dict[int, Bags]]:
         columns: list[Tensor] = []
@@ -212,29 +202,29 @@ class IdReader:
         samples = {self._samples(name, value) for name, value in ids.items()}
         if len(samples) > 1:
             counts = {name: self._samples(name, value) for name, value in ids.items()}
-            raise DataError(f"ids: features have different numbers of samples: {counts}")
+            raise DataError(f"ids: features differ in the number of samples: {counts}")
         (count,) = samples
         for number, feature in enumerate(self._plan.features):
-            value = ids.get(feature.name)
+            value, name = ids.get(feature.name), f"feature {feature.name}"
             if value is None:
                 continue
             if isinstance(value, Bags):
                 if self._plan.ids.first[number] is not None:
                     raise DataError(
-                        f"feature {feature.name}: takes {feature.hotness} ids per sample, not "
-                        f"Bags; pass [samples, {feature.hotness}], or declare it ragged"
+                        f"{name}: got Bags for {feature.hotness} ids per sample; pass [samples, "
+                        f"{feature.hotness}], or declare it ragged"
                     )
                 bags[number] = value
             elif self._plan.ids.first[number] is None:
-                raise DataError(f"feature {feature.name}: ragged or weighted ids come as Bags")
+                raise DataError(f"{name}: ragged or weighted ids must be passed as Bags")
             else:
                 wide = value.unsqueeze(1) if value.ndim == 1 else value
                 if wide.shape[1:] != (feature.hotness,) or not _is_integer(wide):
                     raise DataError(
-                        f"feature {feature.name}: ids are {value.dtype}{list(value.shape)}; use "
-                        f"int32 or int64 [samples, {feature.hotness}]"
+                        f"{name}: ids are {value.dtype}{list(value.shape)}; use int32 or int64 "
+                        f"[samples, {feature.hotness}]"
                     )
-                self._check_place(f"feature {feature.name}: ids", wide)
+                self._check_device(f"{name}: ids", wide)
                 columns.append(wide)
         if columns:
             return torch.cat(columns, 1), bags
@@ -257,72 +247,69 @@ class IdReader:
         return value.shape[0]
 
     def _checked(self, bags: Bags, number: int) -> Bags:
-        """Bags that hold together; offsets as int64 on the device."""
+        """The same bags, checked, with int64 offsets on the device."""
         feature = self._plan.features[number]
-        self._check_place(f"feature {feature.name}: bags", bags.values, bags.offsets, bags.weights)
-        whole = _is_integer(bags.values) and _is_integer(bags.offsets)
-        if bags.values.ndim != 1 or not whole:
+        name = f"feature {feature.name}"
+        self._check_device(f"{name}: bags", bags.values, bags.offsets, bags.weights)
+        if bags.values.ndim != 1 or not (_is_integer(bags.values) and _is_integer(bags.offsets)):
             raise DataError(
-                f"feature {feature.name}: values are {bags.values.dtype}{list(bags.values.shape)}; "
-                f"offsets {bags.offsets.dtype}; use int32 or int64 for both, values [ids]"
+                f"{name}: values are {bags.values.dtype}{list(bags.values.shape)}, offsets "
+                f"{bags.offsets.dtype}; use int32 or int64 for both, and values [ids]"
             )
         offsets = bags.offsets.to(self._device, torch.int64)
         lengths = offsets.diff()
-        ends = (0, bags.values.numel())
-        if (int(offsets[0]), int(offsets[-1])) != ends:
+        first, last, total = int(offsets[0]), int(offsets[-1]), bags.values.numel()
+        if (first, last) != (0, total):
             raise DataError(
-                f"feature {feature.name}: offsets run from {int(offsets[0])} to "
-                f"{int(offsets[-1])}; use {ends[0]} to {ends[1]}, the number of values"
+                f"{name}: offsets run from {first} to {last}; use 0 to {total}, the number of "
+                "values"
             )
         if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > feature.hotness):
             sample = int(((lengths < 0) | (lengths > feature.hotness)).nonzero()[0])
             raise DataError(
-                f"feature {feature.name}: sample {sample} has {int(lengths[sample])} ids; use "
+                f"{name}: sample {sample} has {int(lengths[sample])} ids; use "
                 f"0..{feature.hotness}, or declare a larger hotness"
             )
         if feature.weighted and (bags.weights is None or bags.weights.shape != bags.values.shape):
-            given = "none" if bags.weights is None else list(bags.weights.shape)
-            raise DataError(
-                f"feature {feature.name}: weights are {given}; use one for each of "
-                f"{bags.values.numel()} ids"
-            )
+            actual = "none" if bags.weights is None else list(bags.weights.shape)
+            raise DataError(f"{name}: weights are {actual}; use one for each of {total} ids")
         if not feature.weighted and bags.weights is not None:
-            raise DataError(
-                f"feature {feature.name}: weights were given; declare the feature weighted"
-            )
+            raise DataError(f"{name}: got weights; declare the feature weighted")
         if bags.weights is not None and bags.weights.requires_grad:
             raise DataError(
-                f"feature {feature.name}: weights require a gradient, and get none here; pass "
-                "weights.detach()"
+                f"{name}: weights require a gradient but receive none; pass weights.detach()"
             )
         return Bags(bags.values, offsets, bags.weights)
 
     def account(self, check: IdCheck) -> None:
-        """When the batch's turn has come: raise the error of a bad id, or count what was replaced.
+        """Raise the error of a bad id, or add the replaced ids to ``out_of_range``.
 
-        On CUDA a bad id in a matrix may still be on its way to the host: ``raise_flagged``.
+        Called when the batch is looked up. On CUDA a bad id in a matrix may not have reached the
+        host yet; ``raise_flagged`` reports it.
         """
         if check.error is not None:
             raise check.error
         if check.replaced is not None:
-            if check.replaced.is_cuda:  # made on the stream of the ids
+            if check.replaced.is_cuda:  # allocated on the id stream
                 check.replaced.record_stream(torch.cuda.current_stream(self._device))
             self.out_of_range += check.replaced
             check.replaced = None
 
     def raise_flagged(self, check: IdCheck) -> None:
-        """Raise DataError for an id out of range in a matrix on CUDA: there the host does not wait
-        when ids are read, so ask before anything that was looked up counts.
+        """Raise DataError for an out-of-range id in a matrix on CUDA.
+
+        The host does not wait for the device when ids are read, so call this before the results of
+        the lookup are used.
         """
         flagged, check.flagged = check.flagged, []
-        for found in flagged:
-            is_bad, place, id = found.wait().tolist()
+        for read in flagged:
+            is_bad, place, id = read.wait().tolist()
             if is_bad:
                 row, column = divmod(place, len(self._owners))
                 raise self._bad_id(self._owners[column], id, row)
 
     def _in_range(self, matrix: Tensor, check: IdCheck) -> Tensor:
-        """The matrix in the plan's dtype, every id a row of its table."""
+        """The matrix in the plan's dtype, with out-of-range ids recorded and replaced."""
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
         if matrix.dtype == self._plan.ids_dtype and not matrix.is_cuda:
@@ -344,7 +331,7 @@ class IdReader:
         return self._replace(wide, bad, self._limits).to(self._plan.ids_dtype)
 
     def _flag(self, wide: Tensor, bad: Tensor, check: IdCheck) -> None:
-        """Send the first of the bad ids on its way to the host."""
+        """Start copying the first bad id to the host."""
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
         check.flagged.append(
@@ -352,65 +339,63 @@ class IdReader:
         )
 
     def _lists(self, matrix: Tensor, bags: Mapping[int, Bags], check: IdCheck) -> Lists:
-        """All lists of this rank's samples, interleaved: sample by sample."""
+        """All lists of this rank's samples, sample by sample."""
         plan = self._plan
-        if self._loops is not None and (done := self._by_loop(self._loops, matrix, bags)):
-            return done
-        good = {n: self._checked(one, n) for n, one in bags.items()}
-        found = [good.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
-        lengths = torch.stack([bag.offsets.diff() for bag in found], 1)
-        values = torch.cat([bag.values.to(torch.int64) for bag in found])
+        if self._loops is not None and (lists := self._by_loop(self._loops, matrix, bags)):
+            return lists
+        checked = {n: self._checked(value, n) for n, value in bags.items()}
+        all_bags = [checked.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
+        lengths = torch.stack([bag.offsets.diff() for bag in all_bags], 1)
+        values = torch.cat([bag.values.to(torch.int64) for bag in all_bags])
         by_feature = Lists(lengths.t().contiguous(), values, None)
-        # Where each list of the result lies in the values, which go feature by feature.
+        # The position of each list of the result in ``values``, which is ordered by feature.
         source = positions(by_feature.starts().t(), lengths)
         weights = None
         if plan.weighted:
-            weights = self._all_weights(found).index_select(0, source)
+            weights = self._all_weights(all_bags).index_select(0, source)
         values = self._lists_in_range(values.index_select(0, source), lengths, check)
         return Lists(lengths.to(torch.int32), values, weights)
 
-    def _all_weights(self, found: Sequence[Bags]) -> Tensor:
+    def _all_weights(self, bags: Sequence[Bags]) -> Tensor:
+        dtype = self._plan.dtype
+        ones = partial(torch.ones, dtype=dtype, device=self._device)
         return torch.cat(
-            [
-                torch.ones(bag.values.shape, dtype=self._plan.dtype, device=self._device)
-                if bag.weights is None
-                else bag.weights.to(self._plan.dtype)
-                for bag in found
-            ]
+            [ones(b.values.shape) if b.weights is None else b.weights.to(dtype) for b in bags]
         )
 
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
-        """``_lists`` by one compiled pass; ``None`` where something is odd, which ``_lists`` finds
-        and tells, or replaces.
+        """Like ``_lists``, in one compiled pass.
+
+        ``None`` if the input is irregular or invalid: ``_lists`` then converts it, replaces ids, or
+        reports the error.
         """
         plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)
-        found = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
-        kinds = {one.values.dtype for one in found} | {torch.int64}
-        ends = {one.offsets.shape for one in found}
+        all_bags = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
+        dtypes = {bag.values.dtype for bag in all_bags} | {torch.int64}
+        shapes = {bag.offsets.shape for bag in all_bags}
         weighted = [plan.features[n].weighted for n in plan.ids.lists]
         fits = all(
-            one.values.ndim == 1
-            and _is_integer(one.values)
-            and _is_integer(one.offsets)
-            and not (one.values.is_cuda or one.offsets.is_cuda)
-            and (one.weights is not None) == has_weights
-            and (one.weights is None or _is_plain(one.weights, one.values))
-            for one, has_weights in zip(found, weighted, strict=True)
+            bag.values.ndim == 1
+            and _is_integer(bag.values)
+            and _is_integer(bag.offsets)
+            and not (bag.values.is_cuda or bag.offsets.is_cuda)
+            and (bag.weights is not None) == has_weights
+            and (bag.weights is None or _is_plain(bag.weights, bag.values))
+            for bag, has_weights in zip(all_bags, weighted, strict=True)
         )
-        if unused or not fits or len(kinds) > 2 or len(ends) > 1:
+        if unused or not fits or len(dtypes) > 2 or len(shapes) > 1:
             return None
-        values = torch.cat([one.values for one in found])
-        sizes = [0, *accumulate(one.values.numel() for one in found)]
-        offsets = torch.stack([one.offsets for one in found]).to(torch.int64)
-        weights = self._all_weights(found) if plan.weighted else torch.empty(0, dtype=plan.dtype)
-        samples = offsets.shape[1] - 1
-        lengths = torch.empty(samples, len(found), dtype=torch.int32)
+        values = torch.cat([bag.values for bag in all_bags])
+        bases = torch.tensor([0, *accumulate(bag.values.numel() for bag in all_bags)])
+        offsets = torch.stack([bag.offsets for bag in all_bags]).to(torch.int64)
+        weights = torch.empty(0, dtype=plan.dtype)
+        if plan.weighted:
+            weights = self._all_weights(all_bags)
+        lengths = torch.empty(offsets.shape[1] - 1, len(all_bags), dtype=torch.int32)
         out = torch.empty(values.shape, dtype=plan.ids_dtype)
         out_weights = torch.empty_like(weights)
-        arrays = (values, torch.tensor(sizes), offsets, self._list_limits, self._list_most)
-        if not loops.join_lists(
-            *(one.numpy() for one in (*arrays, weights, lengths, out, out_weights))
-        ):
+        inputs = (values, bases, offsets, self._list_limits, self._list_most, weights)
+        if not loops.join_lists(*(a.numpy() for a in (*inputs, lengths, out, out_weights))):
             return None
         return Lists(lengths, out, out_weights if plan.weighted else None)
 
@@ -447,7 +432,7 @@ class IdReader:
         if policy == "hash":
             return torch.where(bad, mix(ids).remainder(limits), ids)
         if policy == "error":
-            return torch.where(bad, 0, ids)  # refused when its turn comes
+            return torch.where(bad, 0, ids)  # reported by ``account``
         raise unknown_value("out_of_range", policy, OutOfRange)
 
     def _bad_id(self, number: int, id: int, row: int) -> DataError:
@@ -462,7 +447,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _is_plain(weights: Tensor, values: Tensor) -> bool:
-    """Whether weights are one for each value, here, and data."""
+    """True if the weights match the values, are on CPU, and need no gradient."""
     return not (weights.is_cuda or weights.requires_grad) and weights.shape == values.shape
 
 

@@ -1,1 +1,1 @@
-"""From table layouts to groups, stacks and transfers. Pure data and pure functions."""
+"""Turns table layouts into groups, stacks, and transfers. Pure data and pure functions."""

@@ -1,6 +1,6 @@
-"""Exchanges whose transfers are conversions of known sizes: dense vectors, or whole gradients.
+"""Exchanges with transfers of known sizes: dense vectors, or all-reduced dense gradients.
 
-Their execution is ``exchange/boxed.py``.
+``exchange/boxed.py`` runs them.
 """
 
 from abc import abstractmethod
@@ -13,11 +13,11 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
-LEAST_COLUMNS = 4  # of a column shard: 16 bytes of float32, a quarter of a cache line
+LEAST_COLUMNS = 4  # per column shard: 16 bytes of float32, a quarter of a cache line
 
 
 class Alone(Exchange):
-    """All tables in a world of one rank: nothing travels."""
+    """All tables in a world of one rank, without transfers."""
 
     name = ALONE
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -42,7 +42,7 @@ class Alone(Exchange):
 
 
 class DenseAllreduce(Exchange):
-    """B tables so small that all-reducing whole gradients sends less than touched rows would."""
+    """B tables so small that an all-reduce of dense gradients sends less than touched rows."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -53,8 +53,10 @@ class DenseAllreduce(Exchange):
         return is_copied(layout, world_size)
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """An all-reduce moves 2 (P - 1) R rows. Each rank's touched rows, at most
-        min(R, lookups / P), go to P - 1 others: P (P - 1) min(R, lookups / P).
+        """Compare the rows sent by P ranks for a table of R rows.
+
+        An all-reduce sends 2 (P - 1) R rows. The alternative sends each rank's touched rows, at
+        most min(R, lookups / P), to P - 1 others: P (P - 1) min(R, lookups / P).
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
@@ -74,7 +76,7 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.mine, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # Made of zeros, filled, joined, added up, looked through.
+            # Passes: zero, fill, concatenate, all-reduce, search for touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
@@ -85,7 +87,7 @@ class DenseAllreduce(Exchange):
 
 
 class _Boxed(Exchange):
-    """Owners look up the whole batch; boxing brings vectors home and gradients back."""
+    """Owners look up the global batch; boxing sends vectors and brings gradients back."""
 
     runs = "sbpflow.embedding.exchange.boxed:BoxedGroup"
     looks_up_all = True
@@ -102,14 +104,14 @@ class _Boxed(Exchange):
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
         samples = facts.samples
-        come = samples * facts.dim * facts.vectors * cut[0]
+        received = samples * facts.dim * facts.vectors * cut[0]
         return {
-            "home_elements": come,
+            "home_elements": received,
             "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
-            "buffer_bytes": come * facts.both_ways
+            "buffer_bytes": received * facts.both_ways
             + 2 * samples * facts.dim * facts.vectors * facts.item,
-            "vector_in_bytes": come * facts.vector_item,
-            "gradient_bytes": come * facts.gradient_item,
+            "vector_in_bytes": received * facts.vector_item,
+            "gradient_bytes": received * facts.gradient_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
 
@@ -126,7 +128,7 @@ class _Boxed(Exchange):
             "copied_bytes": 2 * facts.both_ways * out,
             "vector_bytes": others * out * facts.vector_item,
             "gradient_in_bytes": others * out * facts.gradient_item,
-            # Its own samples' gradients need not leave this rank.
+            # The gradients of this rank's own samples do not leave it.
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
             "vector_in_bytes": -facts.samples * width * facts.vectors * facts.vector_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
@@ -136,7 +138,7 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """Whole tables, and S(1): the vectors are one uneven S(1) in rank order."""
+    """Whole tables and S(1): the vectors are an uneven S(1) in rank order."""
 
     name = "columns"
     calls = ("num_dense_groups",)
@@ -157,7 +159,7 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """S(0): owners give terms of vectors that are summed at home, P; a grid gives (P, S(1))."""
+    """S(0): owners compute partial sums of the vectors, P; a grid of ranks gives (P, S(1))."""
 
     name = "reduce"
     calls = ("num_summed_groups",)
@@ -192,23 +194,23 @@ class Reduce(_Boxed):
 
 
 def is_copied(layout: Layout, world_size: int) -> bool:
-    """B on all ranks."""
+    """True for B on all ranks."""
     return layout.nd_sbp == (Broadcast(),) and layout.placement.size == world_size
 
 
 def is_column_split(layout: Layout) -> bool:
-    """S(1), of any sizes."""
+    """True for S(1), even or uneven."""
     kind = layout.nd_sbp[0]
     return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 1
 
 
 def powers(size: int) -> list[int]:
-    """2, 4, 8, .. below ``size``, and ``size``."""
+    """2, 4, 8, ... below ``size``, followed by ``size``."""
     return [*(2**n for n in range(1, size.bit_length()) if 2**n < size), size]
 
 
 def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
-    """``ids`` read where they are stored and updated there, ``out`` numbers of vectors made."""
+    """Work of the rank that stores the rows: ``ids`` lookups, ``out`` elements of vectors."""
     return {
         "read_rows": ids,
         "read_elements": ids * width,

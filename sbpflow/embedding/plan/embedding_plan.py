@@ -1,7 +1,7 @@
-"""From table layouts to the groups, storages and communication steps of an embedding collection.
+"""Turns table layouts into the groups, stores, and transfers of an embedding collection.
 
-Pure data and pure functions: ``explain`` prints what is built here without any rank running, and
-``EmbeddingCollection`` executes the same objects. Nothing here allocates or communicates.
+Pure data and pure functions: ``explain`` prints the plan without running any rank, and
+``EmbeddingCollection`` executes it. Nothing in this module allocates or communicates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,13 +37,12 @@ IDS: tuple[Purpose, ...] = ("counts", "ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
-    """All groups of a collection, and the ids that travel before any lookup.
+    """All groups of a collection, and the id transfers that precede the lookups.
 
-    A batch's ids are a matrix, whose columns ``ids`` assigns to features, and lists. ``needed`` and
-    ``needed_lists`` have, per rank, the columns and the lists that it looks up for the whole batch.
-    Rows are stored as ``row_dtype`` and computed with as ``dtype``. ``out_of_range`` says what
-    becomes of an id that a table of its feature has no row for: an error names it, ``clamp`` and
-    ``hash`` replace it.
+    The ids of a batch are a matrix, whose columns ``ids`` assigns to features, and lists.
+    ``needed`` and ``needed_lists`` are, per rank, the columns and lists that it looks up for the
+    global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``. ``out_of_range`` is
+    the policy for ids beyond a table's rows: raise an error, or replace them (clamp, hash).
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -62,44 +61,41 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Columns of the batch's ids as they are sent: all ranks' needs, once if they are equal."""
+        """The columns that are sent: once if all ranks need the same, else per rank."""
         return _sent(self.needed)
 
     @property
     def sent_lists(self) -> tuple[int, ...]:
-        """Lists whose lengths are sent, as ``sent_columns``."""
+        """The lists whose lengths are sent, like ``sent_columns``."""
         return _sent(self.needed_lists)
 
     @property
     def weighted(self) -> bool:
-        """Whether ids in lists travel with a weight each."""
+        """True if any id in a list has a weight."""
         return any(self.features[feature].weighted for feature in self.ids.lists)
 
     def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Ids in the matrix to the ranks that look them up for the whole batch.
+        """Send the matrix of ids to the ranks that look them up for the global batch.
 
-        S(0) -> B where these ranks need the same columns; else S(0) -> S(1) of the columns laid
-        out per rank, so that each gets its own and no other.
+        S(0) -> B if these ranks need the same columns. Otherwise S(0) -> S(1), with the columns
+        arranged by rank, so that each rank receives only those it needs.
         """
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
     def length_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Lengths of the lists, as ``id_steps`` does it for the matrix."""
+        """Send the lengths of the lists, like ``id_steps``."""
         return self._spread(batch_size, self.needed_lists, torch.int32, "ids/fwd/lengths")
 
     def list_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
-        """What the lists hold: ids, and weights if any feature has some."""
+        """Send the contents of the lists: ids, and weights if any feature has them."""
         if not self.sent_lists or self.world.size == 1:
             return ()
-        size = self.world.size
-        to = [
+        needs = [
             sum(self.features[self.ids.lists[place]].hotness for place in needed)
             for needed in self.needed_lists
         ]
-        # A rank sends to every other what that one needs; worst for the one that needs least.
-        local = -(-batch_size // size)
-        of_one = local * (sum(to) - min(to))
-        of_all = batch_size * sum(to)
+        # A rank sends to every other rank, so the one that needs least sends most.
+        per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
             payloads.append(("ids/fwd/weights", self.dtype, "their weights"))
@@ -109,15 +105,15 @@ class EmbeddingPlan:
                 collective="all_to_all",
                 groups=(self.world.ranks,),
                 dtype=dtype,
-                bound_bytes=of_one * dtype.itemsize,
-                total_bound_bytes=of_all * dtype.itemsize,
+                bound_bytes=per_rank * dtype.itemsize,
+                total_bound_bytes=batch_size * sum(needs) * dtype.itemsize,
                 what=what,
             )
             for id, dtype, what in payloads
         )
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Every transfer of a training batch's ids; none depends on what an update changes."""
+        """All id transfers of a training batch. None of them depends on an update."""
         later = [
             step
             for number in range(1, max((group.num_rounds for group in self.groups), default=1))
@@ -134,19 +130,19 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """The transfers of a lookup that follow those of the ids, in the order they start."""
+        """The transfers of a lookup after those of the ids, in the order they start."""
         return self._steps(batch_size, "vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Gradients on their way to the rows, in the order they start."""
+        """The transfers of gradients, in the order they start."""
         return self._steps(batch_size, "gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Of ``ahead_steps``, those of rows that are counted first."""
+        """The transfers of row counts and row ids, a subset of ``ahead_steps``."""
         return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
 
     def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
-        """Of all groups; ``None``: of every round."""
+        """The steps of all groups in round ``number``, or in all rounds if it is ``None``."""
         return tuple(
             step
             for group in self.groups
@@ -156,7 +152,7 @@ class EmbeddingPlan:
         )
 
     def update_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """What an update of rows itself sends, in the order it runs."""
+        """The transfers of the row update itself, in the order they run."""
         steps: list[Step] = []
         for group in self.groups:
             for index in group.shared_state:
@@ -195,14 +191,15 @@ def plan_embeddings(
     row_dtype: torch.dtype | None = None,
     out_of_range: OutOfRange = "error",
 ) -> EmbeddingPlan:
-    """Group the tables and derive everything that follows from their layouts.
+    """Group the tables and derive their transfers from the layouts.
 
-    ``layouts`` has an entry per table name. ``features`` are those of a batch, also unused ones, in
-    the order of its matrix of ids. ``batch_size``, the rows of a usual batch, decides where whole
-    gradients are less than touched rows. ``dtype`` is float32 or float64, ``backend`` gloo or nccl.
-    Raises ConfigError for others, or if a table's feature is absent, its shards do not tile it, its
-    name is there twice, or tables of different ``num_rows`` share a feature whose ids
-    ``out_of_range`` may replace.
+    ``layouts`` has an entry per table. ``features`` are those of a batch, used or not, in the order
+    of its id matrix. ``batch_size`` is the usual global batch size; it decides which B tables
+    all-reduce dense gradients. ``dtype`` is float32 or float64, ``backend`` gloo or nccl.
+
+    Raises ConfigError if an argument has another value, a table's feature is missing, shards do not
+    tile a table, a name occurs twice, or ``out_of_range`` replaces ids of a feature whose tables
+    differ in ``num_rows``.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
@@ -212,12 +209,12 @@ def plan_embeddings(
     _check_arguments(dtype, row_dtype, backend, out_of_range)
     for table in tables:
         if table.name not in layouts:
-            raise ConfigError(f"table {table.name}: has no layout; give one for each table")
+            raise ConfigError(f"table {table.name}: no layout given; every table needs one")
         comm_dtype = layouts[table.name].comm_dtype
         if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(
-                f"table {table.name}: comm_dtype {comm_dtype!r} for tables of {dtype}; use "
-                f"{dtype}, torch.float16 or torch.bfloat16"
+                f"table {table.name}: comm_dtype {comm_dtype!r} does not fit {dtype} tables; use "
+                f"{dtype}, torch.float16, or torch.bfloat16"
             )
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
@@ -225,14 +222,15 @@ def plan_embeddings(
         check_by_key(table, layout, world)
         if table.by_key and row_dtype not in (None, dtype):
             raise ConfigError(
-                f"table {table.name}: has its rows by key and row_dtype {row_dtype}, whose "
-                f"rounding goes by row number; use {dtype}"
+                f"table {table.name}: by_key does not support row_dtype {row_dtype}, because "
+                f"rounding depends on row numbers; use {dtype}"
             )
     if out_of_range != "error":
         _check_substitutes(tables, features, out_of_range)
     groups, ids = make_groups(
         outputs, layouts, features, optimizer, dtype, world, backend, batch_size
     )
+    looked_up = [_looked_up_everywhere(groups, rank) for rank in world.ranks]
     fits = all(table.num_ids < 2**31 for table in tables)
     return EmbeddingPlan(
         outputs=outputs,
@@ -240,8 +238,8 @@ def plan_embeddings(
         features=features,
         ids=ids,
         ids_dtype=torch.int32 if fits else torch.int64,
-        needed=tuple(_needed_columns(groups, rank) for rank in world.ranks),
-        needed_lists=tuple(_needed_lists(groups, rank) for rank in world.ranks),
+        needed=tuple(columns for columns, _ in looked_up),
+        needed_lists=tuple(lists for _, lists in looked_up),
         optimizer=optimizer,
         dtype=dtype,
         row_dtype=row_dtype or dtype,
@@ -258,25 +256,28 @@ def _check_arguments(
         raise ConfigError(f"dtype: {dtype!r}; use torch.float32 or torch.float64")
     if row_dtype is not None and row_dtype not in (dtype, *HALF_DTYPES):
         raise ConfigError(
-            f"row_dtype: {row_dtype!r} beside {dtype}; use {dtype}, torch.float16 or torch.bfloat16"
+            f"row_dtype: {row_dtype!r} does not fit dtype {dtype}; use {dtype}, torch.float16, or "
+            "torch.bfloat16"
         )
     if backend not in ("gloo", "nccl"):
         raise ConfigError(f"backend: {backend!r}; use gloo or nccl")
     if out_of_range not in ("error", "clamp", "hash"):
-        raise ConfigError(f"out_of_range: {out_of_range!r}; use error, clamp or hash")
+        raise ConfigError(f"out_of_range: {out_of_range!r}; use error, clamp, or hash")
 
 
-def _check_names(what: str, names: list[str]) -> None:
+def _check_names(kind: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        hint = "; a table is in one output, once, with all its features" if what == "table" else ""
-        raise ConfigError(f"{what} {twice}: there are two of that name{hint}")
+        hint = "; list a table once, in one output, with all its features"
+        raise ConfigError(
+            f"{kind} {twice}: the name is used twice{hint if kind == 'table' else ''}"
+        )
 
 
 def _check_substitutes(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
 ) -> None:
-    """An id is replaced once, before any lookup, so one row must serve all tables of a feature."""
+    """Ids are replaced once, before any lookup, so the new id must suit all tables of a feature."""
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]
         if len({table.num_ids for table in sharing}) > 1:
@@ -285,20 +286,19 @@ def _check_substitutes(
                 for table in sharing
             )
             raise ConfigError(
-                f"feature {feature.name}: out_of_range {policy} would give ids beyond the smallest "
-                f"table another row of {sizes}; use tables of equal num_rows, or out_of_range: "
+                f"feature {feature.name}: out_of_range {policy} would change ids that are valid in "
+                f"the larger tables of {sizes}; use tables of equal num_rows, or out_of_range: "
                 "error"
             )
 
 
-def _needed_columns(groups: tuple[GroupPlan, ...], rank: int) -> tuple[int, ...]:
+def _looked_up_everywhere(
+    groups: tuple[GroupPlan, ...], rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(columns, lists) that ``rank`` looks up for the global batch."""
     uses = [use for group in groups for use in group.looks_up_everything(rank)]
-    return tuple(sorted({column for use in uses for column in use.columns}))
-
-
-def _needed_lists(groups: tuple[GroupPlan, ...], rank: int) -> tuple[int, ...]:
-    uses = [use for group in groups for use in group.looks_up_everything(rank)]
-    return tuple(sorted({use.place for use in uses if use.place is not None}))
+    columns = {column for use in uses for column in use.columns}
+    return tuple(sorted(columns)), tuple(sorted({u.place for u in uses if u.place is not None}))
 
 
 def _sent(needed: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""What a group of tables is, what an exchange says of one, and which transfers follow from that.
+"""Groups of tables, the interface of exchanges, and the transfers that follow from them.
 
-A group is the tables of one output that share an exchange, one each way per batch. Pure data and
-pure functions: an ``Exchange`` describes (``boxed_exchanges``, ``row_exchanges``), and the class
-that its ``runs`` names executes.
+A group is the set of tables of one output that share an exchange, with one transfer in each
+direction per batch. Pure data and pure functions: an ``Exchange`` describes the transfers
+(``boxed_exchanges``, ``row_exchanges``), and the class named by its ``runs`` executes them.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +29,10 @@ Purpose = Literal["counts", "ids", "vectors", "gradients"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStep:
-    """A transfer whose size the batch decides, within each of ``groups``: disjoint sets of ranks.
+    """A transfer whose size depends on the batch, within each of ``groups`` (disjoint rank sets).
 
-    ``bound_bytes`` is what one rank sends at most, ``total_bound_bytes`` what all ranks together
-    do: not every rank can be the one that owns all rows.
+    ``bound_bytes`` is the most that one rank sends, ``total_bound_bytes`` the most that all ranks
+    send together; not every rank can own all rows.
     """
 
     id: str
@@ -44,19 +44,20 @@ class ExchangeStep:
     what: str
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that ``rank`` passes rows to and takes them from, itself among them."""
+        """The ranks that exchange rows with ``rank``, including itself."""
         return next(ranks for ranks in self.groups if rank in ranks)
 
 
 Step = BoxingStep | ExchangeStep
-MAX_BATCH_SIZES = 64  # whose steps are kept
+MAX_BATCH_SIZES = 64  # batch sizes whose steps are cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One transfer of a group, of which every rank makes the ``steps``.
+    """One transfer of a group; every rank runs its ``steps``.
 
-    Counts and ids travel ahead of a lookup. In a further round ranks pass on what the last brought.
+    Counts and ids are sent ahead of a lookup. In rounds after the first, ranks forward the ids that
+    they received in the previous round.
     """
 
     purpose: Purpose
@@ -65,19 +66,20 @@ class Stage:
 
     @property
     def rows(self) -> ExchangeStep:
-        """The step of a stage that moves rows."""
+        """The step of a stage that transfers rows."""
         (step,) = self.steps
         if not isinstance(step, ExchangeStep):
-            raise TypeError(f"{step.id}: moves parts of known sizes, not rows")
+            raise TypeError(f"{step.id}: transfers parts of known sizes, not rows")
         return step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What decides with which tables of its output a table travels, and is stored.
+    """The properties of a table that decide its group and its stack.
 
-    ``columns`` is equal for two tables exactly if every rank stores equally many columns of both,
-    ``None`` for whole rows; ``stored`` is what tables of one stack must have in common beside that.
+    ``columns`` is equal for two tables if and only if every rank stores equally many columns of
+    both; ``None`` means whole rows. ``stored`` has the other properties that tables of a stack
+    share.
     """
 
     ranks: tuple[int, ...]
@@ -92,85 +94,86 @@ class Member:
 
 
 class Exchange(ABC):
-    """How ids, vectors and gradients of a group travel: a description without state.
+    """How ids, vectors, and gradients of a group travel: a stateless description.
 
-    Several may share a ``name``, as a configuration has it: then layouts, or the world's size, say
-    which is meant. ``runs`` names the class that executes it, as ``package.module:Class``, and
-    ``calls`` the features of ``costs.counts`` that a group of it adds one to, for each round.
+    Several exchanges can have the same ``name``, the one used in a configuration; the layout and
+    the world size then select one. ``runs`` is the class that executes it, as
+    ``package.module:Class``. ``calls`` are the features of ``costs.counts`` that count one per
+    group and round.
     """
 
     name: ClassVar[str]
     runs: ClassVar[str]
     calls: ClassVar[tuple[str, ...]]
-    pools: ClassVar[bool] = False  # vectors of a sample can be summed before they travel
-    copies: ClassVar[bool] = False  # every rank has all of a table, and its updates
-    looks_up_all: ClassVar[bool] = False  # owners look up the whole batch, whose ids they need
-    adds_terms: ClassVar[bool] = False  # all owners look up, and what they find is added up
-    shares_lookups: ClassVar[bool] = False  # an owner reads its share of the lookups alone
-    is_default: ClassVar[bool] = False  # where others accept a layout too
-    dense_allreduce: ClassVar[bool] = False  # those of whole tables are added up over the ranks
+    pools: ClassVar[bool] = False  # vectors of a sample can be summed before they are sent
+    copies: ClassVar[bool] = False  # every rank stores and updates the whole table
+    looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all its ids
+    adds_terms: ClassVar[bool] = False  # all owners look up partial sums, which are added
+    shares_lookups: ClassVar[bool] = False  # an owner reads only its share of the lookups
+    is_default: ClassVar[bool] = False  # preferred if several exchanges accept a layout
+    dense_allreduce: ClassVar[bool] = False  # gradients of whole tables are all-reduced
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
-        """Whether a table may be laid out so."""
+        """True if a table can have this layout."""
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        """Why a table cannot have a layout that is accepted for others; "" if it can."""
+        """Why this table cannot have an otherwise accepted layout; "" if it can."""
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Whether it is the one to take among those of its name, for so many lookups a batch."""
+        """True to prefer it, among those of its name, for ``lookups`` ids per batch."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
-        """Ways to lay a table out that a planner tries: an sbp, parts of rows and of columns."""
+        """Layouts that a planner tries: (sbp, (row parts, column parts))."""
         return ()
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        """Equal for two tables of an output that can travel together."""
+        """Tables of an output with equal keys share a group."""
         return ()
 
     @abstractmethod
     def stages(self, group: "GroupPlan", batch_size: int) -> tuple[Stage, ...]:
-        """Every transfer of a group with a batch, in the order they start."""
+        """All transfers of a group for a batch, in the order they start."""
 
     @abstractmethod
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """What a table adds to every rank, for its samples."""
+        """The work that a table adds to every rank, for the rank's samples."""
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        """What a shard of so many rows and columns adds to the rank that holds it."""
+        """The work that a shard of ``rows`` x ``width`` adds to the rank that stores it."""
         return {}
 
 
-ALONE = "alone"  # the name of what is done in a world of one, whatever was asked for
+ALONE = "alone"  # the exchange of every table in a world of one rank
 EXCHANGES: list[Exchange] = []
-"""In the order in which they are tried."""
+"""All registered exchanges, in the order in which they are tried."""
 
 
 def register(*exchanges: Exchange) -> None:
-    """Make exchanges known by their names; ``exchanges`` does it for sbpflow's own."""
-    EXCHANGES.extend(one for one in exchanges if one not in EXCHANGES)
+    """Register exchanges; ``exchanges`` registers the built-in ones."""
+    EXCHANGES.extend(exchange for exchange in exchanges if exchange not in EXCHANGES)
 
 
 def exchange_of(
     name: str, layout: Layout, world_size: int, *, dense_allreduce: bool = False
 ) -> Exchange:
-    """The one of that name that runs a layout; ConfigError if there is none."""
-    for one in EXCHANGES:
-        fits = one.name == name and one.accepts(layout, world_size)
-        if fits and one.dense_allreduce == dense_allreduce:
-            return one
-    raise ConfigError(f"exchange {name!r}: none of that name runs {layout} on {world_size} ranks")
+    """The exchange with this name that accepts the layout; ConfigError if there is none."""
+    for exchange in EXCHANGES:
+        fits = exchange.name == name and exchange.accepts(layout, world_size)
+        if fits and exchange.dense_allreduce == dense_allreduce:
+            return exchange
+    raise ConfigError(f"exchange {name!r}: does not support {layout} on {world_size} ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
     """The tables of one output that travel together.
 
-    ``shared_state`` are the stacks whose optimizer state is one number per row while ranks share
-    the row: their squares are added up. ``dense_allreduce`` of tables are all-reduced where that is
-    less than touched rows. Vectors travel as ``comm_dtype``, gradients as ``grad_comm_dtype``.
+    ``shared_state`` are the indices of stacks whose row state is shared by several ranks, which sum
+    the squares of their gradients. ``dense_allreduce`` groups all-reduce dense gradients. Vectors
+    are sent as ``comm_dtype``, gradients as ``grad_comm_dtype``.
     """
 
     name: str
@@ -186,7 +189,7 @@ class GroupPlan:
 
     @cached_property
     def kind(self) -> Exchange:
-        """What is done for ``exchange`` in this world, for these layouts."""
+        """The exchange that runs for these layouts in this world."""
         layout, size = self.stacks[0].layouts[0], self.world.size
         name = ALONE if size == 1 else self.exchange
         return exchange_of(name, layout, size, dense_allreduce=self.dense_allreduce)
@@ -197,22 +200,22 @@ class GroupPlan:
 
     @property
     def grad_comm_dtype(self) -> torch.dtype:
-        """bf16 in place of fp16: gradients of a mean over a large batch are below fp16's range."""
+        """bf16 instead of fp16: gradients of a mean over a large batch underflow in fp16."""
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[FeatureLookup, ...]:
-        """The vectors of a sample, in the group's order."""
+        """The table lookups of a sample, in the group's order: one vector each."""
         return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
     def pooled(self) -> bool:
-        """Whether the vectors of a sample are summed before they travel."""
+        """True if the vectors of a sample are summed before they are sent."""
         return self.output.sums and self.kind.pools
 
     @property
     def width(self) -> int:
-        """Columns of this group's part of the output at home, before a sum over tables."""
+        """Columns of this group's part of the output, before a sum over tables."""
         if self.pooled:
             return self.stacks[0].dim
         return sum(stack.dim * len(stack.uses) for stack in self.stacks)
@@ -226,12 +229,12 @@ class GroupPlan:
 
     @property
     def grid(self) -> Placement | None:
-        """The rows x columns grid of ranks that the group's tables lie on, if they do."""
+        """The rows x columns grid of ranks that stores the tables, if they are on a grid."""
         placement = self.stacks[0].layouts[0].placement
         return placement if placement.ndim == 2 else None
 
     def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that must hold equal bits of a stack: whole tables, or row state."""
+        """Sets of ranks that must hold bit-equal copies of a stack or of its row state."""
         if self.kind.copies:
             return (self.world.ranks,)
         if index not in self.shared_state:
@@ -243,27 +246,27 @@ class GroupPlan:
         return tuple(ranks for ranks in rows if ranks)
 
     def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """The uses that ``rank`` looks up for the whole batch, whose ids it therefore needs."""
+        """The uses that ``rank`` looks up for the global batch, whose ids it needs."""
         if not self.kind.looks_up_all:
             return ()
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """Whether ``rank`` looks up ids of a stack; where terms are added up, even without rows."""
+        """True if ``rank`` looks up ids of a stack; for partial sums, even without rows."""
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
 
     def rank_width(self, rank: int) -> int:
-        """Columns that ``rank`` computes for every sample."""
+        """Columns that ``rank`` computes per sample."""
         if self.pooled:
             return self.stacks[0].width(rank)
         return sum(stack.width(rank) * len(stack.uses_on(rank)) for stack in self.stacks)
 
     def column_order(self) -> tuple[int, ...]:
-        """For each column of the vectors as the ranks hold them, its column in the group's order.
+        """For each column of the vectors in rank order, its column in the group's order.
 
-        Ranks that hold different columns follow one another: all of them, or the first row of a
-        grid. In order already if the columns are not split, or are summed over the tables.
+        Only ranks with different columns count: all ranks, or the first row of a grid. The result
+        is the identity if columns are not split, or are summed over the tables.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
@@ -287,70 +290,69 @@ class GroupPlan:
         return tuple(order)
 
     def stages(self, batch_size: int) -> tuple[Stage, ...]:
-        """Every transfer with a global batch of ``batch_size``, in the order they start."""
-        kept = self._planned
-        if batch_size not in kept:
-            if len(kept) == MAX_BATCH_SIZES:
-                kept.clear()
-            kept[batch_size] = self.kind.stages(self, batch_size)
-        return kept[batch_size]
+        """All transfers for a global batch of ``batch_size``, in the order they start."""
+        if batch_size not in self._stages:
+            if len(self._stages) == MAX_BATCH_SIZES:
+                self._stages.clear()
+            self._stages[batch_size] = self.kind.stages(self, batch_size)
+        return self._stages[batch_size]
 
     @cached_property
-    def _planned(self) -> dict[int, tuple[Stage, ...]]:
+    def _stages(self) -> dict[int, tuple[Stage, ...]]:
         return {}
 
     def steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
-        """Those of the stages for these purposes."""
+        """The steps of the stages for these purposes."""
         stages = self.stages(batch_size)
         return tuple(s for stage in stages if stage.purpose in purposes for s in stage.steps)
 
     def conversion(self, batch_size: int, purpose: Purpose) -> tuple[BoxingStep, ...]:
-        """Those whose sizes follow from the batch's."""
+        """The steps for ``purpose`` whose sizes follow from the batch size."""
         return tuple(s for s in self.steps(batch_size, purpose) if isinstance(s, BoxingStep))
 
     def last_ids(self, batch_size: int) -> ExchangeStep | None:
-        """The transfer of single rows' ids that reaches the stores; ``None`` if there is none."""
-        found = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
-        return found[-1] if found else None
+        """The transfer of row ids that reaches the stores; ``None`` if there is none."""
+        rows = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
+        return rows[-1] if rows else None
 
     @cached_property
     def num_rounds(self) -> int:
-        """How often ids travel before a lookup."""
+        """How many times ids are sent before a lookup."""
         return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
-        """Numbers of a gradient of whole tables: their elements, and each row's count of uses."""
+        """Elements of the dense gradients, including the number of uses of each row."""
         return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
         self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str, dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """The steps of a conversion whose sizes follow from the batch's."""
+        """The steps of a conversion whose size follows from the batch size."""
         id = f"{self.name}/{what}"
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
-        """Squares of stack ``index``'s touched rows, added over the ranks that share them."""
+        """Sum the squares of stack ``index``'s touched rows over the ranks that share them."""
         stack, most = self.stacks[index], num_squares
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
             src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
-        else:  # each row of ranks has rows of its own
+        else:  # each row of the grid stores rows of its own
             most *= self.grid.shape[0]
             src = Layout(self.grid, (Split(0), Partial()))
             dst = Layout(self.grid, (Split(0), Broadcast()))
         return self.boxing(src, dst, (most,), f"bwd/row_state.{index}", self.dtype)
 
     def most_squares(self, index: int, batch_size: int) -> int:
-        """Rows of stack ``index`` that a batch of ``batch_size`` can touch, at most."""
+        """The most rows of stack ``index`` that a batch can touch."""
         return batch_size * self.stacks[index].lookups()
 
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
-        """How many numbers stand for the squares of ``num_touched`` rows on their way.
+        """The number of elements that are sent for the squares of ``num_touched`` rows.
 
-        Where all ranks share all rows of a stack they touch the same ones, which say how many; in
-        steps of a 32nd of the most, to keep the sizes few. Elsewhere ranks touch different rows or
-        none, so the most goes.
+        If all ranks share all rows of a stack, they touch the same rows and know their number. It
+        is rounded up to a 32nd of the maximum, so that few sizes occur. Otherwise ranks touch
+        different rows, so the maximum is sent.
         """
         most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):
@@ -362,7 +364,7 @@ class GroupPlan:
         return self.grid is None and self.stacks[index].holders() == self.world.ranks
 
     def row_state_bounds(self, index: int, batch_size: int) -> tuple[Step, ...]:
-        """``row_state_steps`` of a batch, as far as they are known before it."""
+        """``row_state_steps`` with bounds where the size depends on the batch."""
         steps = self.row_state_steps(index, self.most_squares(index, batch_size))
         if not self._all_touch_alike(index):
             return steps
@@ -381,20 +383,20 @@ class GroupPlan:
         )
 
     def address_dtype(self) -> torch.dtype:
-        """What row addresses are computed and travel as: int32 while all ranks' rows fit."""
+        """int32 if the addresses of all rows fit, else int64."""
         total = sum(table.num_ids + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
     def row_step(
-        self, what: str, collective: str, dtype: torch.dtype, of_one: int, of_all: int, says: str
+        self, what: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, says: str
     ) -> ExchangeStep:
-        """A transfer of rows among all ranks; at most so many numbers of one rank, and of all."""
+        """A transfer of rows among all ranks: at most ``per_rank`` and ``total`` elements."""
         return ExchangeStep(
             id=f"{self.name}/{what}",
             collective=collective,
             groups=(self.world.ranks,),
             dtype=dtype,
-            bound_bytes=of_one * dtype.itemsize,
-            total_bound_bytes=of_all * dtype.itemsize,
+            bound_bytes=per_rank * dtype.itemsize,
+            total_bound_bytes=total * dtype.itemsize,
             what=says,
         )

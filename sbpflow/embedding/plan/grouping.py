@@ -1,7 +1,7 @@
-"""Which tables travel together (groups) and which are stored together (stacks).
+"""Decides which tables travel together (groups) and which are stored together (stacks).
 
-Few of each are fast: a group is one collective each way, a stack one kernel call. Tables go apart
-only where something about them must differ.
+Few groups and stacks are fast: a group is one collective in each direction, a stack is one kernel
+call. Tables are separated only if they differ in a relevant property.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,12 +12,7 @@ import torch
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan, Member
 from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
-from sbpflow.embedding.plan.tables import (
-    FeatureConfig,
-    OutputConfig,
-    TableConfig,
-    TableLayout,
-)
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
@@ -27,10 +22,10 @@ from sbpflow.sbp.sbp import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdColumns:
-    """Where a batch has the ids of its features.
+    """Where the ids of each feature are in a batch.
 
-    ``first`` is each feature's first column in the matrix, ``None`` if it comes as lists only;
-    ``lists`` are the features that travel as lists, some of which may be in the matrix too.
+    ``first`` is each feature's first column in the matrix, ``None`` if it comes only as lists.
+    ``lists`` are the features that are sent as lists; some can also be in the matrix.
     """
 
     first: tuple[int | None, ...]
@@ -40,11 +35,11 @@ class IdColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What every group of a plan is made with."""
+    """The arguments shared by all groups of a plan."""
 
     layouts: Mapping[str, TableLayout]
     features: tuple[FeatureConfig, ...]
-    ragged: frozenset[str]  # tables looked up by lists
+    ragged: frozenset[str]  # names of tables looked up by lists
     ids: IdColumns
     optimizer: SparseOptimizer
     dtype: torch.dtype
@@ -63,14 +58,14 @@ def make_groups(
     backend: str,
     batch_size: int,
 ) -> tuple[tuple[GroupPlan, ...], IdColumns]:
-    """All groups in the order of the outputs, and where ids are; ConfigError as plan_embeddings."""
+    """All groups in the order of the outputs, and the id columns. Raises like plan_embeddings."""
     by_name = {feature.name: feature for feature in features}
     tables = [table for output in outputs for table in output.tables]
     for table in tables:
         for name in table.features:
             if name not in by_name:
                 raise ConfigError(
-                    f"table {table.name}: feature {name!r} is not in the data, which has "
+                    f"table {table.name}: feature {name!r} is not in the data; use "
                     f"{', '.join(by_name)}"
                 )
     ragged = frozenset(
@@ -79,19 +74,10 @@ def make_groups(
         if any(by_name[name].ragged or by_name[name].weighted for name in table.features)
     )
     listed = {name for table in tables if table.name in ragged for name in table.features}
-    context = _Context(
-        layouts,
-        features,
-        ragged,
-        _assign_columns(features, listed),
-        optimizer,
-        dtype,
-        world,
-        backend,
-        batch_size,
-    )
+    ids = _assign_columns(features, listed)
+    context = _Context(layouts, features, ragged, ids, optimizer, dtype, world, backend, batch_size)
     groups = tuple(group for output in outputs for group in _groups_of(output, context))
-    return groups, context.ids
+    return groups, ids
 
 
 def _assign_columns(features: tuple[FeatureConfig, ...], listed: set[str]) -> IdColumns:
@@ -135,8 +121,8 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
     return groups
 
 
-# (name of the exchange, the one that is run, what vectors travel as, what the exchange asks for):
-# tables of one output with equal keys travel together.
+# (configured exchange, exchange that runs, dtype of vectors in transfers, key of the exchange):
+# tables of one output with equal keys share a group.
 _GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 
 
@@ -155,13 +141,13 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
 def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Member:
     layout = context.layouts[table.name].layout
     ragged, rule = table.name in context.ragged, table.optimizer or context.optimizer
-    alone = table.by_key and table.name  # one map for all rows of a store
+    keyed = table.by_key and table.name  # a store has one key map, so the table is stored alone
     return Member(
         ranks=layout.placement.ranks,
         grid=layout.placement.shape,
         columns=_column_split(layout),
         sums=output.sums,
-        stored=(table.dim, ragged, rule, table.kernel, alone),
+        stored=(table.dim, ragged, rule, table.kernel, keyed),
     )
 
 
@@ -171,7 +157,7 @@ def _stacks_of(
     stacks: dict[tuple[Hashable, ...], list[TableConfig]] = {}
     for table in tables:
         stacks.setdefault(_member(table, output, context).stack_key, []).append(table)
-    found: list[TableBatch] = []
+    result: list[TableBatch] = []
     for members in stacks.values():
         ragged = members[0].name in context.ragged
         stack = TableBatch(
@@ -181,12 +167,12 @@ def _stacks_of(
             optimizer=members[0].optimizer or context.optimizer,
             ragged=ragged,
         )
-        found.append(stack)
-    return tuple(found)
+        result.append(stack)
+    return tuple(result)
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Equal for two layouts exactly if every rank stores equally many columns of both."""
+    """Equal for two layouts if and only if every rank stores equally many columns of both."""
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:
             return (layout.placement, axis, sbp)
@@ -194,18 +180,17 @@ def _column_split(layout: Layout) -> Hashable:
 
 
 def _uses_of(table: TableConfig, ragged: bool, context: _Context) -> list[FeatureLookup]:
-    uses: list[FeatureLookup] = []
+    uses: dict[str, FeatureLookup] = {}
     for number, feature in enumerate(context.features):
         if feature.name not in table.features:
             continue
-        first = context.ids.first[number]
-        if ragged or first is None:
-            place = context.ids.lists.index(number)
-            use = FeatureLookup(table=table, feature=number, place=place, hotness=feature.hotness)
-        else:
-            columns = tuple(range(first, first + feature.hotness))
-            use = FeatureLookup(
-                table=table, feature=number, columns=columns, hotness=feature.hotness
-            )
-        uses.append(use)
-    return sorted(uses, key=lambda use: table.features.index(context.features[use.feature].name))
+        first, hotness = context.ids.first[number], feature.hotness
+        as_list = ragged or first is None
+        uses[feature.name] = FeatureLookup(
+            table=table,
+            feature=number,
+            columns=() if as_list else tuple(range(first, first + hotness)),
+            place=context.ids.lists.index(number) if as_list else None,
+            hotness=hotness,
+        )
+    return [uses[name] for name in table.features]

@@ -1,12 +1,11 @@
-"""What a step of an embedding plan costs by the built-in weights of ``sbpflow/costs``.
+"""Predicts the cost of a plan's training step with the built-in weights of ``sbpflow/costs``.
 
-Meant to rank whole plans before anything runs; no calibration is needed. How often ids repeat is
-known from the statistics of the data; without any they repeat as click data do (``costs.ids``).
+Used to rank plans before anything runs, without calibration. How often ids repeat is taken from the
+statistics of the data, or assumed to be typical of click data (``costs.ids``).
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -21,8 +20,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
-# How often an output that several groups have parts of is gone through: joined and put in order,
-# its gradient taken apart.
+# Passes over an output with parts from several groups: join the parts, reorder the columns, split
+# the gradient.
 JOIN_PASSES = 5
 
 
@@ -32,10 +31,10 @@ def price_plan(
     topology: Topology | None = None,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> Price:
-    """The price of a step over a global batch of ``batch_size``; ``frequencies`` are by feature.
+    """The price of a step with a global batch of ``batch_size``; ``frequencies`` are by feature.
 
-    Every transfer is among all ranks, so those of several hosts send over the slower link; without
-    a ``topology`` all are on one host.
+    All transfers involve all ranks, so with several hosts the slower link determines the price.
+    Without a ``topology``, all ranks are on one host.
     """
     link = (topology or Topology.one_host(plan.world.size)).link(plan.world.ranks)
     return price_of(
@@ -46,27 +45,32 @@ def price_plan(
 def plan_totals(
     plan: EmbeddingPlan, batch_size: int, frequencies: Mapping[str, IdFrequencies]
 ) -> Floats:
-    """[ranks, F]: what a whole plan asks of each rank."""
+    """[ranks, features]: the work of each rank."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
-    ids = {one.name: batch_size * ids_per_sample(one, frequencies) for one in plan.features}
-    shared = Counter(  # features whose ids travel once for all tables that owners look up
+    ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
+    # How many tables share an id transfer: owners receive the ids of a feature once.
+    sharing = Counter(
         name
         for group in plan.groups
         if group.kind.looks_up_all
         for table in group.tables
         for name in table.features
     )
-    place = {rank: number for number, rank in enumerate(plan.world.ranks)}
+    rank_index = {rank: number for number, rank in enumerate(plan.world.ranks)}
     for group in plan.groups:
         for stack in group.stacks:
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
-                curve, mine = curve_of_table(table, frequencies), table.features
                 facts = _facts(
-                    plan, group, stack, table, curve, sum(ids[name] for name in mine), batch_size
+                    plan,
+                    group,
+                    stack,
+                    table,
+                    curve_of_table(table, frequencies),
+                    lookups=sum(ids[name] for name in table.features),
+                    sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
+                    batch_size=batch_size,
                 )
-                sent = sum(ids[name] / max(1, shared[name]) for name in mine)
-                facts = replace(facts, sent_ids=sent)
-                _add_table(totals, place, group.kind, layout, stack.held(table), facts)
+                _add_table(totals, rank_index, group.kind, layout, stack.held(table), facts)
         for name in group.kind.calls:
             totals[:, INDEX[name]] += 1.0
         totals[:, INDEX["num_stacks"]] += len(group.stacks)
@@ -81,7 +85,7 @@ def plan_totals(
 
 def _add_table(
     totals: Floats,
-    place: Mapping[int, int],
+    rank_index: Mapping[int, int],
     exchange: Exchange,
     layout: Layout,
     held: Mapping[int, tuple[int, int]],
@@ -94,9 +98,9 @@ def _add_table(
     totals += vector_of(exchange.home(facts, (rows, columns)))
     by_size: dict[tuple[int, int], list[int]] = {}
     for rank, size in () if exchange.copies else held.items():
-        by_size.setdefault(size, []).append(place[rank])
+        by_size.setdefault(size, []).append(rank_index[rank])
     for (num_rows, width), ranks in by_size.items():
-        cut = (facts.num_rows / num_rows, columns)  # parts may be uneven
+        cut = (facts.num_rows / num_rows, columns)  # shards can be uneven
         totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
 
 
@@ -106,7 +110,9 @@ def _facts(
     stack: TableBatch,
     table: TableConfig,
     curve: IdCurve,
+    *,
     lookups: float,
+    sent_ids: float,
     batch_size: int,
 ) -> Facts:
     vectors = float(len(table.features))
@@ -117,7 +123,7 @@ def _facts(
         dim=table.dim,
         vectors=vectors / len(group.uses) if group.pooled else vectors,
         lookups=lookups,
-        sent_ids=lookups,
+        sent_ids=sent_ids,
         touched=min(curve.touched(lookups), table.num_rows),
         wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
         item=plan.dtype.itemsize,
@@ -130,12 +136,12 @@ def _facts(
 
 
 def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:
-    """As the statistics say, or at most."""
-    found = known.get(feature.name)
-    return float(feature.hotness) if found is None else found.per_sample
+    """The mean number of ids by the statistics, or the maximum if there are none."""
+    frequencies = known.get(feature.name)
+    return float(feature.hotness) if frequencies is None else frequencies.per_sample
 
 
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """Of its features that with most distinct ids: all are taken to touch the same rows."""
+    """The curve of the feature with the most distinct ids; others are assumed to repeat them."""
     curves = [known[name].curve for name in table.features if name in known]
-    return max(curves, key=lambda one: one.distinct, default=click_curve(table.num_rows))
+    return max(curves, key=lambda curve: curve.distinct, default=click_curve(table.num_rows))

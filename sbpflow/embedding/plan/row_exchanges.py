@@ -1,6 +1,6 @@
-"""Exchanges that deduplicate ids first, so that single rows travel, each once.
+"""Exchanges that deduplicate ids first, so that each requested row is sent once.
 
-Their execution is ``exchange/rows.py``.
+``exchange/rows.py`` runs them.
 """
 
 from abc import abstractmethod
@@ -10,12 +10,7 @@ from typing import ClassVar
 import torch
 
 from sbpflow.costs.counts import Counts, Cut, Facts
-from sbpflow.embedding.plan.boxed_exchanges import (
-    LEAST_COLUMNS,
-    is_column_split,
-    is_copied,
-    powers,
-)
+from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_column_split, is_copied, powers
 from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Stage
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.sbp.layout import Layout
@@ -26,28 +21,30 @@ Stages = tuple[Stage, ...]
 
 
 class RowExchange(Exchange):
-    """One stack to a group, whose rows have one numbering, and so one optimizer and one width."""
+    """One stack per group: its rows share one numbering, so one optimizer and one width."""
 
-    to_all: ClassVar[bool]  # each rank's ids go to all others
+    to_all: ClassVar[bool]  # each rank sends its ids to all other ranks
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         return member.stack_key
 
     @abstractmethod
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
-        """Vectors and gradients. One rank wants ``most`` rows, all together ``rows``, and all
-        but one ``others``, at most.
+        """The stages of vectors and gradients.
+
+        A rank requests at most ``most`` rows, all ranks together ``rows``, and all ranks but one
+        ``others``.
         """
 
     def stages(self, group: GroupPlan, batch_size: int) -> Stages:
         size, lookups = group.world.size, sum(stack.lookups() for stack in group.stacks)
         most, rows = -(-batch_size // size) * lookups, batch_size * lookups
         others = (batch_size - batch_size // size) * lookups
-        fans, told = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
+        fans, collective = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
         to_others = (size - 1, size * (size - 1))
         counts = group.row_step("fwd/counts", "all_to_all", torch.int64, *to_others, "row counts")
         sent, says = (most * fans, rows * fans), "each rank's unique rows"
-        ids = group.row_step("fwd/ids", told, group.address_dtype(), *sent, says)
+        ids = group.row_step("fwd/ids", collective, group.address_dtype(), *sent, says)
         return (
             Stage(purpose="counts", steps=(counts,)),
             Stage(purpose="ids", steps=(ids,)),
@@ -55,20 +52,20 @@ class RowExchange(Exchange):
         )
 
 
-def _vectors(group: GroupPlan, of_one: int, of_all: int) -> Stage:
+def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
     says = "the rows others asked for"
-    step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, of_one, of_all, says)
+    step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, says)
     return Stage(purpose="vectors", steps=(step,))
 
 
-def _gradients(group: GroupPlan, collective: str, of_one: int, of_all: int) -> Stage:
+def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> Stage:
     dtype, says = group.grad_comm_dtype, "unique rows' gradients"
-    step = group.row_step("bwd/vectors", collective, dtype, of_one, of_all, says)
+    step = group.row_step("bwd/vectors", collective, dtype, per_rank, total, says)
     return Stage(purpose="gradients", steps=(step,))
 
 
 class CopiedRows(RowExchange):
-    """B tables: each rank looks up its samples; all learn which rows were touched, and how."""
+    """B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.rows:LocalRowsGroup"
@@ -109,7 +106,7 @@ class CopiedRows(RowExchange):
 
 
 class Unique(RowExchange):
-    """S(0), skewed: unique rows are asked of their owners, expanded at home, gradients pushed."""
+    """S(0), skewed ids: unique rows are requested from owners and expanded where samples are."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
@@ -125,8 +122,9 @@ class Unique(RowExchange):
         if not table.by_key or held == world.size:
             return ""
         return (
-            f"has its rows by key and asks every rank, but {world.size - held} of {world.size} "
-            f"have none; use all ranks and num_rows of {world.size} or more, or exchange reduce"
+            f"of a by_key table requests rows from every rank, but {world.size - held} of "
+            f"{world.size} ranks store none; use all ranks and num_rows of {world.size} or more, "
+            "or exchange reduce"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -136,7 +134,7 @@ class Unique(RowExchange):
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
         return (
-            _vectors(group, others * dim, rows * dim),  # of an owner of all rows
+            _vectors(group, others * dim, rows * dim),  # if one rank owns all rows
             _gradients(group, "all_to_all", most * dim, rows * dim),
         )
 
@@ -145,7 +143,7 @@ class Unique(RowExchange):
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
-        asked = size * wanted / cut[0]  # of one owner, by all ranks
+        asked = size * wanted / cut[0]  # rows of one owner, requested by all ranks
         sent = (size - 1) / size * asked * width
         kept = -wanted / cut[0]
         return {
@@ -159,7 +157,7 @@ class Unique(RowExchange):
 
 
 class UniqueColumns(RowExchange):
-    """S(1), skewed: unique rows are asked of all ranks, each of which has columns of every row."""
+    """S(1), skewed ids: unique rows are requested from all ranks, since each holds some columns."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueColumnsGroup"
@@ -173,8 +171,8 @@ class UniqueColumns(RowExchange):
         if len(shards_of(table, layout)) == world.size:
             return ""
         return (
-            f"asks every rank for its columns, and of {table.dim} some rank has none; use columns, "
-            f"or a dim of {world.size} or more"
+            f"needs columns on every rank, but a dim of {table.dim} leaves some rank without; use "
+            f"columns, or a dim of {world.size} or more"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -182,14 +180,14 @@ class UniqueColumns(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
-        leaving = dim - min(widths)  # columns of a row that leave the rank which wants it
+        leaving = dim - min(widths)  # columns of a row that come from other ranks
         return (
             _vectors(group, others * max(widths), rows * leaving),
             _gradients(group, "all_to_all", most * leaving, rows * leaving),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        sides = facts.wanted * facts.dim  # columns of each rank put side by side
+        sides = facts.wanted * facts.dim  # columns of all ranks are joined to rows
         asked = _asked(facts)
         return {
             **_expanded(facts),
@@ -206,7 +204,7 @@ class UniqueColumns(RowExchange):
             **_given(facts, size * wanted, facts.touched, rows, width),
             "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
             "gradient_in_bytes": (size - 1) * wanted * width * facts.gradient_item,
-            # What a rank keeps of its own rows does not travel.
+            # A rank's own columns of its own rows are not sent.
             "gradient_bytes": -wanted * width * facts.gradient_item,
             "vector_in_bytes": -wanted * width * facts.vector_item,
             **facts.squares(facts.touched, cut),
@@ -214,7 +212,7 @@ class UniqueColumns(RowExchange):
 
 
 def _expanded(facts: Facts) -> dict[str, float]:
-    """A rank's own ids, deduplicated; their rows become its samples' vectors."""
+    """Deduplicate a rank's own ids, and expand rows to the vectors of its samples."""
     return {
         "home_sort": facts.mine,
         "home_unique": facts.wanted,
@@ -224,7 +222,7 @@ def _expanded(facts: Facts) -> dict[str, float]:
 
 
 def _asked(facts: Facts) -> dict[str, float]:
-    """Rows that come home, and their gradients that leave."""
+    """Receive the requested rows, and send their gradients."""
     elements = facts.wanted * facts.dim
     return {
         "gradient_bytes": elements * facts.gradient_item,
@@ -239,7 +237,7 @@ def _asked(facts: Facts) -> dict[str, float]:
 def _given(
     facts: Facts, asked: float, touched: float, rows: float, width: float
 ) -> dict[str, float]:
-    """A shard of which ``asked`` rows are read and updated, ``touched`` of them distinct."""
+    """Read and update ``asked`` rows of a shard, ``touched`` of them distinct."""
     return {
         "memory_bytes": facts.stored(rows, width),
         "buffer_bytes": asked * (12 + width * (facts.both_ways + 2 * facts.item)),

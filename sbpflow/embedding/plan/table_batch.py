@@ -1,4 +1,4 @@
-"""Tables that share a storage on every rank, and the shard of each that a rank holds there."""
+"""Stacks: tables that share a store on every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from sbpflow.sbp.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureLookup:
-    """A table looked up by a feature: one vector of every sample.
+    """A use of a table: its lookup by one feature, which gives one vector per sample.
 
-    ``feature`` counts the features of the plan. One-hot and multi-hot ids lie in ``columns`` of the
-    batch's matrix of ids; ragged ones are the ``place``-th list of every sample.
+    ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
+    batch's id matrix; ragged ids are in list ``place`` of every sample.
     """
 
     table: TableConfig
@@ -31,10 +31,10 @@ class FeatureLookup:
 
 @dataclass(frozen=True, kw_only=True)
 class TableBatch:
-    """Tables of equal dim whose parts every rank stores as one block of rows, all equally wide.
+    """A stack: tables of equal dim that every rank stores as one block of rows of equal width.
 
-    ``optimizer`` updates every one of them. ``ragged``: its ids come as lists, weighted or of any
-    length; else as columns of a matrix. A table with rows by key has a stack of its own.
+    ``optimizer`` updates all of them. ``ragged`` stacks take ids as lists, other stacks as columns
+    of a matrix. A ``by_key`` table has a stack of its own.
     """
 
     tables: tuple[TableConfig, ...]
@@ -49,30 +49,31 @@ class TableBatch:
 
     @property
     def numbering(self) -> Numbering:
-        """How ids name the rows of its tables."""
+        """How ids identify the rows of its tables."""
         return self.tables[0].numbering
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """What this rank holds, in storage order; tables it holds nothing of are left out."""
+        """The shards of this rank, in storage order; empty shards are left out."""
         return self.shards_by_rank.get(rank, ())
 
     @cached_property
     def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
-        """``shards`` of each of ``holders``, in their order; kept, for all that is planned of a
-        stack asks for those of every rank.
+        """``shards`` of all ``holders``, by rank in ascending order.
+
+        Cached, because planning a stack needs the shards of all ranks.
         """
-        held: dict[int, list[Shard]] = {}
+        by_rank: dict[int, list[Shard]] = {}
         for table, layout in zip(self.tables, self.layouts, strict=True):
             for rank in layout.placement.ranks:
-                mine = held.setdefault(rank, [])
-                base = mine[-1].base + mine[-1].num_rows if mine else 0
+                shards = by_rank.setdefault(rank, [])
+                base = shards[-1].base + shards[-1].num_rows if shards else 0
                 shard = shard_on(table, layout, rank, base)
                 if shard is not None:
-                    mine.append(shard)
-        return {rank: tuple(held[rank]) for rank in sorted(held) if held[rank]}
+                    shards.append(shard)
+        return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """Rows and columns of a table by rank, of those that store some of it."""
+        """(rows, columns) of a table by rank, for the ranks that store part of it."""
         return self._held.get(table.name, {})
 
     @cached_property
@@ -87,7 +88,7 @@ class TableBatch:
         return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
-        """Columns of the storage, which may have no rows; 0 on a rank outside the layouts."""
+        """Columns of the store, even if it has no rows; 0 on a rank outside the layouts."""
         for table, layout in zip(self.tables, self.layouts, strict=True):
             slices = layout.part_slices(table.shape, rank)
             if slices is not None:
@@ -95,13 +96,13 @@ class TableBatch:
         return 0
 
     def columns_by_rank(self) -> list[slice]:
-        """The columns that each rank stores, of a stack that all ranks store some of."""
+        """The columns that each rank stores, of a stack stored by all ranks."""
         table, layout = self.tables[0], self.layouts[0]
         shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
-        return [slice(one.col_start, one.col_stop) for one in shards if one is not None]
+        return [slice(s.col_start, s.col_stop) for s in shards if s is not None]
 
     def uses_on(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Uses of the tables that are placed on ``rank``, be it with no row."""
+        """Uses of the tables that are placed on ``rank``, even without rows."""
         placed = {
             table.name
             for table, layout in zip(self.tables, self.layouts, strict=True)
@@ -110,19 +111,19 @@ class TableBatch:
         return tuple(use for use in self.uses if use.table.name in placed)
 
     def lookups(self) -> int:
-        """Most ids of one sample, over all uses."""
+        """The most ids of one sample, over all uses."""
         return sum(use.hotness for use in self.uses)
 
     def holders(self) -> tuple[int, ...]:
-        """Ranks that store some of it, ascending."""
+        """The ranks that store rows, ascending."""
         return tuple(self.shards_by_rank)
 
     @cached_property
     def is_column_split(self) -> bool:
-        """Whether a logical row is spread over several ranks."""
+        """True if the columns of a row are spread over several ranks."""
         return any(shards[0].width < self.dim for shards in self.shards_by_rank.values())
 
 
 def columns_of(uses: Sequence[FeatureLookup]) -> list[int]:
-    """Columns of the matrix of ids, use by use."""
+    """Columns of the id matrix, use by use."""
     return [column for use in uses for column in use.columns]

@@ -1,7 +1,7 @@
-"""What features, embedding tables and their layouts are, and which shards a layout compiles to.
+"""Features, embedding tables, their layouts, and the shards that follow from a layout.
 
-Values only. The shard list (EMBark's (table, row shard, column shard) -> rank) is derived from the
-layout here and nowhere else.
+Values only. The list of shards (EMBark: (table, row shard, column shard) -> rank) is derived from
+the layout, and only in this module.
 """
 
 import math
@@ -19,7 +19,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)  # what rows and vectors may be narrowed to
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # narrower dtypes for rows and for vectors in transit
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
 KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
@@ -28,11 +28,11 @@ INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureConfig:
-    """A categorical feature: a sample has ``hotness`` ids of it, or with ``ragged`` 0 to that many.
+    """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` if ``ragged``.
 
-    ``weighted`` ids come with a weight each, which multiplies the id's row. Where several tables
-    look the feature up, each of its ids must be a row of every one; the policies that replace ids
-    (clamp, hash) take tables of equal ``num_rows`` only.
+    ``weighted``: each id has a weight that multiplies its row. If several tables use the feature,
+    each id must be a row of all of them; the policies clamp and hash, which replace ids, require
+    tables of equal ``num_rows``.
     """
 
     name: str
@@ -49,10 +49,10 @@ class FeatureConfig:
 class TableConfig:
     """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
-    ``pooling`` makes one vector of a sample's rows: their sum, or that by the number of ids.
-    ``optimizer`` updates it in place of the plan's, and ``kernel`` is asked for in place of the
-    run's. It starts as U(-initial_range, initial_range). ``by_key``: ids are any numbers of 64
-    bits, each of which gets one of the ``num_rows`` rows when it is first trained.
+    ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
+    ``kernel`` override those of the plan and the run. Initial values are
+    U(-initial_range, initial_range). With ``by_key``, ids are arbitrary 64-bit keys, and each key
+    gets one of the ``num_rows`` rows when it is first trained.
     """
 
     name: str
@@ -88,27 +88,26 @@ class TableConfig:
 
     @property
     def numbering(self) -> Numbering:
-        """How ids name its rows."""
+        """How ids identify its rows."""
         return NUMBERINGS[self.by_key]
 
     @property
     def num_ids(self) -> int:
-        """As ``Numbering.num_ids``."""
+        """See ``Numbering.num_ids``."""
         return self.numbering.num_ids(self.num_rows)
 
     @property
     def averages(self) -> bool:
-        """Whether a bag is the mean of its rows, not their sum."""
-        return {"sum": False, "mean": True}[self.pooling]
+        """True if a bag is the mean of its rows rather than their sum."""
+        return self.pooling == "mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
-    """``layout`` of the [num_rows, dim] table and how its ids and vectors travel.
+    """The ``layout`` of a [num_rows, dim] table and the way its ids and vectors travel.
 
-    ``comm_dtype`` is what vectors and gradients travel as; ``None``: the dtype they are computed
-    in.
-    ``key`` is the configuration key that decided, "" if none did.
+    ``comm_dtype`` is the dtype of vectors and gradients in transit; ``None`` keeps the dtype of
+    the arithmetic. ``key`` is the configuration key that set the layout, "" if none did.
     """
 
     layout: Layout
@@ -122,10 +121,10 @@ class TableLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
-    """One output of a collection over the batch, laid out S(0).
+    """One output of a collection, laid out S(0) over the batch.
 
-    It has a vector per table and feature, in that order: ``concat`` gives [batch, sum of dims],
-    ``sum`` adds them ([batch, dim]; all dims equal).
+    It combines one vector per table and feature, in that order: ``concat`` gives
+    [batch, sum of dims], ``sum`` adds them to [batch, dim] and requires equal dims.
     """
 
     name: str
@@ -134,17 +133,19 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         if not self.tables:
-            raise ConfigError(f"output {self.name}: has no tables; name one or more")
+            raise ConfigError(f"output {self.name}: tables is empty; name one or more")
         if self.combine not in ("concat", "sum"):
             raise ConfigError(f"output {self.name}: combine {self.combine!r}; use concat or sum")
         dims = {table.dim for table in self.tables}
         if self.combine == "sum" and len(dims) > 1:
-            raise ConfigError(f"output {self.name}: a sum needs equal dims, not {sorted(dims)}")
+            raise ConfigError(
+                f"output {self.name}: combine sum needs equal dims, got {sorted(dims)}"
+            )
 
     @property
     def sums(self) -> bool:
-        """Whether the vectors are added up, not put side by side."""
-        return {"concat": False, "sum": True}[self.combine]
+        """True if vectors are added rather than concatenated."""
+        return self.combine == "sum"
 
     @property
     def width(self) -> int:
@@ -153,7 +154,7 @@ class OutputConfig:
         return sum(table.dim * len(table.features) for table in self.tables)
 
     def starts(self) -> dict[tuple[str, str], int]:
-        """(table, feature) -> first column of its vector before a sum over them."""
+        """(table, feature) -> first column of its vector, before any sum."""
         starts: dict[tuple[str, str], int] = {}
         column = 0
         for table in self.tables:
@@ -167,7 +168,7 @@ class OutputConfig:
 class Shard:
     """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
 
-    ``base`` is its first row in the rank's storage, which may hold shards of several tables.
+    ``base`` is its first row in the rank's store, which can hold shards of several tables.
     """
 
     table: TableConfig
@@ -192,17 +193,17 @@ class Shard:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last address of its rows."""
+        """First and last address of its rows, inclusive."""
         return self.table.numbering.span(self.row_start, self.row_stop, self.table.num_rows)
 
     @property
     def shift(self) -> int:
-        """From addresses to rows of the rank's storage, or of a keyed table to addresses."""
+        """Row in the store minus address; 0 for a ``by_key`` table."""
         return self.table.numbering.shift(self.base, self.row_start)
 
 
 def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Shard | None:
-    """What ``rank`` stores of the table; ``None`` if that is nothing."""
+    """The part of the table on ``rank``; ``None`` if it is empty."""
     slices = layout.part_slices(table.shape, rank)
     if slices is None:
         return None
@@ -220,66 +221,68 @@ def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Sh
 
 
 def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
-    """Every rank's rectangle of the table, empty ones left out, in placement order."""
-    found = (shard_on(table, layout, rank) for rank in layout.placement.ranks)
-    return tuple(shard for shard in found if shard is not None)
+    """All non-empty shards of the table, in placement order."""
+    shards = (shard_on(table, layout, rank) for rank in layout.placement.ranks)
+    return tuple(shard for shard in shards if shard is not None)
 
 
 def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
-    """Raise ConfigError unless the shards tile the table: no hole, no overlap but replicas of B."""
+    """Raise ConfigError unless the shards tile the table exactly, apart from replicas of B."""
     replicas = 1
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Broadcast):
             replicas *= layout.placement.shape[axis]
         if isinstance(sbp, Partial):
-            raise ConfigError(f"table {table.name}: {layout} stores terms of a sum; use S or B")
+            raise ConfigError(
+                f"table {table.name}: {layout} would store partial sums; use S or B in place of P"
+            )
     stored = sum(shard.num_elements for shard in shards)
     if stored != replicas * table.num_rows * table.dim:
         raise ConfigError(
-            f"table {table.name}: shards of {layout} hold {stored} elements, "
-            f"the table has {table.num_rows} x {table.dim} (x {replicas} replicas)"
+            f"table {table.name}: shards of {layout} hold {stored} elements, but the table has "
+            f"{table.num_rows} x {table.dim} (x {replicas} replicas)"
         )
     distinct = {(s.row_start, s.row_stop, s.col_start, s.col_stop): s for s in shards}
-    both = _overlap([shard for shard in distinct.values() if shard.num_elements])
-    if both is not None:
-        raise ConfigError(f"table {table.name}: shards {both[0]} and {both[1]} overlap")
+    overlapping = _overlap([shard for shard in distinct.values() if shard.num_elements])
+    if overlapping is not None:
+        raise ConfigError(f"table {table.name}: {overlapping[0]} and {overlapping[1]} overlap")
 
 
 def check_by_key(table: TableConfig, layout: Layout, world: Placement) -> None:
-    """Raise ConfigError for a table with rows by key that is not split by rows, or not on a CPU."""
+    """Raise ConfigError if a ``by_key`` table is not on CPU or not split by rows."""
     if not table.by_key:
         return
-    shards, ranks, why = shards_of(table, layout), layout.placement.ranks, ""
+    ranks = layout.placement.ranks
+    replicated = len(ranks) > 1 and isinstance(layout.nd_sbp[0], Broadcast)
+    problem = ""
     if world.device_type != "cpu":
-        why = f"is on {world.device_type}, where buffers need an address of no row; use device cpu"
-    elif any(shard.width < table.dim for shard in shards) or (
-        layout.placement.size > 1 and isinstance(layout.nd_sbp[0], Broadcast)
-    ):
-        why = f"is laid out {layout}, where several ranks would keep the map of a key; use S(0)"
+        problem = f"device {world.device_type} is not supported; use device cpu"
+    elif replicated or any(shard.width < table.dim for shard in shards_of(table, layout)):
+        problem = f"layout {layout} would put the map of a key on several ranks; use S(0)"
     elif list(ranks) != sorted(ranks):
-        why = f"is laid out {layout}; name its ranks in ascending order"
-    if why:
-        raise ConfigError(f"table {table.name}: has its rows by key and {why}")
+        problem = f"layout {layout} has ranks out of order; list them in ascending order"
+    if problem:
+        raise ConfigError(f"table {table.name}: by_key: {problem}")
 
 
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
-    """Two of these that share an element, if any do; none is empty.
+    """Two non-empty shards that share an element, if there are any.
 
-    A line sweeps the rows and keeps, in order of columns, the shards that it crosses: the next one
-    can overlap its neighbours there only. Comparing all pairs would take seconds for 1024 ranks.
+    A sweep over the rows keeps the shards at the current row sorted by column, so a new shard can
+    overlap only its neighbors in that order. Comparing all pairs takes seconds for 1024 ranks.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]
     crossed: list[tuple[int, int]] = []  # (first column, position in shards)
     for _, begins, number in sorted(stops + starts):
-        one = shards[number]
-        at = bisect_left(crossed, (one.col_start, number))
+        shard = shards[number]
+        position = bisect_left(crossed, (shard.col_start, number))
         if not begins:
-            del crossed[at]
+            del crossed[position]
             continue
-        for _, neighbour in crossed[max(0, at - 1) : at + 1]:
-            other = shards[neighbour]
-            if one.col_start < other.col_stop and other.col_start < one.col_stop:
-                return other, one
-        crossed.insert(at, (one.col_start, number))
+        for _, neighbor in crossed[max(0, position - 1) : position + 1]:
+            other = shards[neighbor]
+            if shard.col_start < other.col_stop and other.col_start < shard.col_stop:
+                return other, shard
+        crossed.insert(position, (shard.col_start, number))
     return None

@@ -1,1 +1,1 @@
-"""The sparse optimizers, one module each: what is kept by row, and the step in torch."""
+"""The sparse optimizers, one module each: constants, state, and the step in torch."""

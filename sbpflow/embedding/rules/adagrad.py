@@ -9,7 +9,7 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adagrad(SparseOptimizer):
-    """``sum`` holds the squares of all gradients so far, from ``initial_accumulator``."""
+    """``sum`` accumulates squared gradients, starting at ``initial_accumulator``."""
 
     name: Literal["adagrad"] = "adagrad"
     eps: Epsilon = 1e-8

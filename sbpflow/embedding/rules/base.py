@@ -1,8 +1,8 @@
-"""What a sparse optimizer is: a frozen dataclass of its constants, with the step that it takes.
+"""The interface of sparse optimizers: a frozen dataclass of constants with a ``step`` method.
 
-Adding one takes a module like those beside this one and a function for each kernel that has it. An
-optimizer takes one step on the rows of a batch and leaves all others alone. State belongs to the
-logical row, whatever part of its columns a rank stores.
+To add one, write a module in this package and one function per kernel that supports it. A step
+changes only the rows of a batch. State belongs to the logical row, even if a rank stores only some
+of its columns.
 """
 
 from abc import ABC, abstractmethod
@@ -20,50 +20,49 @@ StateSize = Literal["row", "element"]
 CompiledKernel = Literal["numba", "fbgemm", "triton"]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
-    NonNegative,
-    Key("results", "Each touched row shrinks by lr * weight_decay before its step."),
+    NonNegative, Key("results", "Each touched row shrinks by lr * weight_decay before its step.")
 ]
 
 
 class StepNumbers(NamedTuple):
-    """What an optimizer takes of a step: numbers of the host, or 0-d tensors of the device.
+    """The step-dependent numbers of an optimizer: host numbers, or 0-d tensors for CUDA graphs.
 
-    Those of the device, of the arithmetic's dtype and int64, are for CUDA graphs.
+    The tensors are on the device, in the dtype of the arithmetic (``step``: int64).
     """
 
-    rate: float | Tensor  # what a step is multiplied by
-    decay: float | Tensor  # what weights are multiplied by before it
-    step: int | Tensor  # of the job, counted from 1
-    correction: float | Tensor = 1.0  # whatever else depends on the step, as lazy Adam's
+    rate: float | Tensor  # multiplies the step
+    decay: float | Tensor  # multiplies the weights before the step
+    step: int | Tensor  # training step, counted from 1 over the job
+    correction: float | Tensor = 1.0  # any other step-dependent factor, as in lazy Adam
 
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
-    """What one step works on: this rank's columns of some rows, each row once."""
+    """The rows of one step, each row once: this rank's columns of them."""
 
     weights: Tensor  # [touched, width] in the dtype of the arithmetic; a step changes it in place
-    state: dict[str, Tensor]  # of all slots; ``take`` and ``put`` know those of the block
-    rows: Tensor  # [touched] int64: the slots where ``state`` has the rows
+    state: dict[str, Tensor]  # of all slots; use ``take`` and ``put`` for those of the block
+    rows: Tensor  # [touched] int64: the slots of the rows in ``state``
     grads: Tensor  # [touched, width], summed over the batch
     numbers: StepNumbers
-    squares: Tensor | None = None  # [touched], as ``mean_squares`` has them
+    squares: Tensor | None = None  # [touched], see ``mean_squares``
 
     @property
     def mean_squares(self) -> Tensor:
         """[touched]: the mean square of each row's gradient, over the table's full width.
 
-        Only an optimizer with state by row has them: ranks that share a row add up theirs.
+        Only for optimizers with row state: ranks that share a row sum their squares.
         """
         if self.squares is None:
-            raise RuntimeError("mean squares are for optimizers with state by row")
+            raise RuntimeError("mean_squares: the optimizer has no row state")
         return self.squares
 
     def take(self, name: str) -> Tensor:
-        """The state of the rows, a copy: [touched], or [touched, width]."""
+        """A copy of the rows' state: [touched], or [touched, width]."""
         return self.state[name].index_select(0, self.rows)
 
     def put(self, name: str, values: Tensor) -> None:
-        """Store the state of the rows."""
+        """Store the rows' state."""
         self.state[name].index_copy_(0, self.rows, values)
 
     def subtract(self, values: Tensor) -> None:
@@ -85,27 +84,27 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer(ABC):
-    """How the rows that a batch touches change, with the constants that a configuration gives.
+    """Updates the rows that a batch touches; the fields are the constants of a configuration.
 
-    A class of its own names its ``state`` and the ``kernels`` that have it, and takes its ``step``
-    in torch. Where it has a field ``weight_decay``, each touched row shrinks by lr * weight_decay
-    before the step (decoupled, as AdamW). Raises ConfigError for a constant out of its range.
+    A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
+    in torch. If it has a field ``weight_decay``, each touched row shrinks by lr * weight_decay
+    before the step (decoupled, as in AdamW). Raises ConfigError for an out-of-range constant.
     """
 
     name: str
     lr: LearningRate = 0.05
 
-    # What is kept: one number per row, or one per element.
+    # The state to keep: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
-    # Which kernels have the step, as "package.module:function"; torch takes ``step``.
+    # The function of each kernel that supports it, as "package.module:function".
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
-    # Why the rate may not change during a run, if it may not.
+    # Why the learning rate must not change during a run, if so.
     one_rate: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         own = self.__dataclass_fields__["name"].default
         if self.name != own and ":" not in self.name:
-            raise ConfigError(f"sparse optimizer {self.name!r}: this class is {own}; leave it out")
+            raise ConfigError(f"sparse optimizer: name {self.name!r}; leave it out, or use {own!r}")
         if unknown := set(self.kernels) - set(get_args(CompiledKernel)):
             known = ", ".join(get_args(CompiledKernel))
             raise ConfigError(
@@ -122,21 +121,21 @@ class SparseOptimizer(ABC):
 
     @abstractmethod
     def step(self, block: RowBlock) -> None:
-        """Change the weights and the state of a block: what every kernel must do."""
+        """Update the weights and state of a block. Every kernel must compute the same."""
 
     @property
     def decay(self) -> float:
-        """``weight_decay`` of those that have it."""
+        """``weight_decay``, or 0 if there is none."""
         return getattr(self, "weight_decay", 0.0)
 
     @property
     def has_row_state(self) -> bool:
-        """Whether a number is kept per row: then a step has the rows' mean squares."""
+        """True if there is state per row; a step then gets the rows' mean squares."""
         return "row" in self.state.values()
 
     @property
     def shares_row_state(self) -> bool:
-        """Whether ranks that hold different columns of a row need one another's gradients."""
+        """True if ranks that hold different columns of a row must sum their squares."""
         return self.has_row_state
 
     def state_shape(self, name: str, rows: int, width: int) -> tuple[int, ...]:
@@ -145,21 +144,20 @@ class SparseOptimizer(ABC):
 
     @property
     def state_counts(self) -> tuple[int, int]:
-        """How many numbers are kept per row, and how many per element."""
+        """(numbers kept per row, numbers kept per element)."""
         sizes = list(self.state.values())
         return sizes.count("row"), sizes.count("element")
 
     def initial_state(self, name: str) -> float:
-        """What a state starts with."""
-        del name
+        """The initial value of a state."""
         return 0.0
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """At the learning rate ``lr`` and a step of the job, on the host."""
+        """The host numbers for learning rate ``lr`` and training step ``step``."""
         return StepNumbers(lr, 1.0 - lr * self.decay, step)
 
     def apply(self, block: RowBlock) -> None:
-        """One step, weight decay included."""
+        """Take a step, including weight decay."""
         if self.decay:
             block.weights.mul_(block.numbers.decay)
         self.step(block)

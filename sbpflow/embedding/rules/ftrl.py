@@ -14,7 +14,7 @@ from sbpflow.runtime.fields.ranges import Accumulator, NonNegative
 class Ftrl(SparseOptimizer):
     """FTRL-Proximal, for sparse weights.
 
-    A row keeps its starting values until it is touched, as in TensorFlow's Ftrl.
+    A row keeps its initial values until it is touched, as in TensorFlow's Ftrl.
     """
 
     name: Literal["ftrl"] = "ftrl"
@@ -28,8 +28,8 @@ class Ftrl(SparseOptimizer):
         "numba": "sbpflow.embedding.storage.numba_rules:ftrl",
         "triton": "sbpflow.embedding.storage.triton_rules:ftrl",
     }
-    # ``linear`` is such a sum, and a weight follows from it.
-    one_rate: ClassVar = "keeps sums of steps at one rate"
+    # Weights are computed from ``linear``, a sum that contains the learning rate.
+    one_rate: ClassVar = "accumulates sums that assume a constant rate"
 
     def initial_state(self, name: str) -> float:
         return self.initial_accumulator if name == "sum" else 0.0
@@ -44,5 +44,5 @@ class Ftrl(SparseOptimizer):
         block.put("linear", linear)
         beyond = linear - linear.clamp(-self.l1, self.l1)
         curvature = root.add_(self.beta).div_(self.lr).add_(self.l2)
-        # Nothing seen yet and no l1 leaves 0 / 0: such a coordinate stays at 0.
+        # Without gradients so far and with l1 = 0, this would be 0 / 0.
         block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))

@@ -1,4 +1,4 @@
-"""Adam over the rows of a batch only, as TensorFlow's LazyAdam and torch's SparseAdam."""
+"""Adam on the rows of a batch only, as in TensorFlow's LazyAdam and torch's SparseAdam."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from sbpflow.runtime.fields.ranges import Betas, Epsilon, LearningRate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LazyAdam(SparseOptimizer):
-    """Adam over the rows of a batch only; the others keep value and state."""
+    """Adam on the rows of a batch only; other rows keep their weights and state."""
 
     name: Literal["lazy_adam"] = "lazy_adam"
     lr: LearningRate = 1e-3
@@ -25,7 +25,7 @@ class LazyAdam(SparseOptimizer):
     }
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Bias is corrected by the job's count of steps: the mean's in the rate."""
+        """The bias corrections use the job's step; the one of the mean is part of the rate."""
         beta1, beta2 = self.betas
         rate, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
         return StepNumbers(rate, 1.0 - lr * self.weight_decay, step, correction)

@@ -1,4 +1,4 @@
-"""Which sparse optimizers there are; a user's own needs no entry, only its module imported."""
+"""The built-in sparse optimizers, and user classes whose module has been imported."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ RULES: dict[str, type[SparseOptimizer]] = {
 
 
 def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
-    """The classes by name, and that of ``package.module:Class`` if its module is imported."""
+    """The classes by name, including ``package.module:Class`` if its module is imported."""
     if not isinstance(name, str) or ":" not in name:
         return RULES
     module, _, own = name.partition(":")
@@ -33,29 +33,28 @@ def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
 
 
 def import_rule(key: str, name: str) -> None:
-    """Import the class of a user's own that ``key`` names; ConfigError if it is not a rule's."""
+    """Import the user class given for ``key``. Raises ConfigError if it is not an optimizer."""
     kind = import_own_class(key, name, "my_package.my_module:MyOptimizer")
     if not _is_rule(kind):
         raise ConfigError(
             f"{key}: {name} is not a sparse optimizer; it must be a frozen dataclass derived from "
-            "sbpflow.SparseOptimizer with a name and a method step(block), as docs/embeddings.md "
-            "shows"
+            "sbpflow.SparseOptimizer, with a name and a method step(block); see docs/embeddings.md"
         )
 
 
 def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
     if not (isinstance(kind, type) and issubclass(kind, SparseOptimizer)) or isabstract(kind):
         return False
-    own_fields = vars(kind).get("__dataclass_fields__", {})  # none of a plain subclass
+    own_fields = vars(kind).get("__dataclass_fields__", {})  # empty if it is not a dataclass
     return "name" in own_fields and isinstance(own_fields["name"].default, str)
 
 
 def rule_class(name: str) -> type[SparseOptimizer]:
-    """The class of a name; ConfigError with near matches if there is none."""
+    """The class of a name. Raises ConfigError with the nearest match for an unknown name."""
     kinds = known_rules(name)
     if name not in kinds and ":" in name:
         raise ConfigError(
-            f"sparse optimizer {name!r}: no such class is imported here; import its module first"
+            f"sparse optimizer {name!r}: the class is not imported; import its module first"
         )
     if name not in kinds:
         near = get_close_matches(name, kinds, 1)
@@ -65,19 +64,19 @@ def rule_class(name: str) -> type[SparseOptimizer]:
 
 
 def sparse_optimizer(name: str, **constants: object) -> SparseOptimizer:
-    """The optimizer of that name: ``sparse_optimizer("adagrad", lr=0.1)``.
+    """Create an optimizer by name: ``sparse_optimizer("adagrad", lr=0.1)``.
 
-    ``name`` may be ``package.module:Class``, once its module is imported. Raises ConfigError for a
-    name or a constant that there is not, or one out of its range.
+    ``name`` can be ``package.module:Class`` if the module is imported. Raises ConfigError for an
+    unknown name, an unknown constant, or an out-of-range constant.
     """
     kind = rule_class(name)
     _check_constants(name, kind, constants)
-    given: dict[str, Any] = {"name": name, **constants}
-    return kind(**given)
+    arguments: dict[str, Any] = {"name": name, **constants}
+    return kind(**arguments)
 
 
 def with_constants(optimizer: SparseOptimizer, constants: Mapping[str, object]) -> SparseOptimizer:
-    """``optimizer`` with some of its constants changed; ConfigError as ``sparse_optimizer``."""
+    """A copy with some constants changed. Raises ConfigError like ``sparse_optimizer``."""
     _check_constants(optimizer.name, type(optimizer), constants)
     changes: Mapping[str, Any] = constants
     return replace(optimizer, **changes)
@@ -94,15 +93,17 @@ def _check_constants(
 
 
 def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:
-    """What a kernel calls for an optimizer; SbpError if it has nothing."""
-    place = optimizer.kernels.get(kernel)
-    if place is None:
-        raise SbpError(f"kernel {kernel} has no rule {optimizer.name}; use parallel.kernel: torch")
-    module, _, name = place.partition(":")
+    """The function of an optimizer for a kernel. Raises SbpError if there is none."""
+    path = optimizer.kernels.get(kernel)
+    if path is None:
+        raise SbpError(
+            f"kernel {kernel}: does not support {optimizer.name}; use parallel.kernel: torch"
+        )
+    module, _, name = path.partition(":")
     function = getattr(import_module(module), name, None)
     if not callable(function):
         raise SbpError(
-            f"sparse optimizer {optimizer.name}: kernels names {place!r} for {kernel}, and there "
-            "is no such function; write package.module:function"
+            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, which does not "
+            "exist; use package.module:function"
         )
     return function

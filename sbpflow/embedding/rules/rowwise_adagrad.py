@@ -12,7 +12,7 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 class RowwiseAdagrad(SparseOptimizer):
     """Adagrad with one number of state per row.
 
-    ``row_state: per_shard`` adds nothing up over ranks, so results depend on the layout.
+    With ``row_state: per_shard`` ranks do not sum their squares, so results depend on the layout.
     """
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
@@ -21,9 +21,7 @@ class RowwiseAdagrad(SparseOptimizer):
     weight_decay: RowDecay = 0.0
     row_state: Annotated[
         Literal["logical", "per_shard"],
-        Key(
-            "results", "Keep one number of state per row, or per row and column shard as TorchRec."
-        ),
+        Key("results", "Keep one number of state per row, or per row and column shard (TorchRec)."),
     ] = "logical"
 
     state: ClassVar = {"sum": "row"}

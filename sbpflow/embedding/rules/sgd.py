@@ -8,7 +8,7 @@ from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sgd(SparseOptimizer):
-    """A row moves by lr times its gradient."""
+    """Subtracts lr times the gradient from each row."""
 
     name: Literal["sgd"] = "sgd"
     weight_decay: RowDecay = 0.0

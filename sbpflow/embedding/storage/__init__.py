@@ -1,1 +1,1 @@
-"""Where rows live, the kernels that read and update them, and the choice among those."""
+"""Stores and kernels of table rows and their optimizer state."""

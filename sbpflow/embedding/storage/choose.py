@@ -1,7 +1,7 @@
-"""Which kernel serves a storage, and why: those that mean the same, plain torch everywhere.
+"""Chooses the kernel of a stack among those with equal results; plain torch supports everything.
 
-FBGEMM facts behind the rules were measured with fbgemm-gpu-cpu 1.8.0: it refuses widths that are
-not a multiple of 4, has no bf16 or float64 rows on CPU, and its rowwise state spans one storage.
+The facts about FBGEMM were measured with fbgemm-gpu-cpu 1.8.0: it rejects widths that are not a
+multiple of 4, does not support bf16 or float64 rows on CPU, and keeps rowwise state per store.
 """
 
 import logging
@@ -27,7 +27,7 @@ from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
-_SILENT_S = 2.0  # a user who waits longer is told what for
+_NOTICE_AFTER_S = 2.0  # a longer compilation is announced in the log
 
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
@@ -35,7 +35,7 @@ KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """``reason`` is one clause for the start-up summary."""
+    """A kernel, and the ``reason`` as a clause for the start-up summary."""
 
     name: KernelName
     reason: str
@@ -43,9 +43,9 @@ class KernelChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFacts:
-    """What decides which kernels mean the same for a stack."""
+    """The properties of a stack that decide which kernels support it."""
 
-    width: int  # of a rank's part; one that is no multiple of 4, if there is one
+    width: int  # of a rank's part; a width that is not a multiple of 4, if there is one
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
@@ -54,7 +54,7 @@ class StackFacts:
 
     @staticmethod
     def of(plan: EmbeddingPlan, group: GroupPlan, stack: TableBatch) -> "StackFacts":
-        """Of a stack of a plan, the same on every rank."""
+        """The facts of a stack in a plan, equal on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
             width=next((w for w in sorted(widths) if w % 4), min(widths)),
@@ -67,37 +67,37 @@ class StackFacts:
 
 
 def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
-    """Kernels that are not installed here, or not asked for, and why.
+    """Kernels that are not installed or not requested, with the reason.
 
-    Raises ConfigError if FBGEMM is installed and does not fit the installed torch.
+    Raises ConfigError if the installed FBGEMM does not match the installed torch.
     """
-    there: dict[KernelName, tuple[str, Callable[[], bool]]] = {
+    installed: dict[KernelName, tuple[str, Callable[[], bool]]] = {
         "fbgemm": ("FBGEMM", lambda: import_fbgemm() is not None),
         "numba": ("numba", lambda: find_spec("numba") is not None),
         "triton": ("Triton", lambda: find_spec("triton") is not None),
     }
     missing: dict[KernelName, str] = {}
-    for name, (word, is_there) in there.items():
+    for name, (label, is_installed) in installed.items():
         if request not in ("auto", name):
             missing[name] = f"parallel.kernel: {request}"
-        elif not is_there():
-            missing[name] = f"{word} is not installed"
+        elif not is_installed():
+            missing[name] = f"{label} is not installed"
     return missing
 
 
 def _fbgemm_fault(stack: StackFacts) -> str | None:
-    """Why FBGEMM would not mean the same for a stack, or ``None``."""
+    """Why FBGEMM cannot give equal results for a stack, or ``None``."""
     if stack.dtype != torch.float32:
-        return f"FBGEMM has no {str(stack.dtype).removeprefix('torch.')} rows here"
+        return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows here"
     if stack.row_dtype in HALF_DTYPES:
-        # On CPU its bf16 is missing, its fp16 rounds to the nearest and is 5 times slower.
-        return "FBGEMM does not round half-precision rows at random here"
+        # On CPU it has no bf16 rows, and its fp16 rounds to nearest and is 5 times slower.
+        return "FBGEMM does not round half-precision rows stochastically here"
     if stack.optimizer.decay:
         return "FBGEMM ignores weight decay in some modes"
     if stack.width % 4:
         return f"width {stack.width} is not a multiple of 4"
     if stack.column_split and stack.optimizer.shares_row_state:
-        return "the state of a row spans the ranks that share it"
+        return "ranks share the state of a row"
     return None
 
 
@@ -106,24 +106,24 @@ def _numba_fault(stack: StackFacts) -> str | None:
 
 
 def _triton_fault(stack: StackFacts) -> str | None:
-    """Why Triton's kernels cannot serve a stack, or ``None``."""
+    """Why Triton cannot run a stack, or ``None``."""
     if stack.device_type != "cuda":
         return "Triton compiles for GPUs"
     if stack.dtype != torch.float32:
-        return f"Triton's kernels have no {str(stack.dtype).removeprefix('torch.')} arithmetic"
+        return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic here"
     return None
 
 
 def kernel_faults(
     stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> dict[KernelName, str | None]:
-    """Every kernel, and why it cannot serve a stack; ``None`` for those that can."""
+    """Why each kernel cannot run a stack; ``None`` for kernels that can."""
     faults: dict[KernelName, str | None] = {"torch": None}
     checks = {"fbgemm": _fbgemm_fault, "numba": _numba_fault, "triton": _triton_fault}
     for kernel in get_args(CompiledKernel):
         lacks = None
         if kernel not in stack.optimizer.kernels:
-            lacks = f"kernel {kernel} has no rule {stack.optimizer.name}"
+            lacks = f"kernel {kernel} does not support {stack.optimizer.name}"
         faults[kernel] = missing.get(kernel) or lacks or checks[kernel](stack)
     return faults
 
@@ -131,55 +131,55 @@ def kernel_faults(
 def choose_kernel(
     request: KernelRequest, stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> KernelChoice:
-    """Pick a kernel for a stack, without measuring; ``missing`` is ``missing_kernels(request)``.
+    """Choose a kernel without measuring; ``missing`` is ``missing_kernels(request)``.
 
-    Raises ConfigError if one is demanded and not installed. Where it is demanded and cannot serve a
-    stack, torch serves it and the reason says so.
+    Raises ConfigError if the requested kernel is not installed. If it is installed but does not
+    support the stack, torch is chosen, with the reason.
     """
     if request in ("fbgemm", "numba", "triton") and request in missing:
         raise ConfigError(
-            f"parallel.kernel: {request}, but {missing[request]}; `sbpflow doctor` names "
-            "the version that fits, or use parallel.kernel: torch"
+            f"parallel.kernel: {request}, but {missing[request]}; `sbpflow doctor` shows the "
+            "version to install, or use parallel.kernel: torch"
         )
     faults = kernel_faults(stack, missing)
     if request == "torch":
         return KernelChoice("torch", "parallel.kernel: torch")
     if request != "auto":
         fault = faults[request]
-        return KernelChoice(request, "asked for") if fault is None else KernelChoice("torch", fault)
+        return KernelChoice(request, "requested") if fault is None else KernelChoice("torch", fault)
     if faults["numba"] is None:
         return KernelChoice("numba", "compiled for this CPU")
     if faults["fbgemm"] is None:
-        return KernelChoice("fbgemm", "same meaning, fused update")
+        return KernelChoice("fbgemm", "equal results, fused update")
     if faults["triton"] is None:
-        return KernelChoice("triton", "sort, sum and rule in launches of fixed size")
+        return KernelChoice("triton", "sort, sum, and update in launches of fixed size")
     return KernelChoice("torch", faults["fbgemm"])
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
-    """What is asked for a stack: by its tables, or by the run."""
+    """The kernel request of a stack: that of its tables, else that of the run."""
     return stack.tables[0].kernel or request
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
-    """The kernel of every table by name; the same on every rank."""
+    """The kernel of every table by name, equal on every rank."""
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:
-            asked = request_of(stack, request)
+            stack_request = request_of(stack, request)
             facts = StackFacts.of(plan, group, stack)
-            choice = choose_kernel(asked, facts, missing_kernels(asked))
+            choice = choose_kernel(stack_request, facts, missing_kernels(stack_request))
             choices |= {table.name: choice for table in stack.tables}
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
         reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
         raise ConfigError(
-            f"parallel.kernel: fbgemm serves none of the tables: {reasons}; use auto or torch"
+            f"parallel.kernel: fbgemm supports none of the tables: {reasons}; use auto or torch"
         )
     return choices
 
 
 def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) -> None:
-    """Compile what a plan needs, or load it from the user's cache, before the first step."""
+    """Compile the kernels of a plan, or load them from the cache, before the first step."""
     rules = {
         stack.optimizer
         for group in plan.groups
@@ -190,7 +190,8 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
         return
     from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up
 
-    notice = threading.Timer(_SILENT_S, LOG.info, ["numba compiles kernels, once per machine ..."])
+    message = "compiling numba kernels, once per machine ..."
+    notice = threading.Timer(_NOTICE_AFTER_S, LOG.info, [message])
     notice.start()
     try:
         seconds = [warm_up(rule, dtype=plan.dtype, row_dtype=plan.row_dtype) for rule in rules]
@@ -200,8 +201,10 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
 
 
 def deduplicator(kernel: str, num_addresses: int | None) -> Callable[[Lookup], Lookup]:
-    """How a kernel deduplicates ids at home, whose addresses are below ``num_addresses``; ``None``
-    for addresses of keys, which may be negative: compiled loops sort none of those.
+    """A function that makes lookups deduplicate with the method of a kernel.
+
+    Addresses are below ``num_addresses``. It is ``None`` for addresses of keys, which can be
+    negative and therefore cannot use the compiled loops.
     """
     if kernel != "numba" or num_addresses is None:
         return lambda lookup: lookup
@@ -227,8 +230,9 @@ def make_kernel(
     noise: RowNoise | None = None,
     slots: int | None = None,
 ) -> RowKernel:
-    """Allocate a kernel's block, for ``slots`` of the ``rows`` at a time, by default all; without
-    any the kernel is always torch's (FBGEMM cannot hold none).
+    """Allocate a kernel's block for ``slots`` of the ``rows``, by default for all.
+
+    A block without slots always uses torch, because FBGEMM cannot be empty.
     """
     slots = rows if slots is None else slots
     if choice.name == "fbgemm" and slots > 0:
@@ -248,7 +252,7 @@ def make_kernel(
 
 
 def _class_of(name: KernelName) -> type[TorchStorage]:
-    """The class of a kernel whose storages are made alike; those that compile load on demand."""
+    """The class of a kernel; kernels that need a compiler are imported on demand."""
     if name == "numba":
         from sbpflow.embedding.storage.numba_storage import NumbaStorage
 
@@ -257,6 +261,6 @@ def _class_of(name: KernelName) -> type[TorchStorage]:
         from sbpflow.embedding.storage.triton_storage import TritonStorage
 
         return TritonStorage
-    if name in ("torch", "fbgemm"):  # FBGEMM's without rows
+    if name in ("torch", "fbgemm"):  # FBGEMM without rows
         return TorchStorage
     raise unknown_value("kernel", name, KernelName)

@@ -1,10 +1,10 @@
-"""Loops over rows and ids that numba compiles for the CPU at hand. Imported only with numba there.
+"""Loops over rows and ids, compiled for the CPU by numba. Imported only if numba is installed.
 
-Terms are added in the order of the batch, and a product is added unrounded (fma) where torch's
-kernels do so: sums, states without a root and SGD are equal to ``TorchStorage`` bit by bit, what
-takes a root within a unit in the last place of it (torch's comes from a library that does not
-round it correctly). Arrays are C-contiguous. Functions are compiled on first use for the types
-they are given, and kept in the user's cache directory.
+Terms are added in batch order, with fused multiply-add (fma) where torch's kernels use it.
+Therefore sums, root-free state, and SGD are bit-equal to ``TorchStorage``. Results with a root are
+within one unit in the last place, because torch's vector math library does not round roots
+correctly. Arrays must be C-contiguous. Functions are compiled on first use for their argument types
+and cached in the user's cache directory.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ _DIGIT_BITS, _DIGITS = 11, 1 << 11
 
 
 class _Builder(Protocol):
-    """What is used of llvmlite's."""
+    """The part of llvmlite's builder that is used."""
 
     def fma(self, a: object, b: object, c: object) -> object: ...
 
 
 def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
-    """The signature of ``fma`` and how its code is made, for numba."""
+    """The typing function of ``fma`` for numba: its signature and code generator."""
 
     def generate(
         _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
@@ -38,7 +38,7 @@ def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> o
     return a(a, b, c), generate
 
 
-# a * b + c of floats of one type, rounded once.
+# a * b + c in the floating-point type of the arguments, rounded once.
 fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
 
 
@@ -54,10 +54,11 @@ def _popcount(v: np.uint64) -> np.uint64:
 def index_by_bits(
     addresses: Array, words: Array, before: Array, rows: Array, inverse: Array
 ) -> int:
-    """Unique ``addresses`` ascending into ``rows``, the place of each among them into ``inverse``.
+    """Write unique ``addresses`` to ``rows``, ascending, and each address's index to ``inverse``.
 
-    Returns how many are unique. ``words`` uint64 has a bit for each possible address, all 0, and so
-    again afterwards; ``before`` int32 counts the bits set in words before. Both are scratch memory.
+    Returns the number of unique addresses. ``words`` (uint64) has one bit per possible address; all
+    bits must be 0, and are 0 again on return. ``before`` (int32) is scratch memory for the number
+    of bits set in preceding words.
     """
     for i in range(addresses.size):
         a = U64(addresses[i])
@@ -81,7 +82,7 @@ def index_by_bits(
 
 @compiled
 def _sort_by_digits(keys: Array, places: Array) -> None:
-    """Sort non-negative ``keys``, and ``places`` with them: a radix sort."""
+    """Radix sort of non-negative ``keys``, with ``places`` permuted alike."""
     other_keys, other_places = np.empty_like(keys), np.empty_like(places)
     highest = keys.max() if keys.size else 0
     shift = 0
@@ -101,7 +102,7 @@ def _sort_by_digits(keys: Array, places: Array) -> None:
 
 @compiled
 def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
-    """As ``index_by_bits``, in memory that grows with the batch and not with the table."""
+    """Like ``index_by_bits``, with memory proportional to the batch instead of the table."""
     size, shift = 2, U64(63)
     while size < 2 * addresses.size:
         size, shift = 2 * size, shift - U64(1)
@@ -119,11 +120,11 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
             rows[slot] = addresses[i]
             count += 1
         inverse[i] = slot
-    found = np.arange(count).astype(np.int32)
-    _sort_by_digits(rows[:count], found)
+    original = np.arange(count).astype(np.int32)
+    _sort_by_digits(rows[:count], original)
     rank = np.empty(count, np.int32)
     for j in range(count):
-        rank[found[j]] = j
+        rank[original[j]] = j
     for i in range(addresses.size):
         inverse[i] = rank[inverse[i]]
     return count
@@ -131,7 +132,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
 
 @compiled
 def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
-    """``sums`` [unique, width] of ``grads`` [n, width], in order."""
+    """Sum ``grads`` [n, width] by row, in order, into ``sums`` [unique, width]."""
     sums[:] = 0
     width = grads.shape[1]
     for i in range(inverse.size):
@@ -142,9 +143,8 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
 
 @compiled
 def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
-    """As ``sum_rows`` where address i lies in the bag b with ``ends[b] <= i < ends[b + 1]``.
-
-    ``grads`` [bags, width]; ``weights`` [n], or [0] for ones.
+    """Like ``sum_rows``, with ``grads`` [bags, width]: address i is in bag b if
+    ``ends[b] <= i < ends[b + 1]``. ``weights`` is [n], or [0] without weights.
     """
     sums[:] = 0
     width = grads.shape[1]
@@ -161,7 +161,7 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
 
 @compiled
 def add_squares(grads: Array, squares: Array) -> None:
-    """``squares`` [n]: the sum of squares of each row, column by column."""
+    """Write each row's sum of squares to ``squares`` [n], column by column."""
     for j in range(grads.shape[0]):
         squares[j] = 0
         total = squares[j]
@@ -172,7 +172,7 @@ def add_squares(grads: Array, squares: Array) -> None:
 
 @compiled
 def mixed(z: np.uint64) -> np.uint64:
-    """Bits spread over the word, as ``streams`` does it."""
+    """The finalizer of SplitMix64, as in ``streams.mix``."""
     z = (z ^ (z >> U64(30))) * _MIX_1
     z = (z ^ (z >> U64(27))) * _MIX_2
     return z ^ (z >> U64(31))
@@ -182,7 +182,7 @@ def mixed(z: np.uint64) -> np.uint64:
 def fill_uniform(
     out: Array, key: int, bound: float, num_columns: int, first_row: int, first_column: int
 ) -> None:
-    """As ``streams.fill_uniform``, whose numbers these are."""
+    """Like ``streams.fill_uniform``, with equal results."""
     scale = 2.0 * bound / 9007199254740992.0
     for r in range(out.shape[0]):
         first = (first_row + r) * num_columns + first_column

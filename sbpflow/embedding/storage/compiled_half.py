@@ -1,7 +1,7 @@
-"""Loops over rows of half precision that numba compiles: read and pooled, rounded and written.
+"""Loops over half-precision rows, compiled by numba: pooled reads and rounded writes.
 
-As ``compiled`` in everything: sums in the order of the batch, products added unrounded; equal to
-``TorchStorage`` bit by bit. Rows come as the int16 bits that numpy has a type for.
+The properties of ``compiled`` hold, and results are bit-equal to ``TorchStorage``. Rows are passed
+as int16 bits, because NumPy has no bfloat16.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 class _Builder(Protocol):
-    """What is used of llvmlite's."""
+    """The part of llvmlite's builder that is used."""
 
     def zext(self, value: object, kind: object) -> object: ...
     def shl(self, value: object, by: object) -> object: ...
@@ -25,11 +25,11 @@ class _Builder(Protocol):
     def fpext(self, value: object, kind: object) -> object: ...
 
 
-_FLOAT = cast("Callable[[object], object]", types.float32)  # a signature that returns one
+_FLOAT = cast("Callable[[object], object]", types.float32)  # called to make a signature
 
 
 def _type_of_from_bfloat16(_: object, a: object) -> object:
-    """The signature of ``_from_bfloat16`` and how its code is made, for numba."""
+    """The typing function of ``_from_bfloat16`` for numba: its signature and code generator."""
 
     def generate(
         _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
@@ -42,7 +42,7 @@ def _type_of_from_bfloat16(_: object, a: object) -> object:
 
 
 def _type_of_from_float16(_: object, a: object) -> object:
-    """As ``_type_of_from_bfloat16``."""
+    """Like ``_type_of_from_bfloat16``."""
 
     def generate(
         _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
@@ -52,14 +52,14 @@ def _type_of_from_float16(_: object, a: object) -> object:
     return _FLOAT(a), generate
 
 
-# int16 bits of a number of half precision to float32, which has all of them.
+# From int16 bits of a half-precision number to float32, exactly.
 _from_bfloat16 = cast("Callable[[int], float]", intrinsic(_type_of_from_bfloat16))
 _from_float16 = cast("Callable[[int], float]", intrinsic(_type_of_from_float16))
 
 
 @compiled
 def _as_float16(bits: np.int64) -> np.int64:
-    """The float16 nearest to a float32 of at most 65504, both as bits."""
+    """Bits of the float16 nearest to a float32 (as bits) of magnitude up to 65504."""
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
     if exponent == 255:
         return sign | 0x7C00 | (0x200 if mantissa else 0)
@@ -89,11 +89,11 @@ def store_rounded(
     first_column: int,
     dropped: int,
 ) -> None:
-    """``values`` [n, width], float32 as int32 bits, into ``slots`` of ``out``.
+    """Round ``values`` [n, width] (float32 as int32 bits) into ``slots`` of ``out`` (int16).
 
-    ``out`` is int16, of bfloat16 where 16 bits are ``dropped``, else of float16. Rounds the values
-    of ``rows`` (ascending) as ``rounding.RowNoise`` and ``round_randomly`` do; ``keys`` uint64 are
-    those of the step.
+    ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 float16. Rounding is
+    that of ``rounding.RowNoise`` and ``round_randomly`` for ``rows`` (ascending); ``keys`` (uint64)
+    are those of the step.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000
     mask = (1 << dropped) - 1
@@ -114,8 +114,8 @@ def store_rounded(
                 noise = np.int64((word >> U64(16 * (column & 3))) & U64(0xFFFF)) & mask
                 sign = bits & 0x80000000
                 bits = sign | min(((bits & 0x7FFFFFFF) + noise) & ~mask, top)
-            kept = bits >> 16 if dropped == 16 else _as_float16(bits)
-            out[slot, k] = np.int16(kept - 0x10000 if kept >= 0x8000 else kept)
+            narrow = bits >> 16 if dropped == 16 else _as_float16(bits)
+            out[slot, k] = np.int16(narrow - 0x10000 if narrow >= 0x8000 else narrow)
 
 
 @compiled
@@ -125,9 +125,9 @@ def _as_float32(bits: int, dropped: int) -> float:
 
 @compiled
 def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
-    """Rows of half precision, as int16 bits, into ``out`` [n, width] float32.
+    """Convert half-precision rows (int16 bits) to ``out`` [n, width] float32.
 
-    They are of bfloat16 where 16 bits are ``dropped``, else of float16.
+    ``dropped`` is 16 for bfloat16 and 13 for float16.
     """
     for i in range(addresses.size):
         a = addresses[i]
@@ -139,10 +139,10 @@ def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
 def pool(
     weights: Array, addresses: Array, ends: Array, shares: Array, out: Array, dropped: int
 ) -> None:
-    """``out`` [bags, width] float32: rows as ``widen`` has them, added in the order of a bag.
+    """Sum rows, converted as by ``widen``, into ``out`` [bags, width] float32, in bag order.
 
-    Bag b has the addresses from ``ends[b]`` to below ``ends[b + 1]``; ``shares`` [n] float32 weigh
-    them, or are [0] for ones.
+    Bag b has addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` are their weights, [n]
+    float32, or [0] without weights.
     """
     out[:] = 0
     for b in range(ends.size - 1):

@@ -1,4 +1,4 @@
-"""The sparse optimizers that FBGEMM has, as the arguments of its table-batched embedding."""
+"""The sparse optimizers that FBGEMM supports, as arguments of its table-batched embedding."""
 
 from typing import Any
 
@@ -14,7 +14,6 @@ def _kind(name: str) -> object:
 
 
 def sgd(optimizer: SparseOptimizer) -> dict[str, Any]:
-    del optimizer
     return {"optimizer": _kind("EXACT_SGD")}
 
 

@@ -1,8 +1,4 @@
-"""Rows in FBGEMM's table-batched embedding (TBE), whose backward contains the update.
-
-Serves the cases ``choose.choose_kernels`` lets through: rules and widths where TBE means the same
-as ``TorchStorage``.
-"""
+"""Rows in FBGEMM's table-batched embedding (TBE), whose backward contains the update."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,10 +15,10 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 
 
 class FbgemmStorage:
-    """Float32 rows in the slots of one TBE table; the update is fused into its backward.
+    """Float32 rows in one TBE table, with the update fused into its backward.
 
-    Serves exactly the cases ``choose.choose_kernel`` lets through: rules and widths where TBE
-    means the same as ``TorchStorage``.
+    Supports the cases that ``choose.choose_kernel`` selects: rules and widths for which TBE gives
+    the same results as ``TorchStorage``.
     """
 
     name = "fbgemm"
@@ -41,12 +37,12 @@ class FbgemmStorage:
 
     @property
     def absent(self) -> None:
-        """TBE would train such a row."""
+        """Unsupported: TBE would train such a row."""
         return None
 
     @property
     def weights(self) -> Tensor:
-        # .data: writes through the view itself would invalidate a graph waiting for its backward.
+        # .data: a write through the view itself would invalidate a graph that awaits its backward.
         return self._tbe.split_embedding_weights()[0].data
 
     @property
@@ -57,12 +53,7 @@ class FbgemmStorage:
         return {self._state_names[0]: state.data}
 
     def sort_ahead(self, lookup: Lookup) -> None:
-        """TBE sorts in its backward."""
-
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        return Lookup(addresses, offsets, weights)
+        """Do nothing: TBE sorts in its backward."""
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         if lr is None:
@@ -77,27 +68,26 @@ class FbgemmStorage:
         return lookup.row_gradients(grads)
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
-        del step  # none of its rules counts
         if self.listeners:
             notify(self.listeners, lookup.rows())
         graph, lookup.graph = lookup.graph, None
-        if graph is None:  # rows that were not looked up here: TBE needs a forward of its own
+        if graph is None:  # the rows were not looked up here, so TBE needs its own forward
             graph = self._run(lookup, lr)
         torch.autograd.backward([graph], [grads.contiguous()])
 
     def _run(self, lookup: Lookup, lr: float) -> Tensor:
-        if lr != self._lr:  # TBE's backward takes the rate that was set at its forward
+        if lr != self._lr:  # TBE's backward uses the learning rate set at its forward
             self._tbe.set_learning_rate(lr)
             self._lr = lr
         slots = lookup.slots
-        if slots.is_cuda:  # its CUDA kernels take ids and offsets of one type
+        if slots.is_cuda:  # its CUDA kernels require ids and offsets of equal dtype
             slots = slots.to(torch.int64)
         with torch.enable_grad():
             return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
 
 
 class Tbe(Protocol):
-    """What is used of FBGEMM's module, which is imported late and has no stubs."""
+    """The part of FBGEMM's module that is used; it is imported late and has no stubs."""
 
     def split_embedding_weights(self) -> list[Tensor]: ...
     def split_optimizer_states(self) -> Sequence[Sequence[Tensor]]: ...
@@ -129,8 +119,8 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,
-        # Ids are checked once per batch, with field and row named; TBE's default trains row 0 on
-        # a bad id. NONE also leaves the caller's tensors untouched.
+        # Ids are checked once per batch, with field and row in the error; TBE's default would
+        # train row 0 for a bad id. NONE also leaves the caller's tensors unchanged.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,
         **({} if on_cuda else _host_buffers(make, rows, width, optimizer, device)),
@@ -144,7 +134,7 @@ def _host_buffers(
     optimizer: SparseOptimizer,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Memory of our own for TBE on CPU, where this release of FBGEMM takes it (1.8 does)."""
+    """Preallocated huge-page memory for TBE on CPU, if this version of FBGEMM accepts it."""
     argument = "preallocated_host_buffers"
     if argument not in inspect.signature(make).parameters:
         return {}

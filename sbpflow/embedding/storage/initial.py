@@ -1,4 +1,4 @@
-"""Starting values of a shard or of single rows: compiled where that pays, the same everywhere."""
+"""Initial values of shards and single rows, equal whether computed by numba or torch."""
 
 import sys
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from sbpflow.embedding.storage.keyed import KeyedStore, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
 
-# Where the torch loop takes longer than loading numba does (about half a second).
+# Above this size the torch loop takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
 
 
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
-    """U(-initial_range, initial_range) by (seed, table, row, column), as ``fill_uniform``.
+    """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column).
 
-    Rows by key are filled when their keys come.
+    Rows of ``by_key`` tables are filled when their keys first appear.
     """
     store, rows = stored.store, stored.rows
     if isinstance(store, KeyedStore | TrainedRows):
@@ -47,21 +47,23 @@ def initial_rows(
     dtype: torch.dtype,
     row_dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """What ``fill_shard`` writes to these rows [n] of a rank's shards, which lie one after the
-    other, and their state; of a keyed table, by (seed, table, key, column), rows are addresses.
+    """The values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their state.
+
+    ``rows`` are numbered over all shards of the store. In a ``by_key`` table they are addresses,
+    and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
     weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)
     bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64, device=rows.device)
-    of = torch.searchsorted(bases[1:], rows, right=True)
+    shard_of = torch.searchsorted(bases[1:], rows, right=True)
     for number, shard in enumerate(shards):
-        here = (of == number).nonzero().squeeze(1)
+        indices = (shard_of == number).nonzero().squeeze(1)
         table = shard.table
         counters = table.numbering.counters(
-            rows[here] - shard.shift, table.dim, stream_key(seed, table.name)
+            rows[indices] - shard.shift, table.dim, stream_key(seed, table.name)
         )
         values = uniform_rows(counters, width, table.initial_range, shard.col_start)
-        weights[here] = values.to(row_dtype)
+        weights[indices] = values.to(row_dtype)
     state = {
         name: torch.full(
             optimizer.state_shape(name, rows.numel(), width),
@@ -75,16 +77,16 @@ def initial_rows(
 
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
-    """``out`` are the shard's rows after the first ``skipped``."""
-    bound, first_row = shard.table.initial_range, shard.row_start + skipped
-    compiled_here = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
-    if out.device.type != "cpu" or not compiled_here or find_spec("numba") is None:
+    """Fill ``out``, the shard's rows after the first ``skipped``."""
+    bound, first_row, dim = shard.table.initial_range, shard.row_start + skipped, shard.table.dim
+    worth_compiling = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
+    if out.device.type != "cpu" or not worth_compiling or find_spec("numba") is None:
         fill_uniform(
             out,
             seed=seed,
             name=shard.table.name,
             bound=bound,
-            num_columns=shard.table.dim,
+            num_columns=dim,
             first_row=first_row,
             first_column=shard.col_start,
         )
@@ -94,15 +96,9 @@ def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
     key = stream_key(seed, shard.table.name)
     for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
         part = out[start : start + _ROWS_AT_A_TIME]
-        whole = out.dtype in (torch.float32, torch.float64) and part.is_contiguous()
-        values = part if whole else torch.empty(part.shape, dtype=torch.float64)
-        compiled.fill_uniform(
-            values.numpy(),
-            key,
-            bound,
-            shard.table.dim,
-            first_row + start,
-            shard.col_start,
-        )
-        if not whole:
+        is_exact = out.dtype in (torch.float32, torch.float64) and part.is_contiguous()
+        values = part if is_exact else torch.empty(part.shape, dtype=torch.float64)
+        row = first_row + start
+        compiled.fill_uniform(values.numpy(), key, bound, dim, row, shard.col_start)
+        if not is_exact:
             part.copy_(values)

@@ -1,8 +1,8 @@
-"""Stores of tables with rows by key: which row of a rank a key has, and as of which batch.
+"""Stores of ``by_key`` tables, which assign rows to keys.
 
-A key gets a row when a training batch that names it is announced, before it is trained. What saves,
-evaluations and a run that ends early see is of the batches trained: the rows of the others come
-behind all rows of these, so that they can be left out, and forgotten.
+A key gets a row when the first training batch with it is announced, before the batch is trained.
+Saves and evaluations must see only the rows of trained batches. Rows of announced batches come
+after these, so that they can be left out, or discarded if the run ends early.
 """
 
 from collections.abc import Mapping
@@ -18,56 +18,53 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 
-KEYS = "keys"  # their name behind that of a table
-NO_ROWS = slice(0, 0)  # read for names, shapes and dtypes, by a thread that must not sort
+KEYS = "keys"  # the name of the keys within a table's state
+NO_ROWS = slice(0, 0)  # used to read only names, shapes, and dtypes; must not trigger a sort
 
 
 class RowMap(Protocol):
-    """Rows by address, both int64 on the CPU. Used by the thread that trains alone."""
+    """Maps addresses to rows, both int64 on CPU. Used only by the training thread."""
 
     def find(self, addresses: Tensor) -> Tensor:
-        """[n]: the row of each, -1 for an address that has none; addresses may come repeatedly."""
-        ...
+        """[n]: the row of each address, or -1; addresses can repeat."""
 
     def add(self, addresses: Tensor, rows: Tensor) -> None:
-        """Give rows to addresses that have none, each of which comes once."""
-        ...
+        """Assign rows to new addresses, each given once."""
 
     def remove(self, addresses: Tensor) -> None:
-        """Take the rows of addresses away that have one."""
-        ...
+        """Remove existing addresses."""
 
 
 class KeyedStore:
-    """A ``RowStore`` of one keyed table: ``rows`` are in another store, ``row_map`` finds them.
+    """A ``RowStore`` of one ``by_key`` table; another store has the rows, ``row_map`` finds them.
 
-    What is announced and looked up are addresses of keys; everything else goes by row, as in the
-    store within, whose slots and listeners are this one's. Rows are never taken from a key that was
-    trained. A batch with more new keys than there are rows fails in its own step, with DataError.
+    Batches are announced and looked up by address; all other operations use row numbers, as in the
+    inner store, whose slots and listeners are used. A trained key never loses its row. If a batch
+    has more new keys than there are free rows, its own step raises DataError.
     """
 
     is_in_place = False
 
     def __init__(self, request: StoreRequest, rows: RowStore, row_map: RowMap) -> None:
         (self._shard,) = request.shards
+        self._name = f"table {self._shard.table.name}"
         if KEYS in request.optimizer.state:
             raise ConfigError(
-                f"table {self._shard.table.name}: has its rows by key, and its optimizer "
-                f"{request.optimizer.name} a state {KEYS}, as checkpoints call the keys; give the "
-                "state another name"
+                f"{self._name}: by_key: the optimizer {request.optimizer.name} has a state "
+                f"{KEYS!r}, which checkpoints use for the keys; rename the state"
             )
         self._rows, self._map, self._initial = rows, row_map, request.initial
         self.kernel, self.num_rows, self.width = rows.kernel, rows.num_rows, rows.width
         self._addresses = torch.empty(self.num_rows, dtype=torch.int64)  # by row
-        self.num_live = 0  # rows that keys have: of batches trained, then of announced ones
+        self.num_live = 0  # rows with keys: those of trained batches come first
         self.num_trained = 0
-        self._live_after: dict[int, int] = {}  # by announced batch
+        self._live_after: dict[int, int] = {}  # announced batch -> ``num_live`` after it
         self._admitted: set[int] = set()
-        self._faults: dict[int, str] = {}
+        self._faults: dict[int, str] = {}  # announced batch -> error message
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last address of the keys that this rank has rows for."""
+        """First and last address of the keys that belong to this rank."""
         return self._shard.span
 
     @property
@@ -79,14 +76,14 @@ class KeyedStore:
         return self._rows.listeners
 
     def announce(self, number: int, addresses: Tensor) -> Tensor:
-        found = self._map.find(addresses)
-        new = torch.unique(addresses[found < 0])
+        rows = self._map.find(addresses)
+        new = torch.unique(addresses[rows < 0])
         if new.numel():
             self._add(number, new)
-            found = self._map.find(addresses).clamp(min=0)  # without a row: fails in its step
+            rows = self._map.find(addresses).clamp(min=0)  # keys without a row fail in ``admit``
         self._live_after[number] = self.num_live
-        self._rows.announce(number, found)
-        return found
+        self._rows.announce(number, rows)
+        return rows
 
     def admit(self, number: int) -> Tensor | None:
         if number in self._faults:
@@ -105,7 +102,7 @@ class KeyedStore:
             self._forget(self.num_trained)
 
     def peek(self, lookup: Lookup) -> Tensor:
-        """A key without a row reads what it would start with."""
+        """Keys without a row read their initial values."""
         unique, inverse = torch.unique(lookup.addresses, return_inverse=True)
         rows = self._map.find(unique)
         known, unknown = (rows >= 0).nonzero().squeeze(1), (rows < 0).nonzero().squeeze(1)
@@ -125,31 +122,31 @@ class KeyedStore:
         self._rows.write(rows, values)
 
     def trained(self) -> "TrainedRows":
-        """The rows of all batches trained, as they are numbered now."""
+        """A snapshot of the rows of all trained batches."""
         return TrainedRows(self._rows, self._addresses[: self.num_trained])
 
     def load(self, keys: Tensor) -> None:
-        """Forget all keys, and give these, in turn, the rows from 0 on, which are to be written."""
+        """Replace all keys by these, with rows from 0 on, which the caller must write."""
         if self._live_after:
-            raise RuntimeError(f"table {self._shard.table.name}: keys are loaded amid batches")
+            raise RuntimeError(f"{self._name}: keys loaded while batches are in flight")
         if keys.numel() > self.num_rows:
             raise CheckpointError(
-                f"table {self._shard.table.name}: has room for {self.num_rows:,} rows on rank "
-                f"{self._shard.rank}, where {keys.numel():,} of the saved keys belong; give it "
-                f"num_rows of {self._rows_for(keys.numel()):,} or more, or more ranks"
+                f"{self._name}: rank {self._shard.rank} has {self.num_rows:,} rows for "
+                f"{keys.numel():,} saved keys; use num_rows of {self._rows_for(keys.numel()):,} "
+                "or more, or more ranks"
             )
         self._forget(0)
         self._take(NUMBERINGS[True].addresses(keys))
         self.num_trained = self.num_live
 
     def _add(self, number: int, new: Tensor) -> None:
-        """Rows for new addresses, in ascending order."""
+        """Assign rows to new addresses, in ascending order."""
         room = self.num_rows - self.num_live
         if new.numel() > room:
             key = int(keys_of(new[room : room + 1]))
             self._faults[number] = (
-                f"table {self._shard.table.name}: no row is free for key {key}: all "
-                f"{self.num_rows:,} rows of rank {self._shard.rank} have keys; give it num_rows of "
+                f"{self._name}: no row is free for key {key}: all {self.num_rows:,} rows of rank "
+                f"{self._shard.rank} have keys; use num_rows of "
                 f"{self._rows_for(self.num_live + new.numel()):,} or more"
             )
         first = self.num_live
@@ -162,21 +159,21 @@ class KeyedStore:
         self._map.add(addresses, torch.arange(first, self.num_live))
 
     def _forget(self, rows: int) -> None:
-        """All keys behind the first ``rows``."""
+        """Remove all keys with rows from ``rows`` on."""
         if self.num_live > rows:
             self._map.remove(self._addresses[rows : self.num_live])
             self.num_live = self.num_trained = rows
 
     def _rows_for(self, count: int) -> int:
-        """``num_rows`` of a table of which this rank has room for ``count`` rows, and some more."""
+        """A ``num_rows`` that gives this rank room for ``count`` rows, with a margin."""
         return -(-count * self._shard.table.num_rows // self.num_rows) * 5 // 4
 
 
 class TrainedRows:
-    """The first rows of ``store`` at one moment, numbered from 0 in the order of their addresses.
+    """A snapshot of the first rows of ``store``, numbered by ascending address.
 
-    ``addresses`` [n] are those of the store's rows from 0 on. They are sorted on first use, which
-    takes a second or two for ten million: saves leave that to the thread that writes.
+    ``addresses`` [n] are those of the store's rows, from row 0 on. They are sorted on first use,
+    which takes a second or two for ten million rows; in a save, the writer thread does that.
     """
 
     is_in_place = False
@@ -195,24 +192,24 @@ class TrainedRows:
         return torch.empty_like(order).scatter_(0, order, torch.arange(self.num_rows))
 
     def numbers(self, rows: slice) -> slice | Tensor:
-        """What these rows are in the store."""
+        """The store's numbers of these rows."""
         return rows if rows == NO_ROWS else self._sorted[1][rows]
 
     def places(self, numbers: Tensor) -> Tensor:
-        """The reverse of ``numbers``."""
+        """The inverse of ``numbers``."""
         return self._places[numbers]
 
     def keys(self, rows: slice) -> Tensor:
-        """The keys that have these rows."""
+        """The keys of these rows."""
         return self._addresses[rows] if rows == NO_ROWS else keys_of(self._sorted[0][rows])
 
     def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """As ``RowStore.read``."""
+        """See ``RowStore.read``."""
         return self.store.read(self.numbers(rows), into)
 
 
 class TrainedKeys:
-    """The keys of trained rows, read as if they were rows of a store."""
+    """The keys of trained rows, with the read interface of a store."""
 
     is_in_place = False
 
@@ -220,9 +217,9 @@ class TrainedKeys:
         self._rows = rows
 
     def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """As ``RowStore.read``, under the name ``KEYS``."""
-        found = {KEYS: self._rows.keys(rows)}
+        """See ``RowStore.read``; the only name is ``KEYS``."""
+        keys = self._rows.keys(rows)
         if into is None:
-            return found
-        into[KEYS].copy_(found[KEYS])
+            return {KEYS: keys}
+        into[KEYS].copy_(keys)
         return into

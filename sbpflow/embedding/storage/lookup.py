@@ -1,4 +1,4 @@
-"""One batch's use of stored rows: which ones, in which bags, and what is derived from that."""
+"""The use of stored rows by one batch: addresses, bags, and the data derived from them."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -11,12 +11,13 @@ from sbpflow.embedding.storage.sorted_segments import SortedSegments
 
 
 class Lookup:
-    """Addresses, the bags they form, and a weight each; sorted and deduplicated once, on demand.
+    """Addresses, the bags they form, and their weights; sorted and deduplicated once, on demand.
 
     ``addresses`` [n] int32 or int64; ``offsets`` [bags + 1] int64, or ``None`` for one address per
-    bag; ``weights`` [n], or ``None`` for ones. On CUDA the host waits to learn how many rows are
-    unique, unless ``num_unique`` was set. Addresses are local row numbers: rows are sorted, summed
-    and rounded in that order wherever they lie. A row store may have put each of them in a slot.
+    bag; ``weights`` [n], or ``None`` for ones. On CUDA, deduplication makes the host wait for the
+    number of unique rows unless ``num_unique`` is set. Addresses are local row numbers, which
+    determine the order in which rows are sorted and summed, and how they are rounded. A row store
+    can place each row in another slot.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Lookup:
 
     @staticmethod
     def merge(lookups: Sequence["Lookup"]) -> "Lookup":
-        """Several batches' as one, bags in turn."""
+        """Join the lookups of several batches, with their bags in sequence."""
         if len(lookups) == 1:
             return lookups[0]
         addresses = torch.cat([lookup.addresses for lookup in lookups])
@@ -62,31 +63,31 @@ class Lookup:
         return Lookup(addresses, ends, weights).place(placed)
 
     def tensors(self) -> list[Tensor | None]:
-        """What it was made of, and what is sorted of it so far."""
+        """The tensors of the lookup, including the sorted ones if there are any."""
         runs = self._runs
         ordered = [] if runs is None else [runs.keys, runs.order, runs.start, runs.stop]
         return [self.addresses, self.offsets, self.weights, *ordered]
 
     def new_like(self) -> "Lookup":
-        """Memory for another one of its sizes."""
-        tensors = [None if one is None else torch.empty_like(one) for one in self.tensors()]
-        addresses, offsets, weights, *ordered = tensors
-        if addresses is None:
-            raise RuntimeError("a lookup without addresses")
-        made = Lookup(addresses, offsets, weights)
-        made._runs = (
-            SortedSegments(*(one for one in ordered if one is not None)) if ordered else None
+        """A lookup of the same sizes with uninitialized tensors."""
+        offsets, weights = (
+            None if tensor is None else torch.empty_like(tensor)
+            for tensor in (self.offsets, self.weights)
         )
-        return made
+        lookup = Lookup(torch.empty_like(self.addresses), offsets, weights)
+        if (runs := self._runs) is not None:
+            ordered = (runs.keys, runs.order, runs.start, runs.stop)
+            lookup._runs = SortedSegments(*map(torch.empty_like, ordered))
+        return lookup
 
     def place(self, slots: Tensor | None) -> Self:
-        """From now on the rows are in these slots, [n]; ``None``: in those of their numbers."""
+        """Set the slots [n] of the rows; ``None`` if they equal the addresses."""
         self.placed = slots
         return self
 
     @property
     def slots(self) -> Tensor:
-        """[n]: where in a kernel's block the rows are."""
+        """[n]: the slots of the rows in a kernel's block."""
         return self.addresses if self.placed is None else self.placed
 
     @property
@@ -102,7 +103,7 @@ class Lookup:
         return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
 
     def rows(self) -> Tensor:
-        """Unique addresses ascending."""
+        """Unique addresses, ascending."""
         return self._dedup()[0]
 
     def row_slots(self) -> Tensor:
@@ -113,7 +114,7 @@ class Lookup:
         return self.placed.index_select(0, order.index_select(0, starts))
 
     def inverse(self) -> Tensor:
-        """[n]: which unique row each address is."""
+        """[n]: the index of each address among the unique ones."""
         _, order, _, run = self._dedup()
         return torch.empty_like(order).scatter_(0, order, run)
 
@@ -125,8 +126,10 @@ class Lookup:
         return rows, self._segment_sums(grads, order, starts)
 
     def spread_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``row_gradients``, [n] and [n, width] whatever is unique: after all rows the last one
-        comes again, with its sum, so that writing it once more changes nothing.
+        """Like ``row_gradients``, but padded to [n] and [n, width] with copies of the last row.
+
+        Writing the same row and sum again has no effect, so the number of unique rows is not
+        needed on the host.
         """
         if self.addresses.numel() == 0:
             return self.addresses, grads.new_zeros(0, grads.shape[1])
@@ -136,7 +139,7 @@ class Lookup:
         return rows, sums.index_select(0, runs.slots)
 
     def spread_slots(self, rows: Tensor) -> Tensor:
-        """The slots of the rows of ``spread_gradients``."""
+        """The slots of the rows returned by ``spread_gradients``."""
         if self.placed is None or self.addresses.numel() == 0:
             return rows
         runs = self.runs()
@@ -144,7 +147,7 @@ class Lookup:
         return self.placed.index_select(0, runs.order.index_select(0, heads))
 
     def unique_up_to(self, lasts: Tensor) -> Tensor:
-        """[lasts] int64: how many unique rows are not above each of ``lasts`` (ascending)."""
+        """[lasts] int64: the number of unique rows up to each of ``lasts`` (ascending)."""
         if self.addresses.numel() == 0:
             return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
         if not self.addresses.is_cuda:
@@ -154,7 +157,7 @@ class Lookup:
         return numbers.index_select(0, torch.searchsorted(runs.keys, lasts, right=True))
 
     def bags_of(self, order: Tensor) -> Tensor:
-        """[n] int64: the bag of each address, in this order of them."""
+        """[n] int64: the bag of each address, in the given order of addresses."""
         if self.offsets is None:
             return order
         total = self.addresses.numel()
@@ -163,7 +166,7 @@ class Lookup:
         return bag.index_select(0, order)
 
     def runs(self) -> SortedSegments:
-        """The addresses, of which there is at least one, sorted without the host waiting."""
+        """The sorted addresses (at least one), computed without making the host wait."""
         if self._runs is None:
             self._runs = SortedSegments.of(self.addresses)
         return self._runs
@@ -176,7 +179,7 @@ class Lookup:
         )
 
     def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unique rows, order of addresses by row, start of each row's run in it, run of each."""
+        """(unique rows, sorting order, start of each row's run, run of each sorted position)."""
         if self._sorted is None and self.num_unique is not None and self.addresses.numel():
             runs = self.runs()
             starts = runs.starts[: self.num_unique]
@@ -194,14 +197,14 @@ class Lookup:
 
 
 def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
-    """[bags, width]: each bag's weighted sum of ``rows`` [m, width], in the dtype of ``rows``.
+    """[bags, width]: the weighted sum of each bag's ``rows`` [m, width], in their dtype.
 
-    ``positions`` [n] are the rows that the addresses stand for; by default their slots.
+    ``positions`` [n] are the positions of the addresses in ``rows``; by default their slots.
     """
     at = lookup.slots if positions is None else positions
     if lookup.offsets is None:
-        found = rows.index_select(0, at)
-        return found if lookup.weights is None else found * lookup.weights.unsqueeze(1)
+        bags = rows.index_select(0, at)
+        return bags if lookup.weights is None else bags * lookup.weights.unsqueeze(1)
     if at.numel() == 0:
         return rows.new_zeros(lookup.num_bags, rows.shape[1])
     return F.embedding_bag(

@@ -1,8 +1,8 @@
-"""The fastest kernel of a stack on this machine: measured once, kept in the user's cache.
+"""Measures the fastest kernel of a stack on this machine, and caches the result.
 
-What is timed is what a rank does with a batch: deduplication where the exchange does it, lookup and
-update, on ids that repeat as the statistics of the data say, or as click data do where there are
-none (``costs.ids``). Kernels take turns and the least time of each counts.
+The measured work is that of a rank for one batch: deduplication if the exchange needs it, lookup,
+and update. Ids repeat as in the statistics of the data, or as in click data by default
+(``costs.ids``). Kernels are timed in turns, and the minimum of each counts.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -40,20 +41,20 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # what another kernel must be faster by than the one that is taken unmeasured
-MOST_ELEMENTS = 1 << 25  # of a table that is made to measure on
+BAND = 0.05  # how much faster a kernel must be to replace the one chosen without measuring
+MOST_ELEMENTS = 1 << 25  # of the table used for measuring
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
-MOST_BYTES = 2**24  # of the file of times
-MOST_MS = 1e9  # that a batch can take
+MOST_BYTES = 2**24  # of the cache file
+MOST_MS = 1e9  # plausible time of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackShape:
-    """What decides how long a rank takes with a stack's part of a batch.
+    """The properties of a stack that determine its time on a rank.
 
-    ``home_ids`` are deduplicated before they travel, of one rank, 0 where none are; ``lists`` is
-    from how many ranks unique rows come, 0 where ids come as the batch has them, and ``ids`` how
-    many ids that is, in bags of ``per_bag``. ``skew`` is how ids repeat (``costs.ids``).
+    ``ids`` are looked up in bags of ``per_bag``. If unique rows are exchanged, they come from
+    ``lists`` ranks, and each rank first deduplicates ``home_ids``; otherwise both are 0. ``skew``
+    describes how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -78,7 +79,7 @@ class StackShape:
         skew: Mapping[str, float] | None = None,
         device: str = "cpu",
     ) -> "StackShape | None":
-        """Of the rank that holds most of a stack; ``None`` if there is nothing to look up."""
+        """The shape on the rank with the most rows; ``None`` if it looks nothing up."""
         rank = max(stack.holders(), key=stack.num_rows)
         size = group.world.size
         whole = batch_size * sum(use.hotness for use in stack.uses_on(rank))
@@ -88,7 +89,7 @@ class StackShape:
         asked = group.last_ids(batch_size)
         lists = 0 if asked is None else len(asked.groups[0])
         if asked is not None and asked.collective == "all_gather":
-            ids = whole * lists  # every rank's rows come to all ranks
+            ids = whole * lists  # all ranks receive the rows requested by every rank
         return StackShape(
             rows=stack.num_rows(rank),
             width=stack.width(rank),
@@ -105,30 +106,30 @@ class StackShape:
         )
 
     def key(self) -> str:
-        """A text that is equal for equal shapes on equal software and threads."""
+        """A string that is equal for equal shapes, software, and number of threads."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
         if self.device == "cpu":
-            del facts["device"]  # as files have it that are older than measurements elsewhere
+            del facts["device"]  # files of versions that measured only CPUs do not have it
         return json.dumps(facts, default=str, sort_keys=True)
 
 
 def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float:
-    """Over the lookups of a rank, in halves."""
+    """The mean skew of a rank's lookups, rounded to halves."""
     uses = [(use.hotness, skew.get(use.table.name, CLICKS)) for use in stack.uses_on(rank)]
     return round(2 * sum(n * e for n, e in uses) / sum(n for n, _ in uses)) / 2
 
 
 class Profile:
-    """Times by shape, one file per machine; other processes may write it at any time."""
+    """Times by shape, in one file per machine that several processes can write."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
         self._warned = False
 
     def find(self, shape: StackShape) -> dict[str, float] | None:
-        """Milliseconds by kernel, if they were measured; None, with a warning, for anything else.
+        """Measured milliseconds by kernel, or ``None``, with a warning for an invalid entry.
 
-        An entry can name a kernel that this version does not have.
+        An entry can contain kernels that this version does not have.
         """
         entry = self._entries().get(shape.key())
         if entry is None:
@@ -136,11 +137,11 @@ class Profile:
         times: object = entry.get("ms") if isinstance(entry, dict) else None
         if _are_times(times):
             return times
-        self._warn("an entry does not have milliseconds by kernel")
+        self._warn("an entry does not contain milliseconds by kernel")
         return None
 
     def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
-        """Add an entry; the file is replaced as a whole. A warning where it cannot be written."""
+        """Add an entry and replace the file. Logs a warning if it cannot be written."""
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
@@ -151,13 +152,13 @@ class Profile:
             fresh.replace(self.path)
         except OSError as error:
             LOG.warning(
-                "times of kernels are not kept, so the next start measures them again: %s; set "
-                "XDG_CACHE_HOME to a folder of your own that can be written",
+                "kernel times are not cached, so the next start measures again: %s; set "
+                "XDG_CACHE_HOME to a writable folder of your own",
                 error,
             )
 
     def _entries(self) -> dict[str, Any]:
-        """Empty where there is no file, or, with a warning, one that cannot be used."""
+        """All entries; empty if there is no file, or with a warning if it is invalid."""
         try:
             return object_of(read_json(self.path, max_bytes=MOST_BYTES), str(self.path))
         except FileNotFoundError:
@@ -168,7 +169,7 @@ class Profile:
 
     def _warn(self, why: str) -> None:
         if not self._warned:
-            LOG.warning("%s: %s; these kernels are measured again", self.path, why)
+            LOG.warning("%s: %s; kernels are measured again", self.path, why)
         self._warned = True
 
 
@@ -180,7 +181,7 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """The fastest, or the one that is taken unmeasured where that is within ``BAND`` of it."""
+    """The fastest kernel, or the one chosen without measuring if it is within ``BAND``."""
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest
     if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
@@ -191,7 +192,7 @@ def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> 
 
 
 def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float]:
-    """Milliseconds of one batch by kernel, the least of several turns, on the current device."""
+    """Milliseconds of one batch by kernel on the current device: the minimum of several turns."""
     device = torch.device("cpu")
     if shape.device != "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -209,7 +210,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
     }
     times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
     for turn in turns.values():
-        turn()  # compiles, and touches every page
+        turn()  # compiles, and touches all pages
     end = time.perf_counter() + SECONDS * len(kernels)
     for number in range(MOST_ROUNDS):
         for name, turn in turns.items():
@@ -220,7 +221,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """On CUDA of the device alone, which the host runs ahead of."""
+    """The time of a turn; on CUDA the device time, because the host runs ahead."""
     if device.type == "cpu":
         start = time.perf_counter()
         turn()
@@ -236,7 +237,7 @@ def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
 def _turn(
     storage: RowKernel, lookup: Lookup, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
 ) -> Callable[[], None]:
-    """One batch through a storage; lookups are made anew, for they keep what they found."""
+    """A function that runs one batch. It makes new lookups, because lookups cache results."""
     lr, deduplicated = 0.01, deduplicator(storage.name, rows)
 
     def turn() -> None:
@@ -244,9 +245,9 @@ def _turn(
             wanted = deduplicated(Lookup(home))
             wanted.row_gradients(home_grads)
             sum_bags(home_grads, wanted, wanted.inverse())
-        one = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
-        storage.lookup(one, lr)
-        storage.update(one, grads, lr, 1)
+        fresh = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
+        storage.lookup(fresh, lr)
+        storage.update(fresh, grads, lr, 1)
 
     return turn
 
@@ -271,7 +272,7 @@ def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.devic
 
 def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch.device) -> Lookup:
     if shape.lists:
-        each = max(1, shape.ids // shape.lists**2)  # what one rank asks one owner for
+        each = max(1, shape.ids // shape.lists**2)  # ids that one rank requests from one owner
         parts = [torch.unique(_draw(each, rows, shape.skew, generator)) for _ in range(shape.lists)]
         return Lookup(torch.cat(parts).to(device))
     ids = _draw(shape.ids, rows, shape.skew, generator).to(device)
@@ -282,22 +283,20 @@ def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch
 
 
 def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Tensor:
-    small = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * rows).long()
-    return (small * 7919).remainder(rows).to(torch.int32)
+    ids = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * rows).long()
+    return (ids * 7919).remainder(rows).to(torch.int32)
 
 
 def _software() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     for name in ("numba", "fbgemm-gpu-cpu", "fbgemm-gpu"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def cpu_name() -> str:
-    """The model's name, on Linux; elsewhere what Python says."""
+    """The CPU model on Linux; elsewhere, the name that Python reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -307,6 +306,6 @@ def cpu_name() -> str:
 
 
 def machine_key() -> str:
-    """A file name for this kind of machine: a home directory may be shared by several."""
+    """A file name for this kind of machine, because machines can share a home directory."""
     words = f"{cpu_name()} {os.cpu_count()}".split()
     return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

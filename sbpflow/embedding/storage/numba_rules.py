@@ -1,8 +1,8 @@
-"""The sparse optimizers as loops that numba compiles: a function each, called for every step.
+"""The sparse optimizers as loops compiled by numba: one function each, called for every step.
 
-They mean what ``SparseOptimizer.step`` does, weight decay included; ``compiled`` says how far the
-bits are equal. In the loops ``weights[at[j]]`` and the states of ``rows[j]`` take a step from
-``grads[j]``, ``keep`` is what weight decay leaves, and numbers are of the type of the arrays.
+They compute what ``SparseOptimizer.step`` does, including weight decay; ``compiled`` says when
+results are bit-equal. ``weights[at[j]]`` and the states of ``rows[j]`` take a step with
+``grads[j]``. ``keep`` is the factor of weight decay. Numbers have the dtype of the arrays.
 """
 
 from collections.abc import Callable
@@ -21,16 +21,16 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 class RowArrays(NamedTuple):
-    """What one step works on; each row once."""
+    """The arrays of one step; each row occurs once."""
 
     weights: Array  # [.., width]
-    at: Array  # [touched] int: where in ``weights`` a row is
-    rows: Array  # [touched] int: where in the states
+    at: Array  # [touched] int: the positions of the rows in ``weights``
+    rows: Array  # [touched] int: the positions of the rows in the states
     grads: Array  # [touched, width]
     state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
-    squares: Array  # [touched] as ``RowBlock.mean_squares``, [0] of those without state by row
-    numbers: StepNumbers  # of the host
-    number: Callable[[float | Tensor], float]  # makes one of the type of the arrays
+    squares: Array  # [touched] as ``RowBlock.mean_squares``; [0] without row state
+    numbers: StepNumbers  # on the host
+    number: Callable[[float | Tensor], float]  # converts to the dtype of the arrays
 
 
 @compiled
@@ -42,7 +42,6 @@ def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -
 
 
 def sgd(optimizer: SparseOptimizer, to: RowArrays) -> None:
-    del optimizer
     _step_sgd(to.weights, to.at, to.grads, to.number(to.numbers.rate), to.number(to.numbers.decay))
 
 
@@ -116,13 +115,13 @@ def _step_lazy_adam(
     give2: float,
     correction: float,
 ) -> None:
-    """``take`` is 1 - beta1, ``give2`` 1 - beta2, ``move`` -lr over the mean's correction."""
+    """``take`` is 1 - beta1, ``give2`` is 1 - beta2, ``move`` is -lr / the mean's correction."""
     half, one = take / (take + take), take / take
     for j in range(at.size):
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
-            if take < half:  # as torch.lerp, exact at both ends
+            if take < half:  # like torch.lerp, exact at both ends
                 m = fma(take, g - m, m)
             else:
                 m = fma(-(g - m), one - take, g)

@@ -1,7 +1,7 @@
-"""The numba kernel: compiled loops, one pass where torch needs several, on CPUs.
+"""The numba kernel: compiled CPU loops that need one pass where torch needs several.
 
-Looks up as ``TorchStorage``, and means the same in every update: ``compiled`` says how far the
-bits are equal. Imported only where numba is installed.
+Lookups and updates give the results of ``TorchStorage``; ``compiled`` says when they are bit-equal.
+Imported only if numba is installed.
 """
 
 import logging
@@ -25,40 +25,41 @@ from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
-# Addresses per id of a batch up to which a bit for each is looked through; beyond, ids are hashed.
+# Above this many addresses per id of a batch, ids are hashed; below, a bitmap of all addresses is
+# scanned.
 MOST_BITS_PER_ID = 512
-# Floats as numba takes them, of the type of an array's.
+# Convert to the floating-point types of numba's array elements.
 _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32
-_NOTHING = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that float32 has in addition
+_EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
 class Indexer:
-    """Finds the unique ones among addresses below ``num_addresses``; keeps scratch memory."""
+    """Deduplicates addresses below ``num_addresses``, with reusable scratch memory."""
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
         self._words = self._before = np.empty(0)
 
     def index(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique addresses ascending, [n] int32 which of them each address is)."""
-        given = addresses.contiguous().numpy()
-        rows, inverse = np.empty_like(given), np.empty(given.size, np.int32)
-        if self._num_addresses > MOST_BITS_PER_ID * given.size:
-            count = compiled.index_by_hash(given, rows, inverse)
+        """(unique addresses ascending, [n] int32 index of each address among them)."""
+        array = addresses.contiguous().numpy()
+        rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)
+        if self._num_addresses > MOST_BITS_PER_ID * array.size:
+            count = compiled.index_by_hash(array, rows, inverse)
         else:
             if not self._words.size:
                 words = -(-self._num_addresses // 64)
                 self._words, self._before = np.zeros(words, np.uint64), np.empty(words, np.int32)
-            count = compiled.index_by_bits(given, self._words, self._before, rows, inverse)
+            count = compiled.index_by_bits(array, self._words, self._before, rows, inverse)
         return torch.from_numpy(rows[:count]), torch.from_numpy(inverse)
 
 
 class CompiledLookup(Lookup):
-    """A ``Lookup`` that finds its unique rows and sums gradients in compiled loops."""
+    """A ``Lookup`` that deduplicates and sums gradients in compiled loops."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class CompiledLookup(Lookup):
         rows, inverse = self._index()
         if self.placed is None:
             return rows
-        # Each address of a row has its slot, so it does not matter which one is written last.
+        # All addresses of a row have the same slot, so the order of the writes does not matter.
         return torch.empty_like(rows).scatter_(
             0, inverse.to(torch.int64), self.placed.to(rows.dtype)
         )
@@ -90,15 +91,15 @@ class CompiledLookup(Lookup):
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         rows, inverse = self._index()
         sums = grads.new_empty(rows.numel(), grads.shape[1])
-        given = grads.contiguous().numpy()
+        array = grads.contiguous().numpy()
         if self.offsets is None and self.weights is None:
-            compiled.sum_rows(given, inverse.numpy(), sums.numpy())
+            compiled.sum_rows(array, inverse.numpy(), sums.numpy())
         else:
             ends = self.explicit_offsets().contiguous().numpy()
-            weights = _NOTHING[grads.dtype]
+            weights = _EMPTY[grads.dtype]
             if self.weights is not None:
                 weights = self.weights.to(grads.dtype).contiguous().numpy()
-            compiled.sum_bags(given, inverse.numpy(), ends, weights, sums.numpy())
+            compiled.sum_bags(array, inverse.numpy(), ends, weights, sums.numpy())
         return rows, sums
 
     def _index(self) -> tuple[Tensor, Tensor]:
@@ -108,7 +109,7 @@ class CompiledLookup(Lookup):
 
 
 class NumbaStorage(TorchStorage):
-    """``TorchStorage`` with compiled updates; takes the same arguments, on a CPU."""
+    """``TorchStorage`` with compiled updates, with the same arguments, on CPU."""
 
     name = "numba"
     _indexer: Indexer | None = None
@@ -117,23 +118,18 @@ class NumbaStorage(TorchStorage):
     def _rule(self) -> Callable[[SparseOptimizer, RowArrays], None]:
         return kernel_function(self.optimizer, "numba")
 
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        if self._indexer is None:
-            self._indexer = Indexer(self._num_rows)
-        return CompiledLookup(addresses, offsets, weights, indexer=self._indexer)
-
     def _indexed(self, lookup: Lookup) -> Lookup:
         if isinstance(lookup, CompiledLookup):
             return lookup
-        mine = self.make_lookup(lookup.addresses, lookup.offsets, lookup.weights)
-        return mine.place(lookup.placed)
+        if self._indexer is None:
+            self._indexer = Indexer(self._num_rows)
+        uses = (lookup.addresses, lookup.offsets, lookup.weights)
+        return CompiledLookup(*uses, indexer=self._indexer).place(lookup.placed)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        """As ``TorchStorage``; of rows of half precision in one pass, without widening them first.
+        """Like ``TorchStorage``, but read half-precision rows in one pass without widening them.
 
-        Rows of the arithmetic's dtype are read by torch, whose kernel is up to three times faster.
+        Rows in the dtype of the arithmetic are read by torch, which is up to three times faster.
         """
         if block.dtype == self.dtype or self.dtype != torch.float32:
             return super().pool(block, lookup)
@@ -143,7 +139,7 @@ class NumbaStorage(TorchStorage):
         if lookup.offsets is None:
             compiled_half.widen(bits, at, out.numpy(), dropped)
             return out if lookup.weights is None else out * lookup.weights.unsqueeze(1)
-        ends, shares = lookup.offsets.contiguous().numpy(), _NOTHING[self.dtype]
+        ends, shares = lookup.offsets.contiguous().numpy(), _EMPTY[self.dtype]
         if lookup.weights is not None:
             shares = lookup.weights.to(self.dtype).contiguous().numpy()
         compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
@@ -201,30 +197,22 @@ class NumbaStorage(TorchStorage):
         squares: Tensor | None,
         numbers: StepNumbers,
     ) -> None:
-        places = slots.numpy()
-        self._rule(
-            self.optimizer,
-            RowArrays(
-                weights.numpy(),
-                places if at is slots else at.numpy(),
-                places,
-                grads.numpy(),
-                [state.numpy() for state in self.state.values()],
-                _NOTHING[self.dtype] if squares is None else squares.numpy(),
-                numbers,
-                _NUMBERS[self.dtype],
-            ),
+        positions = slots.numpy()
+        arrays = RowArrays(
+            weights.numpy(),
+            positions if at is slots else at.numpy(),
+            positions,
+            grads.numpy(),
+            [state.numpy() for state in self.state.values()],
+            _EMPTY[self.dtype] if squares is None else squares.numpy(),
+            numbers,
+            _NUMBERS[self.dtype],
         )
+        self._rule(self.optimizer, arrays)
 
 
-def warm_up(
-    optimizer: SparseOptimizer,
-    *,
-    dtype: torch.dtype,
-    row_dtype: torch.dtype,
-    address_dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
-) -> float:
-    """Compile, or load from the user's cache, what updates by this rule need; returns seconds."""
+def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
+    """Compile the loops of this optimizer, or load them from the cache. Returns seconds."""
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise
 
@@ -234,21 +222,11 @@ def warm_up(
     shard = Shard(table=table, rank=0, row_start=0, row_stop=2, col_start=0, col_stop=4)
     noise = RowNoise([shard], stream_key(0, "warm_up"), cpu)
     storage = NumbaStorage(
-        2,
-        4,
-        dim=4,
-        optimizer=optimizer,
-        dtype=dtype,
-        device=cpu,
-        row_dtype=row_dtype,
-        noise=noise,
+        2, 4, dim=4, optimizer=optimizer, dtype=dtype, device=cpu, row_dtype=row_dtype, noise=noise
     )
-    for address_dtype in address_dtypes:
+    for address_dtype in (torch.int32, torch.int64):
         addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
-        for lookup in (
-            Lookup(addresses),
-            Lookup(addresses, torch.tensor([0, 1, 3])),
-        ):
+        for lookup in (Lookup(addresses), Lookup(addresses, torch.tensor([0, 1, 3]))):
             storage.lookup(lookup)
             storage.update(lookup, torch.zeros(lookup.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
@@ -256,5 +234,6 @@ def warm_up(
 
 
 def log_warm_up(seconds: float) -> None:
-    """Say where the time went, if it was more than a moment."""
-    LOG.info("numba kernels ready in %.1f s, kept in %s", seconds, code_cache("numba") or "memory")
+    """Log how long the kernels took to load, and where they are cached."""
+    place = code_cache("numba") or "memory"
+    LOG.info("numba kernels ready in %.1f s, cached in %s", seconds, place)

@@ -1,6 +1,6 @@
-"""Addresses of a batch in order, and the runs of equal ones, all of the batch's own length.
+"""Sorted addresses of a batch and the runs of equal ones, in tensors of the batch's length.
 
-Nothing here has a size that the addresses decide, so a device computes it and no host waits.
+No size depends on the values of the addresses, so the host does not wait for the device.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SortedSegments:
-    """``keys`` [n >= 1], sorted, were at ``order`` [n] int64; equal ones keep the batch's order.
+    """``keys`` [n >= 1] are sorted, ``order`` [n] int64 are their original positions (stable).
 
-    ``start`` and ``stop`` [n] int32 are the bounds of the run that a position is in.
+    ``start`` and ``stop`` [n] int32 are the bounds of the run that contains each position.
     """
 
     keys: Tensor
@@ -37,20 +37,20 @@ class SortedSegments:
 
     @cached_property
     def number(self) -> Tensor:
-        """[n] int64: which run, counted from 0, a position is in."""
+        """[n] int64: the index of the run that contains each position."""
         changes = (self.keys[1:] != self.keys[:-1]).to(torch.int64)
         return torch.cumsum(torch.cat([changes.new_zeros(1), changes]), 0)
 
     @cached_property
     def starts(self) -> Tensor:
-        """[n] int64: where each run begins; n for numbers that no run has."""
+        """[n] int64: the first position of each run, padded with n."""
         count = self.keys.numel()
         none = self.order.new_full((count,), count)
         return none.scatter_(0, self.number, self.start.to(torch.int64))
 
     @cached_property
     def slots(self) -> Tensor:
-        """[n] int64: numbers of runs, all of them, then the last one again and again."""
+        """[n] int64: the indices of all runs, padded with the last one."""
         return torch.minimum(
             torch.arange(self.keys.numel(), device=self.keys.device), self.number[-1:]
         )

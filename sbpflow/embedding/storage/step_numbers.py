@@ -1,7 +1,7 @@
-"""What a sparse optimizer takes of a step, in memory of the device.
+"""The step-dependent numbers of a sparse optimizer, in device memory.
 
-``SparseOptimizer.numbers`` are of the host. Within a captured CUDA graph such a number stays what
-it was, so for one they are kept on the device, and written before each replay.
+``SparseOptimizer.numbers`` returns host numbers, which a captured CUDA graph would freeze. For
+graphs they are kept in device memory and written before each replay.
 """
 
 import torch
@@ -10,7 +10,7 @@ from sbpflow.embedding.rules.base import StepNumbers
 
 
 class KeptNumbers:
-    """Those of one storage, always in the same memory of its device."""
+    """The numbers of one store, at a fixed address in device memory."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -18,7 +18,7 @@ class KeptNumbers:
         self.floats = self._words[:3].view(torch.float64)  # rate, decay, correction
 
     def write(self, numbers: StepNumbers) -> None:
-        """These, of the host, for all that the device is told from now on; nobody waits."""
+        """Set the numbers for all work submitted afterwards, without waiting."""
         words = torch.empty(4, dtype=torch.int64, pin_memory=self._words.is_cuda)
         floats = words[:3].view(torch.float64)
         for place, value in enumerate((numbers.rate, numbers.decay, numbers.correction)):
@@ -27,6 +27,6 @@ class KeptNumbers:
         self._words.copy_(words, non_blocking=True)
 
     def read(self) -> StepNumbers:
-        """What is there when the device comes to it."""
+        """The numbers as tensors, read when the device executes the work that uses them."""
         rate, decay, correction = self.floats.to(self._dtype).unbind()
         return StepNumbers(rate, decay, self._words[3], correction)

@@ -1,8 +1,8 @@
-"""Row stores: where the rows of a rank live, and which slot of a kernel's block a row is in.
+"""Row stores, which decide where the rows of a rank live, and in which slot of a kernel's block.
 
-A rank has a store for each stack: shards of equal width, whose rows are numbered from 0 one shard
-after the other. ``DeviceStore`` has a slot for every row. A store of more rows than slots learns
-from ``announce`` which rows the coming batches need, so that it can bring them before ``admit``.
+A rank has one store per stack. Its rows are those of the stack's shards on this rank, numbered
+consecutively from 0. ``DeviceStore`` has a slot for every row. A store with fewer slots than rows
+learns from ``announce`` which rows the next batches need, and can load them before ``admit``.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,22 +17,21 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 
-WEIGHTS = ""  # the key of the rows themselves, among the names of the optimizer's state
+WEIGHTS = ""  # the name of the rows themselves, next to the names of optimizer state
 
 
 class RowStore(Protocol):
-    """``num_rows`` rows with their optimizer state; a training batch leases those that it uses.
+    """``num_rows`` rows with their optimizer state; training batches lease the rows they use.
 
-    A lease of batch n begins with ``announce(n, ..)``, is firm from ``admit(n)`` on, when each row
-    has its slot, and ends with ``release(n)``. Every training batch is announced once, in the order
-    of n, at any distance before it is admitted; several may be announced, and admitted, at a time:
-    they may name the same rows. ``listeners`` are those of the kernel.
+    The lease of batch n begins with ``announce(n, ..)`` and ends with ``release(n)``; from
+    ``admit(n)`` on, each row has a fixed slot. Every training batch is announced once, in order and
+    any number of batches before it is admitted. Several batches can be announced or admitted at a
+    time, and can share rows. ``listeners`` are those of the kernel.
 
-    ``read`` may be called by another thread at any time, and must give the newest values: where a
-    row moves between slots and other memory, ``read`` must see it in one of them, so a store that
-    moves rows locks both; listeners call ``read``, with locks of their own held. A row that an
-    ``update`` is changing may come half changed; whoever needs it whole listens, as the undo log of
-    checkpoints does.
+    Other threads can call ``read`` at any time, and it must return the newest values. A store that
+    moves rows between slots and other memory must therefore lock both; listeners call ``read``
+    while holding locks of their own. A row can be read in the middle of its ``update``; code that
+    needs consistent rows must listen, like the undo log of checkpoints.
     """
 
     kernel: RowKernel
@@ -41,60 +40,51 @@ class RowStore(Protocol):
     @property
     def width(self) -> int:
         """Columns of a row."""
-        ...
 
     @property
     def memory_bytes(self) -> int:
-        """Of rows and optimizer state, in all memories of this rank."""
-        ...
+        """Size of the rows and their optimizer state in all memories of this rank."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether ``read`` of a slice gives views, so that writing to them changes the rows."""
-        ...
+        """True if ``read`` of a slice returns views, so that writing to them changes the rows."""
 
     @property
     def listeners(self) -> list[RowListener]: ...
 
     def announce(self, number: int, addresses: Tensor) -> Tensor | None:
-        """Training batch ``number`` will look up ``addresses`` [n], row numbers with repetitions;
-        the kernel's ``absent`` among them is not a row.
+        """Training batch ``number`` will look up ``addresses`` [n], with duplicates.
 
-        Of a table with rows by key (``keyed.py``) they are addresses of keys, and the row numbers
-        are returned, which stand for them from here on.
+        The kernel's ``absent`` address can be among them. For a ``by_key`` table these are
+        addresses of keys; returns the row numbers that replace them from then on.
         """
-        ...
 
     def admit(self, number: int) -> Tensor | None:
-        """[n], in the dtype of the addresses: the slot of each address of an announced batch, which
-        is final until its release. ``None``: slots are rows.
+        """[n]: the slot of each address of an announced batch, fixed until its release.
+
+        In the dtype of the addresses; ``None`` if slots equal rows.
         """
-        ...
 
     def release(self, number: int) -> None:
-        """After the update of an announced batch, or instead of it."""
-        ...
+        """End the lease of an announced batch, after its update or without one."""
 
     def peek(self, lookup: Lookup) -> Tensor:
-        """[bags, width]: a lookup for a batch that is not trained, which leases nothing."""
-        ...
+        """[bags, width]: a lookup for a batch that is not trained, without a lease."""
 
     def read(
         self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
     ) -> Mapping[str, Tensor]:
-        """These rows, and the optimizer's state of them, by name: ``WEIGHTS`` and names of state.
+        """Rows and their optimizer state by name: ``WEIGHTS`` and the names of state.
 
-        A slice may give views. With ``into``, the names that it has are copied there instead.
+        A slice can return views. With ``into``, only its names are read, and copied into it.
         """
-        ...
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set what ``values`` names of these rows. No row of them may be in an update meanwhile."""
-        ...
+        """Set ``values`` of these rows by name. The rows must not be in an update meanwhile."""
 
 
 class DeviceStore:
-    """All rows in the kernel's block, row r in slot r."""
+    """All rows in the kernel's block, with row r in slot r."""
 
     is_in_place = True
 
@@ -104,20 +94,20 @@ class DeviceStore:
 
     @property
     def memory_bytes(self) -> int:
-        return sum(one.numel() * one.itemsize for one in self._tensors().values())
+        return sum(tensor.numel() * tensor.itemsize for tensor in self._tensors().values())
 
     @property
     def listeners(self) -> list[RowListener]:
         return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
-        """Nothing to do: every row has its slot."""
+        """Do nothing: every row has a slot."""
 
     def admit(self, number: int) -> None:
-        """Slots are rows."""
+        """Slots equal rows."""
 
     def release(self, number: int) -> None:
-        """Nothing to do: every row keeps its slot."""
+        """Do nothing: every row keeps its slot."""
 
     def peek(self, lookup: Lookup) -> Tensor:
         return self.kernel.lookup(lookup)
@@ -127,11 +117,11 @@ class DeviceStore:
     ) -> Mapping[str, Tensor]:
         tensors = self._tensors()
         if isinstance(rows, slice):
-            found = {name: tensor[rows] for name, tensor in tensors.items()}
+            views = {name: tensor[rows] for name, tensor in tensors.items()}
             if into is None:
-                return found
-            sources = [found[name] for name in into]
-            # One call: Python's lock changes hands for each.
+                return views
+            sources = [views[name] for name in into]
+            # One call for all tensors, because each call releases and reacquires Python's lock.
             torch._foreach_copy_(list(into.values()), sources)  # pyright: ignore[reportPrivateUsage]
             return into
         if into is None:
@@ -145,13 +135,13 @@ class DeviceStore:
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
         tensors = self._tensors()
-        for name, given in values.items():
+        for name, new in values.items():
             target = tensors[name]
             if isinstance(rows, slice):
-                target[rows].copy_(given)
+                target[rows].copy_(new)
             else:
-                at = rows.to(target.device, torch.int64)
-                target.index_copy_(0, at, given.to(target.device, target.dtype))
+                indices = rows.to(target.device, torch.int64)
+                target.index_copy_(0, indices, new.to(target.device, target.dtype))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {WEIGHTS: self.kernel.weights, **self.kernel.state}
@@ -163,12 +153,12 @@ def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
-    """What a store is made for: the rows of a stack that a rank holds, as ``shards`` number them.
+    """The arguments for creating a store: the rows of a stack on this rank, in order of ``shards``.
 
-    ``make_kernel`` allocates a kernel's block of so many slots, which holds the optimizer's initial
-    state in every slot; a store has one. ``initial`` gives the values that rows [n] start with, and
-    their state, by name: a row that was never written need not be stored. Rows by key are named by
-    address there.
+    ``make_kernel`` allocates a kernel's block with a number of slots, all in the optimizer's
+    initial state; a store calls it once. ``initial`` returns the initial values and state of rows
+    [n] by name, so that a store need not store rows that were never written; in a ``by_key`` table
+    its argument is addresses.
     """
 
     shards: tuple[Shard, ...]
@@ -183,17 +173,5 @@ StoreFactory = Callable[[StoreRequest], RowStore]
 
 
 def device_store(request: StoreRequest) -> DeviceStore:
-    """What a run has by default."""
+    """The default store factory."""
     return DeviceStore(request.make_kernel(request.num_rows))
-
-
-def peek_through(store: RowStore, lookup: Lookup) -> Tensor:
-    """``RowStore.peek`` for any store, from a ``read`` of the unique rows."""
-    kernel = store.kernel
-    found = kernel.make_lookup(lookup.addresses, lookup.offsets, lookup.weights)
-    rows, none = found.rows(), slice(0, 0)
-    like = store.read(none)[WEIGHTS]
-    block = like.new_zeros(rows.numel(), *like.shape[1:])
-    stored = rows[rows < store.num_rows]  # an absent one is the last, and stays zeros
-    store.read(stored, {WEIGHTS: block[: stored.numel()]})
-    return kernel.pool(block, found.place(found.inverse()))

@@ -1,4 +1,4 @@
-"""The plain torch kernel: the reference, for any device, width, dtype and optimizer."""
+"""The plain torch kernel: the reference for any device, width, dtype, and optimizer."""
 
 import torch
 from torch import Tensor
@@ -10,23 +10,23 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.step_numbers import KeptNumbers
 
-# Rows of one pass of an update: gradients, states and weights of a pass stay in cache (4096 rows of
+# Rows per pass of an update: gradients, state, and weights of a pass stay in cache (4096 rows of
 # 16 columns are 256 KiB each), which makes Adam 2.4 times faster on 200,000 rows.
 CHUNK_ROWS = 4096
 
 
 class TorchStorage:
-    """A block of slots in plain torch: any width, dtype and optimizer.
+    """A block of slots in plain torch, for any width, dtype, and optimizer.
 
-    ``dtype`` is that of the arithmetic and of the state, ``dim`` the width of the logical table.
-    Rows of half precision (``row_dtype``) are widened to it on reading and rounded at random, with
-    the exact value as the mean, on writing; ``noise`` draws for them. ``fixed_size`` is for CUDA,
-    and the default there: no op has a size that the addresses decide. ``slots`` of the ``rows`` fit
-    at a time; by default all.
+    ``dtype`` is that of the arithmetic and the state; ``dim`` is the width of the logical table.
+    Half-precision rows (``row_dtype``) are widened to ``dtype`` on reading and rounded
+    stochastically on writing, with ``noise``. With ``fixed_size``, the default on CUDA, no
+    operation has a size that depends on the addresses. The block has ``slots`` for some of the
+    ``rows``, by default for all.
     """
 
     name = "torch"
-    always_fixed = False  # whether ``fixed_size`` is the default on every device
+    always_fixed = False  # ``fixed_size`` is the default on every device
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class TorchStorage:
         slots = rows if slots is None else slots
         if fixed_size is None:
             fixed_size = self.always_fixed or device.type == "cuda"
-        # Then what is not stored here is not left out: it has a slot of zeros behind the others.
+        # With fixed sizes, rows of other ranks are not left out but use an extra slot of zeros.
         self.absent = rows if fixed_size else None
-        kept = slots if self.absent is None else slots + 1
-        self._weights = huge_pages.zeros((kept, width), row_dtype or dtype, device)
+        block_slots = slots if self.absent is None else slots + 1
+        self._weights = huge_pages.zeros((block_slots, width), row_dtype or dtype, device)
         self._state = {
-            name: huge_pages.zeros(optimizer.state_shape(name, kept, width), dtype, device)
+            name: huge_pages.zeros(optimizer.state_shape(name, block_slots, width), dtype, device)
             for name in optimizer.state
         }
         for name, state in self._state.items():
@@ -72,7 +72,6 @@ class TorchStorage:
             lookup.runs()
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        del lr
         return self.pool(self._weights, lookup)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
@@ -83,34 +82,27 @@ class TorchStorage:
             return rows
         return sum_bags(rows, lookup, torch.arange(rows.shape[0], device=rows.device))
 
-    def make_lookup(
-        self, addresses: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
-    ) -> Lookup:
-        return Lookup(addresses, offsets, weights)
-
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
-        fixed = self.absent is not None
         lookup = self._indexed(lookup)
-        rows, summed = lookup.spread_gradients(grads) if fixed else lookup.row_gradients(grads)
-        slots = lookup.spread_slots(rows) if fixed else lookup.row_slots()
-        self.step_rows(rows, slots, summed, self._squares(summed), lr, step)
+        rows, sums = self.row_gradients(lookup, grads)
+        slots = lookup.row_slots() if self.absent is None else lookup.spread_slots(rows)
+        self.step_rows(rows, slots, sums, self._squares(sums), lr, step)
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows ascending, their gradients summed over the batch); of a fixed size the last
-        row and its sum come again and again.
-        """
-        fixed, lookup = self.absent is not None, self._indexed(lookup)
-        return lookup.spread_gradients(grads) if fixed else lookup.row_gradients(grads)
+        lookup = self._indexed(lookup)
+        if self.absent is None:
+            return lookup.row_gradients(grads)
+        return lookup.spread_gradients(grads)
 
     def _indexed(self, lookup: Lookup) -> Lookup:
-        """The lookup, with this kernel's way to find unique rows."""
+        """The lookup with this kernel's method of deduplication."""
         return lookup
 
     def row_squares(self, grads: Tensor) -> Tensor:
-        """[touched]: each row's sum of squares over the columns that are here.
+        """[touched]: each row's sum of squares over the columns of this rank.
 
-        Not as a product with ones: BLAS works on blocks of rows, so that the last bit of a row
-        would depend on which rows stand around it.
+        A product with ones would be faster, but BLAS works on blocks of rows, so the last bit of a
+        row would depend on the rows next to it.
         """
         return (grads * grads).sum(1)
 
@@ -123,9 +115,7 @@ class TorchStorage:
         lr: float,
         step: int,
     ) -> None:
-        """One step of the rule on unique ``rows`` in ``slots``; ``squares`` are means, for state by
-        row.
-        """
+        """Take a step on unique ``rows`` in ``slots``; ``squares`` are means, for row state."""
         in_place = slots is rows
         rows = rows.to(torch.int64)
         slots = rows if in_place else slots.to(torch.int64)
@@ -150,19 +140,20 @@ class TorchStorage:
             self._weights[-1:].zero_()
 
     def keep_numbers(self) -> None:
-        """From now on what an ``update`` takes of its step is in memory of the device, for CUDA
-        graphs: one that holds an update has the numbers of the last ``write_numbers``.
+        """Make updates read their numbers from device memory from now on, for CUDA graphs.
+
+        A replayed update uses the numbers of the last ``write_numbers``.
         """
         self.kept = self.kept or KeptNumbers(self.weights.device, self.dtype)
 
     def write_numbers(self, lr: float, step: int) -> None:
-        """Before a replay: the numbers of ``update`` at this learning rate and step of the job."""
+        """Set the numbers for a replay at this learning rate and training step."""
         if self.kept is None:
-            raise RuntimeError("numbers for the device, which keeps none")
+            raise RuntimeError("write_numbers: call keep_numbers first")
         self.kept.write(self.optimizer.numbers(lr, step))
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """What an update takes of its step; written here, unless a graph is captured."""
+        """The numbers of an update; written to device memory unless a graph is being captured."""
         if self.kept is None:
             return self.optimizer.numbers(lr, step)
         if not (self.weights.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -170,9 +161,9 @@ class TorchStorage:
         return self.kept.read()
 
     def noise_of_rows(self) -> RowNoise:
-        """What rounds rows of half precision."""
+        """The noise for rounding half-precision rows."""
         if self._noise is None:
-            raise RuntimeError("rows of half precision need the noise that rounds them")
+            raise RuntimeError("noise: half-precision rows need one; pass a RowNoise")
         return self._noise
 
     def _as_stored(self, weights: Tensor, rows: Tensor, numbers: StepNumbers) -> Tensor:
@@ -182,11 +173,11 @@ class TorchStorage:
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
-        """Mean squares over the row that has one state; all ranks that share it take part."""
+        """Mean squares of each row with state, summed over all ranks that share the row."""
         if not self.optimizer.has_row_state:
             return None
         squares = self.row_squares(grads)
         if self._sum_over_columns is not None:
             squares = self._sum_over_columns(squares)
         width = self._dim if self.optimizer.shares_row_state else grads.shape[1]
-        return squares.mul_(1.0 / max(width, 1))  # a shard of no columns has squares of nothing
+        return squares.mul_(1.0 / max(width, 1))  # a shard can have no columns

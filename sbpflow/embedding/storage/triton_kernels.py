@@ -1,38 +1,32 @@
 # pyright: basic, reportMissingImports=false, reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""Triton kernels of a storage: lookup with pooling; segment sum, sparse rule and rounding in one.
+"""Triton kernels of a store: pooled lookup; and segment sum, optimizer step, and rounding in one.
 
-Imported only where Triton is installed. One launch per kernel and step, of a size that the batch's
-shape alone decides: nothing is counted or deduplicated on the host. ``docs/decisions/gpu.md`` has
-the bytes that each moves.
+Imported only if Triton is installed. Each kernel is launched once per step, with a size that
+depends only on the batch's shape: nothing is counted or deduplicated on the host.
+``docs/decisions/gpu.md`` has the bytes that each kernel moves.
 """
 
 import triton
 import triton.language as tl
 
-# Positions that one program looks after, and rows of gradients that it adds up one by one; what a
-# run has beyond that is added up by other programs first (``sum_long_runs``).
+# Positions per program, and rows of gradients that a program sums sequentially. The remaining rows
+# of a longer run are summed first by other programs (``sum_long_runs``).
 BLOCK = 32
 SPLIT = 64
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
+# Packed signatures: one line per argument would double the length of this file.
+# fmt: off
 @triton.jit
 def lookup(
-    table,
-    addresses,
-    offsets,
-    weights,
-    out,
-    bags,
-    width,
-    HAS_OFFSETS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, addresses, offsets, weights, out, bags, width,
+    HAS_OFFSETS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out [bags, width] float32: each bag's weighted sum of rows of ``table``, in bag order."""
+    """Write each bag's weighted sum of rows of ``table`` to out [bags, width] float32."""
     bag = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLUMNS)
     inside = bag < bags
@@ -43,35 +37,18 @@ def lookup(
     else:
         first = bag.to(tl.int64)
         count = inside.to(tl.int64)
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    longest = tl.max(count, 0)
-    step = longest * 0
-    while step < longest:
-        more = step < count
-        at = tl.load(addresses + first + step, mask=more, other=0).to(tl.int64)
-        place = at[:, None] * width + column[None, :]
-        row = tl.load(table + place, mask=more[:, None] & shown, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
-            row = row * tl.load(weights + first + step, mask=more, other=0.0)[:, None]
-        total += row
-        step += 1
+    total = _sum_rows(
+        table, addresses, weights, first, count, column, width, HAS_WEIGHTS, BLOCK, COLUMNS
+    )
     tl.store(out + bag.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
 
 
 @triton.jit
 def _sum_rows(
-    grads,
-    source,
-    scale,
-    first,
-    count,
-    column,
-    width,
-    HAS_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grads, source, scale, first, count, column, width,
+    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """[BLOCK, COLUMNS] float32: ``count`` rows each, from sorted position ``first``, in order."""
+    """[BLOCK, COLUMNS] float32: sums of ``count`` rows from sorted position ``first``, in order."""
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     longest = tl.max(count, 0)
     step = longest * 0
@@ -90,22 +67,12 @@ def _sum_rows(
 
 @triton.jit
 def sum_long_runs(
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    n,
-    width,
-    HAS_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    start, stop, source, scale, grads, partial, n, width,
+    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """partial [n // SPLIT + 1, width]: sums of a run's second, third, .. SPLIT positions.
+    """Sum the second, third, ... SPLIT positions of each run to partial [n // SPLIT + 1, width].
 
-    Such stretches begin at least SPLIT apart, so the number of a stretch is its begin over SPLIT.
+    These chunks begin at least SPLIT apart, so the first position over SPLIT identifies a chunk.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -121,38 +88,16 @@ def sum_long_runs(
 
 @triton.jit
 def _sum_run(
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    at,
-    inside,
-    column,
-    width,
-    HAS_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    start, stop, source, scale, grads, partial, at, inside, column, width,
+    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """(whether a run begins at each position, the run's sum)."""
+    """(true where a run begins, the sum of that run)."""
     begin = tl.load(start + at, mask=inside, other=-1)
     end = tl.load(stop + at, mask=inside, other=0)
     heads = inside & (at == begin)
     length = tl.where(heads, end - at, 0)
-    total = _sum_rows(
-        grads,
-        source,
-        scale,
-        at,
-        tl.minimum(length, SPLIT),
-        column,
-        width,
-        HAS_SCALE,
-        BLOCK,
-        COLUMNS,
-    )
+    count = tl.minimum(length, SPLIT)
+    total = _sum_rows(grads, source, scale, at, count, column, width, HAS_SCALE, BLOCK, COLUMNS)
     longest = tl.max(length, 0)
     done = longest * 0 + SPLIT
     while done < longest:
@@ -166,39 +111,16 @@ def _sum_run(
 
 @triton.jit
 def sum_runs(
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    out,
-    n,
-    width,
-    HAS_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    start, stop, source, scale, grads, partial, out, n, width,
+    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """out [n, width]: the sum of a run where it begins, zeros elsewhere."""
+    """Write the sum of each run to its first position of out [n, width], zeros elsewhere."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     column = tl.arange(0, COLUMNS)
     _, total = _sum_run(
-        start,
-        stop,
-        source,
-        scale,
-        grads,
-        partial,
-        at,
-        inside,
-        column,
-        width,
-        HAS_SCALE,
-        SPLIT,
-        BLOCK,
-        COLUMNS,
+        start, stop, source, scale, grads, partial, at, inside, column, width,
+        HAS_SCALE, SPLIT, BLOCK, COLUMNS,
     )
     shown = inside[:, None] & (column < width)[None, :]
     tl.store(out + at.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
@@ -206,7 +128,7 @@ def sum_runs(
 
 @triton.jit
 def _mixed(z):
-    """SplitMix64's finaliser on int64, as ``runtime.streams.mix``."""
+    """The finalizer of SplitMix64 on int64, as in ``streams.mix``."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -214,20 +136,13 @@ def _mixed(z):
 
 @triton.jit
 def _noise(
-    keys,
-    bases,
-    shift,
-    row,
-    column,
-    words_per_row,
-    first_column,
-    SHARDS: tl.constexpr,
-    HALVINGS: tl.constexpr,
+    keys, bases, shift, row, column, words_per_row, first_column,
+    SHARDS: tl.constexpr, HALVINGS: tl.constexpr,
 ):
-    """[BLOCK, COLUMNS] int32 in 0 .. 65535, as ``RowNoise.draw``: 16 bits of a word for each."""
+    """[BLOCK, COLUMNS] int32 in 0..65535, equal to ``RowNoise.draw``."""
     low = row * 0
     high = low + SHARDS
-    for _ in range(HALVINGS):  # the last shard that begins at or before the row
+    for _ in range(HALVINGS):  # binary search for the shard that contains the row
         middle = (low + high) // 2
         goes_on = (middle < SHARDS) & (high - low > 1)
         base = tl.load(bases + middle, mask=goes_on, other=0)
@@ -243,7 +158,7 @@ def _noise(
 
 @triton.jit
 def _rounded(value, noise, ROWS_AS: tl.constexpr):
-    """``rounding.round_randomly`` to bfloat16 or float16, still as float32."""
+    """``rounding.round_randomly`` to bfloat16 or float16, with the result still in float32."""
     BITS: tl.constexpr = 16 if ROWS_AS == 1 else 13
     TOP: tl.constexpr = 3.3895313892515355e38 if ROWS_AS == 1 else 65504.0
     raw = value.to(tl.int32, bitcast=True)
@@ -254,8 +169,6 @@ def _rounded(value, noise, ROWS_AS: tl.constexpr):
     return tl.where(finite, near, value)
 
 
-# A line per argument would make this twice as long.
-# fmt: off
 @triton.jit
 def update(
     keys, slots, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
@@ -266,13 +179,13 @@ def update(
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One optimizer step on every row that ``keys`` (sorted) names, where its run begins.
+    """Take one optimizer step on each row of ``keys`` (sorted), where its run begins.
 
-    ``HAS_SUMS``: ``grads`` [n, width] are the runs' sums already and ``squares`` [n] given. Keys of
-    ``num_rows`` and above name no row. ``STEP`` is a function of ``triton_rules``, ``a`` .. ``d``
-    are its constants. ``IN_SLOTS``: ``slots`` [n] say where the rows are. ``KEPT``: ``rate``,
-    ``decay`` and ``correction``, which change from step to step, are in ``numbers`` [3] float64.
-    ``ROWWISE``: there is state by row.
+    ``HAS_SUMS``: ``grads`` [n, width] are the sums of the runs already, and ``squares`` [n] is set.
+    Keys of ``num_rows`` and above are not rows. ``STEP`` is a function of ``triton_rules`` with the
+    constants ``a`` to ``d``. ``IN_SLOTS``: ``slots`` [n] are the slots of the rows. ``KEPT``: the
+    step-dependent ``rate``, ``decay``, and ``correction`` are in ``numbers`` [3] float64.
+    ``ROWWISE``: the optimizer has row state.
     """
     if KEPT:
         rate = tl.load(numbers).to(tl.float32)

@@ -1,11 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""The sparse optimizers for Triton: of each the step, a jitted function, and its constants.
+"""The sparse optimizers for Triton: a jitted step function and its constants for each.
 
-A step takes a tile: ``weight`` after weight decay and ``grad`` [rows, columns], ``square`` [rows],
-the rows' mean squares (of optimizers with state by row, else no matter). It returns the new weight
-and stores state: ``first`` and ``second`` at ``place`` where ``shown``, at ``row`` where ``heads``
-for state by row. ``rate`` and ``correction`` are those of ``StepNumbers``; ``a`` .. ``d`` are the
-constants, up to four.
+A step takes a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and ``square``
+[rows], the mean squares (used only with row state). It returns the new weight and stores the state
+``first`` and ``second``: at ``place`` where ``shown``, or for row state at ``row`` where ``heads``.
+``rate`` and ``correction`` are those of ``StepNumbers``; ``a`` to ``d`` are up to four constants.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 
 TritonRule = tuple[Callable[..., Any], tuple[float, ...]]
 
-# A line per argument would make this twice as long.
+# Packed signatures: one line per argument would double the length of this file.
 # fmt: off
 
 

@@ -1,7 +1,7 @@
-"""The Triton kernel: ``TorchStorage`` in meaning, in few launches of fixed size.
+"""The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
 
-Arithmetic is float32, as ``triton_kernels`` has it. Never run on a card so far; what holds it up is
-equality with the torch kernel under Triton's interpreter.
+Arithmetic is float32, as in ``triton_kernels``. It has not run on a GPU so far; it is tested for
+equality with the torch kernel in Triton's interpreter.
 """
 
 import math
@@ -20,8 +20,8 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
 from sbpflow.runtime.random.streams import step_keys
 
-_launch: Any = kernels  # a jitted function takes its grid in brackets, which no stub says
-MOST_CONSTANTS, MOST_STATES = 4, 2  # of a step, as ``triton_rules`` says
+_launch: Any = kernels  # stubs do not know that a jitted function takes its grid in brackets
+MOST_CONSTANTS, MOST_STATES = 4, 2  # of a step; see ``triton_rules``
 _ROWS_AS = {
     torch.float32: kernels.FLOAT32,
     torch.bfloat16: kernels.BFLOAT16,
@@ -30,34 +30,34 @@ _ROWS_AS = {
 
 
 class TritonStorage(TorchStorage):
-    """Rows of float32, bfloat16 or float16 and state of float32, as ``TorchStorage`` holds them."""
+    """Float32, bfloat16, or float16 rows with float32 state, as in ``TorchStorage``."""
 
     name = "triton"
     always_fixed = True
 
     @cached_property
     def _columns(self) -> int:
-        """Of a tile, which is of whole powers of two."""
-        return _power_of_two(self.weights.shape[1])
+        """Columns of a tile, a power of two."""
+        return 1 << max(self.weights.shape[1] - 1, 0).bit_length()
 
     @cached_property
     def _block(self) -> int:
-        """Positions of a tile: fewer of wide rows, to stay in registers."""
+        """Positions of a tile: fewer for wide rows, so that a tile fits in registers."""
         return max(1, min(kernels.BLOCK, 2048 // self._columns))
 
     @cached_property
     def _step(self) -> tuple[Any, tuple[float, ...]]:
-        """The step of the optimizer and its constants, zeros behind them."""
+        """The step function of the optimizer and its constants, padded with zeros."""
         step, constants = kernel_function(self.optimizer, "triton")(self.optimizer)
         if len(constants) > MOST_CONSTANTS or len(self.state) > MOST_STATES:
             raise SbpError(
                 f"kernel triton: sparse optimizer {self.optimizer.name} has {len(constants)} "
-                f"constants and {len(self.state)} states; {MOST_CONSTANTS} and {MOST_STATES} fit"
+                f"constants and {len(self.state)} states; use at most {MOST_CONSTANTS} and "
+                f"{MOST_STATES}"
             )
         return step, (*constants, *[0.0] * (MOST_CONSTANTS - len(constants)))
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        del lr
         return self.pool(self.weights, lookup)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
@@ -85,7 +85,7 @@ class TritonStorage(TorchStorage):
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         if lookup.addresses.numel() == 0:
             if self.optimizer.has_row_state:
-                self._squares(grads.new_zeros(0, grads.shape[1]))  # others may have rows
+                self._squares(grads.new_zeros(0, grads.shape[1]))  # a collective of all ranks
             return
         if self.listeners:
             notify(self.listeners, lookup.addresses.unique())
@@ -94,19 +94,19 @@ class TritonStorage(TorchStorage):
         grads = grads.contiguous()
         count = runs.keys.numel()
         weights = lookup.weights
-        scale = {"scale": grads if weights is None else weights.index_select(0, runs.order)}
+        scale = grads if weights is None else weights.index_select(0, runs.order)
         tile = {"SPLIT": kernels.SPLIT, "BLOCK": self._block, "COLUMNS": self._columns}
         flags = {"HAS_SCALE": weights is not None, **tile}
         partial = grads.new_empty(count // kernels.SPLIT + 1, width, dtype=torch.float32)
         source = lookup.bags_of(runs.order)
-        where = {"start": runs.start, "stop": runs.stop, "source": source, **scale}
+        where = {"start": runs.start, "stop": runs.stop, "source": source, "scale": scale}
         grid = self._grid(count)
         _launch.sum_long_runs[grid](
             **where, grads=grads, partial=partial, n=count, width=width, **flags
         )
         squares = grads
         if self._sum_over_columns is not None:
-            # The other ranks of the rows add theirs: sums first, of the batch's length everywhere.
+            # Ranks that share the rows sum their squares, so the gradients are summed first.
             sums = grads.new_empty(count, width, dtype=torch.float32)
             _launch.sum_runs[grid](
                 **where, grads=grads, partial=partial, out=sums, n=count, width=width, **flags
@@ -135,10 +135,10 @@ class TritonStorage(TorchStorage):
         return (-(-positions // self._block),)
 
     def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
-        """The arguments that say which rule, and with which numbers."""
+        """The kernel arguments for the optimizer and its numbers."""
         optimizer, states, kept = self.optimizer, list(self.state.values()), self.kept
-        step, (a, b, c, d) = self._step
-        own = self._dim if optimizer.shares_row_state else self.weights.shape[1]
+        step, constants = self._step
+        row_width = self._dim if optimizer.shares_row_state else self.weights.shape[1]
         return {
             "table": self.weights,
             "state_a": states[0] if states else self.weights,
@@ -147,29 +147,20 @@ class TritonStorage(TorchStorage):
             "rate": numbers.rate if kept is None else 0.0,
             "decay": numbers.decay if kept is None else 0.0,
             "correction": numbers.correction if kept is None else 0.0,
-            "a": a,
-            "b": b,
-            "c": c,
-            "d": d,
-            "squares_factor": 1.0 / max(own, 1),
+            **dict(zip("abcd", constants, strict=True)),
+            "squares_factor": 1.0 / max(row_width, 1),
             "STEP": step,
             "ROWWISE": optimizer.has_row_state,
             "KEPT": kept is not None,
         }
 
     def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
-        """The arguments that say how rows are rounded."""
+        """The kernel arguments for rounding."""
         rows_as = _ROWS_AS[self.weights.dtype]
-        if rows_as == kernels.FLOAT32:
+        if rows_as == kernels.FLOAT32:  # unused, so any tensor and number will do
             noise = dict.fromkeys(("noise_keys", "noise_bases", "noise_shift"), self.weights)
-            return {
-                **noise,
-                "words_per_row": 1,
-                "first_column": 0,
-                "SHARDS": 1,
-                "HALVINGS": 1,
-                "ROWS_AS": rows_as,
-            }
+            ones = dict.fromkeys(("words_per_row", "SHARDS", "HALVINGS"), 1)
+            return {**noise, **ones, "first_column": 0, "ROWS_AS": rows_as}
         noise_of = self.noise_of_rows()
         shards = noise_of.bases.numel()
         return {
@@ -182,7 +173,3 @@ class TritonStorage(TorchStorage):
             "HALVINGS": max(1, math.ceil(math.log2(shards))) + 1,
             "ROWS_AS": rows_as,
         }
-
-
-def _power_of_two(width: int) -> int:
-    return 1 << max(width - 1, 0).bit_length()
