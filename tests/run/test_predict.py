@@ -235,7 +235,7 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, fold
         predict(words(run, folder / "set", tmp_path / "there.parquet"))
     with pytest.raises(ConfigError, match=r"no-folder: no such file or directory"):
         predict(words(run, folder / "set", tmp_path / "no-folder" / "s.parquet"))
-    with pytest.raises(CheckpointError, match=r"--checkpoint .*: holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"--checkpoint .*: contains no checkpoint"):
         predict(words(tmp_path, folder / "set", tmp_path / "s.parquet"))
     other = ["--input", folder / "t.csv", "--output", tmp_path / "other", "--seed", "9"]
     other += ["--schema", folder / "schema.yaml", "--split", SPLIT, "--max-bad-fraction", "0.1"]
