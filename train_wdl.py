@@ -1,6 +1,6 @@
 """Train Wide & Deep: torchrun --nproc-per-node N train_wdl.py --config CONFIG key=value ...
 
-The same as ``sbpflow train`` on a rank; any other ``model.name`` is trained as well.
+Equivalent to ``sbpflow train`` on one rank; it also trains any other ``model.name``.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from sbpflow.runtime.processes.launch import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank's run."""
+    """Train as one rank."""
     return train.main(argv, prog="train_wdl.py")
 
 

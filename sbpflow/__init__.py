@@ -1,7 +1,7 @@
-"""SBP-parallel training of click models: layouts, conversions between them, and embeddings on top.
+"""SBP-parallel training of click models: layouts, conversions between them, and embeddings.
 
-What is listed here is public; everything else may change without notice. Each name is loaded on
-first use, so importing ``sbpflow`` loads neither torch nor FBGEMM.
+The names listed here are public; everything else may change without notice. Each name is loaded on
+first use, so ``import sbpflow`` loads neither torch nor FBGEMM.
 """
 
 from importlib import import_module
@@ -43,54 +43,42 @@ if TYPE_CHECKING:
 
 __version__ = SBPFLOW_VERSION
 
-# In a checkout sbpflow.data, .models and .planner are folders next to this one; an installed
-# package has them inside.
+# In a source checkout sbpflow.data, .models and .planner are folders next to this one; in an
+# installed package they are inside it.
 _CHECKOUT = Path(__file__).resolve().parents[1]
 if not (_CHECKOUT / "sbpflow" / "data").is_dir() and (_CHECKOUT / "pyproject.toml").is_file():
     __path__.append(str(_CHECKOUT))
 
-# Where each public name lives: values, ranks and conversions, tensors, embeddings, models and runs.
-_HOME = {
-    "Split": "sbp.sbp",
-    "Broadcast": "sbp.sbp",
-    "Partial": "sbp.sbp",
-    "Placement": "sbp.placement",
-    "Layout": "sbp.layout",
-    "World": "runtime.ranks.world",
-    "Boxing": "boxing.executor",
-    "plan_boxing": "boxing.plan",
-    "GlobalTensor": "tensor.global_tensor",
-    "parameter": "tensor.global_tensor",
-    "ops": "tensor",
-    "sync_gradients": "tensor.gradient_sync",
-    "from_dtensor": "tensor.dtensor",
-    "to_dtensor": "tensor.dtensor",
-    "FeatureConfig": "embedding.plan.tables",
-    "TableConfig": "embedding.plan.tables",
-    "OutputConfig": "embedding.plan.tables",
-    "TableLayout": "embedding.plan.tables",
-    "SparseOptimizer": "embedding.rules.base",
-    "RowBlock": "embedding.rules.base",
-    "sparse_optimizer": "embedding.rules.registry",
-    "plan_embeddings": "embedding.plan.embedding_plan",
-    "EmbeddingCollection": "embedding.collection",
-    "Bags": "embedding.ids.batch_ids",
-    "Fields": "run.model.spec",
-    "ParameterSpec": "run.model.spec",
-    "embedding_output": "run.model.spec",
-    "make_parameters": "run.model.spec",
-    "schemes_of": "run.model.spec",
-    "TorchModel": "run.model.torch_model",
-    "Config": "config.schema",
-    "DataConfig": "config.schema",
-    "ParallelConfig": "config.table_rules",
-    "load_config": "config.load",
-    "start_job": "run.execution.job",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "SbpError": "errors",
-    "TrainingError": "errors",
+# Public names by module: values, ranks and conversions, tensors, embeddings, models and runs.
+_MODULES = {
+    "sbp.sbp": ("Split", "Broadcast", "Partial"),
+    "sbp.placement": ("Placement",),
+    "sbp.layout": ("Layout",),
+    "runtime.ranks.world": ("World",),
+    "boxing.executor": ("Boxing",),
+    "boxing.plan": ("plan_boxing",),
+    "tensor": ("ops",),
+    "tensor.global_tensor": ("GlobalTensor", "parameter"),
+    "tensor.gradient_sync": ("sync_gradients",),
+    "tensor.dtensor": ("from_dtensor", "to_dtensor"),
+    "embedding.plan.tables": ("FeatureConfig", "TableConfig", "OutputConfig", "TableLayout"),
+    "embedding.rules.base": ("SparseOptimizer", "RowBlock"),
+    "embedding.rules.registry": ("sparse_optimizer",),
+    "embedding.plan.embedding_plan": ("plan_embeddings",),
+    "embedding.collection": ("EmbeddingCollection",),
+    "embedding.ids.batch_ids": ("Bags",),
+    "run.model.spec": (
+        *("Fields", "ParameterSpec", "embedding_output"),
+        *("make_parameters", "schemes_of"),
+    ),
+    "run.model.torch_model": ("TorchModel",),
+    "run.execution.job": ("start_job",),
+    "config.schema": ("Config", "DataConfig"),
+    "config.table_rules": ("ParallelConfig",),
+    "config.load": ("load_config",),
+    "errors": ("ConfigError", "DataError", "SbpError", "TrainingError"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Bags",
@@ -136,11 +124,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'sbpflow' has no attribute {name!r}")
     if name == "ops":  # a module
         return import_module("sbpflow.tensor.ops")
-    return getattr(import_module(f"sbpflow.{_HOME[name]}"), name)
+    return getattr(import_module(f"sbpflow.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command ``sbpflow``, also ``sbpflow``: finds the command that the first word names.
+"""The ``sbpflow`` command: dispatches to the subcommand that the first argument names.
 
 A composition root: it may import every package.
 """
@@ -47,16 +47,16 @@ COMMANDS: dict[str, Command] = {
 
 
 def main() -> int:
-    """Dispatch on the first word."""
-    # A class of the user's own in this folder is found by name. Last, so that no file here takes
-    # the place of an installed module.
+    """Dispatch on the first argument."""
+    # So that package.module:Class finds classes in the working folder. It comes last on the path,
+    # so that no file in it shadows an installed module.
     if "" not in sys.path:
         sys.path.append("")
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 
 def entry() -> None:
-    """The installed command."""
+    """Entry point of the installed command."""
     run_main(main)
 
 

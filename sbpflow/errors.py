@@ -1,16 +1,16 @@
-"""The errors that callers tell apart, by what should be done about them.
+"""Exception classes, separated by what a caller should do about them.
 
-A message names the key or row, the value given, the rule and a value that would pass.
+A message names the key or row, the given value, the rule and a value that would pass.
 """
 
 from typing import Never, get_args
 
 
 class _OneLineError(ValueError):
-    """Its message is one line, and one for each of ``details``.
+    """An error whose message is one line, plus one line for each of ``details``.
 
-    A newline or another character in them that is not printable is escaped: keys, values, paths and
-    names of columns are quoted in messages, and may hold anything.
+    Newlines and other unprintable characters are escaped, because messages quote keys, values,
+    paths and column names, which may contain anything.
     """
 
     def __init__(self, message: str = "", *details: str) -> None:
@@ -24,7 +24,7 @@ def _printable(text: str) -> str:
 
 
 class ConfigError(_OneLineError):
-    """A configuration key, command-line value or environment does not fit."""
+    """A configuration key, a command-line value or the environment is invalid."""
 
 
 class SbpError(ValueError):
@@ -32,52 +32,53 @@ class SbpError(ValueError):
 
 
 class DataError(_OneLineError):
-    """Input rows or a prepared set cannot be used as they are."""
+    """Input rows or a prepared set are invalid."""
 
 
 class PlanError(ValueError):
-    """No placement of the tables satisfies the limits given."""
+    """No placement of the tables satisfies the given limits."""
 
 
 class MetricError(ValueError):
-    """A metric is not defined for the predictions or labels given."""
+    """A metric is undefined for the given predictions or labels."""
 
 
 class TrainingError(ValueError):
-    """A run cannot go on: its loss is not a number, or copies that must agree do not."""
+    """A run cannot continue: its loss is not a number, or replicas differ."""
 
 
 class CheckpointError(_OneLineError):
-    """A checkpoint cannot be written, or cannot be used as it is."""
+    """A checkpoint cannot be written, or is invalid."""
 
 
 class ReplicaError(RuntimeError):
-    """Copies that must agree do not: a fault of the program."""
+    """Replicas that must be equal differ, which is a bug in the program."""
 
 
 class AbsentError(RuntimeError):
-    """Ranks did not come to the start; the message names them."""
+    """Some ranks did not join at startup; the message names them."""
 
 
 class PeerLostError(RuntimeError):
-    """A collective or the store failed because its other end is gone or does not answer."""
+    """A collective or a store operation failed because its peer is gone or does not respond."""
 
 
 class PeerStoppedError(RuntimeError):
-    """Another rank was told to stop, and this one ends with it."""
+    """Another rank received a stop signal, and this one ends with it."""
 
 
 def unknown_value(what: str, value: Never, legal: object) -> ValueError:
-    """The error at the end of branches over ``legal``, a Literal or a union of classes.
+    """Return the error for the end of a chain of branches over ``legal``.
 
-    ``value`` is of type Never: pyright refuses branches that leave one of ``legal`` out.
+    ``legal`` is a Literal or a union of classes. Because ``value`` has type Never, pyright reports
+    branches that do not cover all of ``legal``.
     """
-    names = [getattr(one, "__name__", str(one)) for one in get_args(legal)]
-    return ValueError(f"{what}: {value!r} is not known here; use {' or '.join(names)}")
+    names = [getattr(choice, "__name__", str(choice)) for choice in get_args(legal)]
+    return ValueError(f"{what}: {value!r} is not supported; use {' or '.join(names)}")
 
 
-# One message says it all; where they were raised does not matter to who reads it. An SbpError is a
-# mistake in a program, whose line does matter.
+# Errors shown without a traceback, because the message tells the user everything. SbpError is not
+# among them: it is a mistake in a program, so its line matters.
 MESSAGE_ERRORS = (
     ConfigError,
     DataError,

@@ -1,1 +1,1 @@
-"""The commands of ``sbpflow``, one file each. They compose, so they may import every package."""
+"""The commands of ``sbpflow``, one file each. As composition roots they may import any package."""

@@ -1,4 +1,4 @@
-"""``sbpflow checkpoint``: list, check, compare and remove checkpoints."""
+"""``sbpflow checkpoint``: list, verify, compare and remove checkpoints."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,20 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """List, check, compare and remove checkpoints."""
+    """List, verify, compare and remove checkpoints."""
     parser = ArgumentParser(prog="sbpflow checkpoint", description=checkpoint.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("ls", "one line each"), ("verify", "read and check every byte")):
-        one = commands.add_parser(name, help=text)
-        one.add_argument(
-            "path", type=local_path, help="a checkpoint, a folder of some, or of a run"
-        )
-    diff = commands.add_parser("diff", help="what two checkpoints do not have in common")
+    for name, text in (("ls", "one line per checkpoint"), ("verify", "read and check every byte")):
+        command = commands.add_parser(name, help=text)
+        path_help = "a checkpoint, a folder of checkpoints, or a run folder"
+        command.add_argument("path", type=local_path, help=path_help)
+    diff = commands.add_parser("diff", help="show how two checkpoints differ")
     diff.add_argument("left", type=local_path)
     diff.add_argument("right", type=local_path)
-    prune = commands.add_parser("prune", help="remove all but the newest good ones")
+    prune = commands.add_parser("prune", help="remove all but the newest good checkpoints")
     prune.add_argument("path", type=local_path)
-    prune.add_argument("--keep", type=int, required=True, help="how many stay")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--keep", type=int, required=True, help="number of checkpoints to keep")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     args = parser.parse_args(argv)
 
     from sbpflow.checkpoint import commands as run

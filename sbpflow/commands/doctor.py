@@ -1,4 +1,4 @@
-"""``sbpflow doctor``: what of this environment works."""
+"""``sbpflow doctor``: check which parts of this environment work."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """What of this environment works, on the ranks that it runs on."""
+    """Check which parts of this environment work, on all ranks that run the command."""
     from sbpflow.runtime.compute import doctor
 
-    def moving(folder: Path) -> "Sequence[Finding]":
-        from sbpflow.run.execution.machine_checks import checks  # torch, which may be broken
+    def data_checks(folder: Path) -> "Sequence[Finding]":
+        from sbpflow.run.execution.machine_checks import checks  # imports torch: may be broken
 
         return checks(folder)
 
-    return doctor.main(argv, moving)
+    return doctor.main(argv, data_checks)

@@ -1,25 +1,19 @@
-"""``sbpflow explain``: what a run would do."""
+"""``sbpflow explain``: show what a run would do."""
 
 import json
 import sys
 from collections.abc import Sequence
 
-from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.commands.train import config_parser, run_planner
 
 
 def explain(argv: Sequence[str]) -> int:
     """Print what a run would do, without starting its ranks."""
-    parser = ArgumentParser(
-        prog="sbpflow explain",
-        description="Print tables, layouts, shards, boxing steps, bytes and memory of a run.",
-    )
-    parser.add_argument(
-        "--config", type=local_path, required=True, help="a YAML file, such as configs/scheme1.yaml"
+    parser = config_parser(
+        "sbpflow explain", "Print a run's tables, layouts, shards, boxing steps, bytes and memory."
     )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    parser.add_argument("--json", action="store_true", help="the same facts for programs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.path=DIR")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     args = parser.parse_intermixed_args(argv)
 
     from sbpflow.config.checks import data_path
@@ -35,24 +29,15 @@ def explain(argv: Sequence[str]) -> int:
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
-    fields = fields_of(manifest)
-    device = config.parallel.device  # a plan for GPUs needs no GPU
+    device = config.parallel.device  # cuda as given: a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
-    planned = None
-    if config.parallel.plan == "auto":
-        from sbpflow.data.stats import load_stats
-        from sbpflow.planner.for_run import plan_tables
-
-        planned = plan_tables(
-            config,
-            fields,
-            load_stats(manifest),
-            manifest.splits["train"],
-            world_size=args.world_size,
-            device_type=device_type,
-        ).rules
+    planned = run_planner(config, manifest, args.world_size, device_type)
     _, plan = plan_run(
-        config, fields, world_size=args.world_size, device_type=device_type, planned=planned
+        config,
+        fields_of(manifest),
+        world_size=args.world_size,
+        device_type=device_type,
+        planned=planned.rules if planned else None,
     )
     plan = with_known_kernels(plan, config.parallel.kernel)
     facts = describe(plan)

@@ -1,4 +1,4 @@
-"""``sbpflow export``: a trained model in forms that need no sbpflow."""
+"""``sbpflow export``: write a trained model in formats that do not need sbpflow."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,19 +16,22 @@ _FORMS = "pt2,safetensors"
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write a trained model in forms that need no sbpflow."""
+    """Write a trained model in formats that do not need sbpflow."""
     parser = ArgumentParser(
         prog="sbpflow export",
-        description="Write a trained model for torch alone, and for programs without torch.",
+        description="Write a trained model for plain torch and for programs without torch.",
     )
     add_model(parser)
     add = parser.add_argument
     add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
-    add("--forms", default=_FORMS, help=f"some of {_FORMS} (default both)")
-    add("--rows", default="as_trained", help="of tables: as_trained, float16 or int8")
-    add("--score", type=local_path, metavar="SET", help="a labelled set; also with rows as they "
-        "were trained, for what fewer bits cost (default: that of the run, if there)")  # fmt: skip
-    add("--split", default="test", choices=("train", "val", "test"), help="of --score")
+    add("--forms", default=_FORMS, help=f"comma-separated file formats (default {_FORMS})")
+    add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
+    score_help = (
+        "labelled set to measure the model on, and with --rows also the loss in AUC against the "
+        "rows as trained (default: the run's set if it exists)"
+    )
+    add("--score", type=local_path, metavar="SET", help=score_help)
+    add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
     args = parser.parse_intermixed_args(argv)
 
     from sbpflow.checkpoint.folder import data_folder
@@ -75,11 +78,11 @@ def export(argv: Sequence[str]) -> int:
             shuffle="none",
             crosses=spec.hashed_columns,
         )
-        found = score_plain(model, loader.epoch(0))
+        result = score_plain(model, loader.epoch(0))
         loader.close()
-        rate = f"AUC {found.auc}, logloss {found.logloss:.6f}"
-        print(f"rows {rows}: {rate} ({found.num_rows} rows, {args.split} of {path})")
-        return {"auc": found.auc, "logloss": found.logloss}
+        scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
+        print(f"rows {rows}: {scores} ({result.num_rows} rows, {args.split} of {path})")
+        return {"auc": result.auc, "logloss": result.logloss}
 
     path = args.score or config.data.path
     scored = load_manifest(path) if path is not None and path.is_dir() else None

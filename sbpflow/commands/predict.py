@@ -1,4 +1,4 @@
-"""``sbpflow predict``: scores of rows by a trained model."""
+"""``sbpflow predict``: score rows with a trained model."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def predict(argv: Sequence[str]) -> int:
-    """Score rows with a trained model; on several ranks under torchrun."""
+    """Score rows with a trained model; under torchrun on several ranks."""
     parser = ArgumentParser(
         prog="sbpflow predict",
-        description="Score raw rows or a prepared set into a Parquet file.",
+        description="Score raw rows or a prepared set and write a Parquet file.",
     )
     add_model(parser)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
     add("--output", type=local_path, required=True, metavar="FILE", help="such as scores.parquet")
-    add("--split", default="test", choices=("train", "val", "test"), help="of a prepared set")
-    add("--max-bad-fraction", type=float, default=0.0, help="raw rows that may be left out")
-    add("--overwrite", action="store_true", help="replace the file that is there")
+    add("--split", default="test", choices=("train", "val", "test"), help="split of a prepared set")
+    add("--max-bad-fraction", type=float, default=0.0, help="share of raw rows that may be skipped")
+    add("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_intermixed_args(argv)
 
     from sbpflow.checkpoint.folder import data_folder
@@ -36,11 +36,7 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
-    from sbpflow.run.saved.saved_model import (
-        load_values,
-        saved_layouts,
-        saved_plan,
-    )
+    from sbpflow.run.saved.saved_model import load_values, saved_layouts, saved_plan
     from sbpflow.runtime.ranks.world import device_type_of, world_size_of_environment
     from sbpflow.training.report import setup_logging
 
@@ -68,8 +64,7 @@ def predict(argv: Sequence[str]) -> int:
     setup_logging(world.rank)
     on_rank_0(boxing, scoring.open)
     request = config.parallel.kernel
-    kept = saved_plan(checkpoint, plan, request)
-    plan = kept or with_measured_kernels(plan, request, boxing)
+    plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing)
     load_values(job, checkpoint)
     on_rank_0(boxing, lambda: scoring.encode(args.max_bad_fraction))

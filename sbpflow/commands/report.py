@@ -1,4 +1,4 @@
-"""``sbpflow report``: runs side by side on one page."""
+"""``sbpflow report``: compare runs on one page."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write a page of curves and tables of one or more runs, and say where."""
+    """Write a page of curves and tables for one or more runs, and print its path."""
     parser = ArgumentParser(
         prog="sbpflow report",
-        description="Write one HTML file that shows runs side by side and needs no network.",
+        description="Write one HTML file that compares runs and needs no network.",
     )
     parser.add_argument(
-        "runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run (its run.dir)"
+        "runs", nargs="+", type=local_path, metavar="RUN", help="run folder (its run.dir)"
     )
     parser.add_argument(
-        "--output", type=local_path, help="the file; RUN/report.html of the first run"
+        "--output", type=local_path, help="the file (default: report.html of the first RUN)"
     )
     args = parser.parse_args(argv)
 

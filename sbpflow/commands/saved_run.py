@@ -1,4 +1,4 @@
-"""Arguments of the commands that start from a checkpoint, and what they name."""
+"""Arguments of the commands that start from a checkpoint, and the run that they name."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    saved = "a checkpoint, or the folder of a run: its newest good one"
-    add("--checkpoint", type=local_path, required=True, metavar="DIR", help=saved)
-    own = "the class of a model of your own, which is imported if it is named here"
-    add("--model", metavar="package.module:Class", help=own)
-    own = "the class of an optimizer of your own for tables, likewise; once for each"
-    add("--optimizer", metavar="package.module:Class", action="append", default=[], help=own)
-    instead = "in place of the run's, such as data.batch_size=4096"
-    add("overrides", nargs="*", metavar="key=value", help=instead)
+    text = "a checkpoint, or a run folder, whose newest good checkpoint is used"
+    add("--checkpoint", type=local_path, required=True, metavar="DIR", help=text)
+    text = "class of a custom model; it is imported only if named here"
+    add("--model", metavar="package.module:Class", help=text)
+    text = "class of a custom table optimizer, imported likewise; repeat for each class"
+    add("--optimizer", metavar="package.module:Class", action="append", default=[], help=text)
+    text = "overrides a key of the run, such as data.batch_size=4096"
+    add("overrides", nargs="*", metavar="key=value", help=text)
 
 
 def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
-    """The checkpoint that a command names, and the configuration of its run."""
+    """Return the checkpoint that a command names, and the configuration of its run."""
     from sbpflow.models.registry import MODELS
     from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
 

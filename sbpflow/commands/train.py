@@ -1,6 +1,6 @@
 """``sbpflow train``: train a model on a prepared set.
 
-Composes configuration, data, model and loop; has no logic of its own.
+Composes configuration, data, model and training loop; contains no logic of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from sbpflow.runtime.ranks.topology import Topology
     from sbpflow.training.loop import Reporter
 
+_DESCRIPTION = "Train a model on a prepared set."
+
 
 def train(argv: Sequence[str]) -> int:
-    """Train on ``-n`` ranks of this machine, or as the one rank that this process is."""
-    parser = _parser("sbpflow train")
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="processes to start on this "
-        "machine; without it one, or those that torchrun starts")  # fmt: skip
+    """Train on ``-n`` ranks of this machine, or in this process as a single rank."""
+    parser = config_parser("sbpflow train", _DESCRIPTION)
+    ranks_help = "number of processes to start on this machine (default: one, or torchrun's)"
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help=ranks_help)
     args = parser.parse_intermixed_args(argv)
     if args.ranks is None:
         return run_rank(args.config, args.overrides)
@@ -35,13 +37,14 @@ def train(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "sbpflow train") -> int:
-    """One rank's run, from the command line to the final scores."""
-    args = _parser(prog).parse_intermixed_args(argv)
+    """Train as one rank, from the command line to the final scores."""
+    args = config_parser(prog, _DESCRIPTION).parse_intermixed_args(argv)
     return run_rank(args.config, args.overrides)
 
 
-def _parser(prog: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=prog, description="Train a model on a prepared set.")
+def config_parser(prog: str, description: str) -> ArgumentParser:
+    """Return a parser for ``--config`` and ``key=value`` overrides."""
+    parser = ArgumentParser(prog=prog, description=description)
     parser.add_argument(
         "--config", type=local_path, required=True, help="a YAML file, such as configs/scheme1.yaml"
     )
@@ -52,11 +55,11 @@ def _parser(prog: str) -> ArgumentParser:
 def run_rank(
     path: str | Path, overrides: Sequence[str], tracker: "Callable[[int], Reporter] | None" = None
 ) -> int:
-    """Train as the configuration at ``path`` says, with ``key=value`` overrides.
+    """Train with the configuration at ``path`` and ``key=value`` overrides.
 
-    ``tracker(rank)`` makes a reporter of the caller's own, told on every rank beside the run's.
+    ``tracker(rank)`` returns an additional reporter, which gets the run's events on every rank.
     """
-    # Late, so that --help is quick and a broken torch is reported by run_main.
+    # Imported here so that --help is fast and run_main reports a broken torch.
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
     from sbpflow.config.load import load_config
@@ -79,7 +82,7 @@ def run_rank(
     device_type = device_type_of(config.parallel.device)
 
     def make(topology: "Topology") -> "tuple[RunPlan, tuple[ModelSpec, PlannedRun | None]]":
-        planned = _plan_tables(config, manifest, topology, device_type)
+        planned = run_planner(config, manifest, topology.size, device_type, topology)
         spec, plan = plan_run(
             config,
             fields_of(manifest),
@@ -100,7 +103,7 @@ def run_rank(
         fingerprint=manifest.fingerprint,
         content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,
-        ancestors=tuple(one.digest for one in manifest.ancestors),
+        ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
     )
     decision = resume.decide(config, data, boxing)
     loaders = open_loaders(
@@ -113,8 +116,8 @@ def run_rank(
         crosses=spec.hashed_columns,
     )
     newest, request = decision.newest, config.parallel.kernel
-    kept = saved_plan(open_checkpoint(newest), plan, request) if newest else None
-    plan = kept or with_measured_kernels(plan, request, boxing)
+    saved = saved_plan(open_checkpoint(newest), plan, request) if newest else None
+    plan = saved or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing)
     norms = any(name.endswith("running_mean") for name in job.model.buffers)
     check_rows(config, manifest.splits, batch_norm=norms)
@@ -127,22 +130,26 @@ def run_rank(
     return 0
 
 
-def _plan_tables(
-    config: "Config", manifest: "Manifest", topology: "Topology", device_type: str
+def run_planner(
+    config: "Config",
+    manifest: "Manifest",
+    world_size: int,
+    device_type: str,
+    topology: "Topology | None" = None,
 ) -> "PlannedRun | None":
-    """What the planner chooses for ``parallel.plan: auto``."""
+    """Plan the tables if the configuration says ``parallel.plan: auto``."""
+    if config.parallel.plan != "auto":
+        return None
     from sbpflow.data import fields_of
     from sbpflow.data.stats import load_stats
     from sbpflow.planner.for_run import plan_tables
 
-    if config.parallel.plan != "auto":
-        return None
     return plan_tables(
         config,
         fields_of(manifest),
         load_stats(manifest),
         manifest.splits["train"],
-        world_size=topology.size,
+        world_size=world_size,
         device_type=device_type,
         topology=topology,
     )
@@ -157,7 +164,7 @@ def _fit(
     planned: "PlannedRun | None",
     tracker: "Callable[[int], Reporter] | None",
 ) -> None:
-    """Train, score and report; the job is as it was left, where it goes on."""
+    """Train, score and report, starting from the job's present state."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.data.format.metadata import copy_metadata
     from sbpflow.run.planning.explain import format_plan
@@ -206,8 +213,7 @@ def _fit(
             profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
         )
         health.check_replicas(job.copies, job.embeddings, boxing)
-        outside = health.out_of_range_note(job.embeddings, boxing)
-        notes = {"ids out of range": outside}
+        notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}
         if planned is not None:
             rows = config.data.batch_size * config.train.accumulate
             notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)

@@ -186,6 +186,13 @@ def _flat(
         yield key, show(value), affects
 
 
+_EXAMPLE_FILES = {
+    "--config": "; use a configuration, such as configs/scheme1.yaml of the repository",
+    "parallel.plan": "; use auto, or a file that `sbpflow plan --output plan.yaml` wrote",
+    "parallel.topology": "; use a file that lists the hosts, such as topology.yaml",
+}
+
+
 def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     """The mapping of a YAML file; ConfigError, naming ``key`` where there is no such file."""
     if not path.is_file():
@@ -193,7 +200,7 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
         folder = path if path.is_dir() else path.parent
         known = sorted(str(file) for file in folder.glob("*.yaml"))
         near = difflib.get_close_matches(str(path), known, 3, cutoff=0.5) or known[:5]
-        raise ConfigError(f"{key}: {path} {what}{_use(near)}")
+        raise ConfigError(f"{key}: {path} {what}{_use(near) or _EXAMPLE_FILES[key]}")
     try:
         if path.stat().st_size > 4 * MAX_CHARACTERS:  # of UTF-8
             raise ConfigError(f"more than {MAX_CHARACTERS:,} characters of YAML")

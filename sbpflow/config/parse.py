@@ -174,7 +174,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             most = f"use at most {mark.count}{_eg(key, example)}"
             raise ConfigError(f"{key}: a list of {len(parsed):,}; {most}")
         if isinstance(mark, PathOr) and parsed not in mark.words:
-            _parse_path(parsed, key, example)
+            parsed = str(_parse_path(parsed, key, example))
     return parsed
 
 

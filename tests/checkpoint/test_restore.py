@@ -208,7 +208,7 @@ def test_a_machine_whose_own_disk_is_at_checkpoint_dir_is_named(ranks, memory):
     if said[1].startswith("refused"):
         pytest.skip(said[1])
     for one in said:
-        assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 has" in one
+        assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 uses" in one
         assert "checkpoint.dir=/shared/runs/train" in one
     assert list(memory.iterdir()) == []
     assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
@@ -218,6 +218,6 @@ def test_a_folder_that_not_all_ranks_see_is_refused(ranks, memory):
     (memory / "other").mkdir()
     assert ranks(2, look, [memory, memory]) == ["", ""]
     for said in ranks(2, look, [memory, memory / "other"]):
-        assert "on ranks [1] is not the folder that rank 0 has there" in said
+        assert "on ranks [1] is not the folder that rank 0 uses" in said
         assert "checkpoint.every=0" in said
     assert [path.name for path in memory.iterdir()] == ["other"]

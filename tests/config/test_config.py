@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from sbpflow.config.checks import check, data_path
-from sbpflow.config.load import config_facts, dump_config, load_config
+from sbpflow.config.load import config_facts, dump_config, load_config, read_yaml
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
@@ -222,6 +222,12 @@ def test_files_that_are_no_config(load, text):
 def test_a_missing_file_names_its_neighbours():
     with pytest.raises(ConfigError, match=r"scheme4\.yaml does not exist; did you mean .*scheme1"):
         load_config(CONFIGS[0].parent / "scheme4.yaml", models=MODELS)
+
+
+@pytest.mark.parametrize("key", ["--config", "parallel.plan", "parallel.topology"])
+def test_a_missing_file_without_neighbors_names_a_value_that_passes(tmp_path, key):
+    with pytest.raises(ConfigError, match=rf"{key}: .*nothere\.yaml does not exist; use .*\.yaml"):
+        read_yaml(tmp_path / "nothere.yaml", key)
 
 
 def test_missing_data_is_told_how_to_get_some(load, tmp_path):

@@ -242,8 +242,8 @@ PATHS = sorted(name for name, key in KEYS.items() if key.kind == "path")
     ("path", "says"),
     [
         ("x" * 5000, "5,000 bytes"),
-        ("x" * 241, "has a name of 241 bytes, and names have at most 240"),
-        ("a/" * 2000, "has 4,000 bytes, and a path has at most 3,800"),
+        ("x" * 241, "name of 241 bytes"),
+        ("a/" * 2000, "4,000 bytes; a path has at most 3,800"),
         ('"\\ud800"', "half of a surrogate pair"),
     ],
 )

@@ -86,6 +86,11 @@ def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> li
     return ["x"] * names.index(action.dest) if action.dest in names else []
 
 
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"train_wdl"}))
+def test_the_usage_line_names_the_command(command, monkeypatch):
+    assert parser_of(command, monkeypatch).prog == f"sbpflow {command}"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
@@ -151,9 +156,23 @@ def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["out/x", "/s3:/x", "./x", "a b", "C", "x:y", "~/x", "../s3:/b"])
+@pytest.mark.parametrize("text", ["out/x", "/s3:/x", "./x", "a b", "C", "x:y", "./~/x", "../s3:/b"])
 def test_local_paths_stay_as_they_are(text):
     assert local_path(text) == Path(text)
+
+
+def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
+    """A shell expands it in neither ``run.dir=~/x`` nor ``--output=~/x``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_path("~") == tmp_path
+    assert local_path("~/x") == tmp_path / "x"
+    config = load_config(ROOT / "configs/scheme1.yaml", ["run.dir=~/x"], models=MODELS)
+    assert config.run.dir == tmp_path / "x"
+
+
+def test_the_home_of_an_unknown_user_is_refused():
+    with pytest.raises(ConfigError, match=r"'~nobody-here/x'.*use .*./~nobody-here/x"):
+        local_path("~nobody-here/x")
 
 
 @pytest.mark.parametrize("text", ["", "a\0b"])

@@ -176,7 +176,7 @@ def test_a_run_takes_the_cheapest_plan_and_says_what_it_is_next_to(world_size):
     assert plan.priced[0].ms == price_plan(plan.embeddings, plan.batch_size).ms
     assert {layout.key for layout in plan.layouts.values()} == {"parallel.scheme auto"}
     text = format_plan(plan)
-    assert f"as priced: {plan.priced[0].name} {prices[0]:.1f} ms" in text
+    assert f"exchange: {plan.priced[0].name} {prices[0]:.1f} ms" in text
     if world_size > 1:
         assert f"; then {plan.priced[1].name} {prices[1]:.1f} ms" in text
         assert len(prices) > 4

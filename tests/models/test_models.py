@@ -3,6 +3,8 @@
 Also the parameter totals, against those that the authors of the public runs logged.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS as REGISTERED
-from sbpflow.run.model.spec import Fields, count_parameters
+from sbpflow.run.model.spec import Fields, ModelSpec
 from tests.models.twins import BATCH, DIM, FEW, MODELS, STEPS, config_of, named, twin_run
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_job, train
 
@@ -139,6 +141,13 @@ TOTALS = {
     "mlperf_dlrm": (MLPERF, 204_184_588 * 128 + 2_368_897),
     "mlperf_dcnv2": (MLPERF, 204_184_588 * 128 + 171_392 + 10_627_200 + 5_245_953),
 }
+
+
+def count_parameters(spec: ModelSpec) -> int:
+    """Return the number of trained values in tables and dense parameters."""
+    tables = {table.name: table for output in spec.outputs for table in output.tables}
+    dense = sum(math.prod(parameter.shape) for parameter in spec.parameters.values())
+    return dense + sum(table.num_rows * table.dim for table in tables.values())
 
 
 @pytest.mark.parametrize("preset", TOTALS)

@@ -319,7 +319,7 @@ def test_a_dense_part_that_sends_is_refused(rehearsed_ranks):
     normed = replace(normed, model=replace(normed.model, norm="batch"))
     for config in (split, normed):
         for words in rehearsed_ranks(2, build, with_graph(config)):
-            assert "the dense part sends (" in words
+            assert "the dense part communicates" in words
             assert words.endswith("or use parallel.cuda_graph=false")
 
 

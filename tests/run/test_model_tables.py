@@ -85,11 +85,11 @@ def test_shared_and_uneven_tables_train_alike_on_any_number_of_ranks(ranks, sche
 @pytest.mark.parametrize(
     ("fields", "tables", "message"),
     [
-        ({}, {"*": TableShape(dim=8)}, "model.tables.*: dim 8 for wide.shop, which has 1"),
+        ({}, {"*": TableShape(dim=8)}, "model.tables.*: dim 8 for wide.shop"),
         ({}, {"deep.C1": TableShape(dim=8)}, "model.tables.deep.C1: matches no table; did you"),
         ({"C1": FieldRule(table="x")}, {}, "model.fields.C1: matches no field; did you"),
-        ({"*o*": FieldRule(table="all")}, {}, "home and shop in one table all, but each has ids"),
-        ({"home": FieldRule(table="shop")}, {}, "in one table shop, which is shop's own"),
+        ({"*o*": FieldRule(table="all")}, {}, "home and shop share table all"),
+        ({"home": FieldRule(table="shop")}, {}, "table shop, which is the default table of shop"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, tables, message):
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused(fields, tables, message):
 
 def test_fields_of_one_vocabulary_have_as_many_rows():
     odd = replace(FIELDS, sparse=(*FIELDS.sparse[:2], replace(FIELDS.sparse[2], rows=61)))
-    with pytest.raises(ConfigError, match="they have 60 and 61 rows"):
+    with pytest.raises(ConfigError, match="60 and 61 rows"):
         MODEL.spec(odd)
 
 

@@ -235,7 +235,7 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, fold
         predict(words(run, folder / "set", tmp_path / "there.parquet"))
     with pytest.raises(ConfigError, match=r"no-folder: no such file or directory"):
         predict(words(run, folder / "set", tmp_path / "no-folder" / "s.parquet"))
-    with pytest.raises(CheckpointError, match=r"--checkpoint .*: holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"--checkpoint .*: contains no checkpoint"):
         predict(words(tmp_path, folder / "set", tmp_path / "s.parquet"))
     other = ["--input", folder / "t.csv", "--output", tmp_path / "other", "--seed", "9"]
     other += ["--schema", folder / "schema.yaml", "--split", SPLIT, "--max-bad-fraction", "0.1"]
@@ -267,9 +267,9 @@ def test_an_export_of_the_command_scores_as_the_run_did(run, folder, tmp_path, c
     text = capsys.readouterr().out
     assert "rows as_trained: AUC 0." in text
     assert "rows float16: AUC 0." in text
-    with pytest.raises(ConfigError, match="--rows: 'int4' is not one of as_trained"):
+    with pytest.raises(ConfigError, match="--rows: 'int4' .*as_trained"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
-    with pytest.raises(ConfigError, match="--forms: 'onnx' is not one of pt2"):
+    with pytest.raises(ConfigError, match="--forms: 'onnx' .*pt2"):
         export([*base, "--output", str(tmp_path / "c"), "--forms", "onnx"])
     with pytest.raises(ConfigError, match="--score: rows of int8 cost some AUC"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])

@@ -179,7 +179,7 @@ def test_a_plan_of_another_version_is_told(tmp_path):
     run = write(tmp_path / "run", events(), plan=False)
     (run / "plan.json").write_text('{"format": 0, "sha256": "", "plan": {}}')
     text = write_report([run]).read_text(encoding="utf-8")
-    assert "plan.json is not shown: plan: is not what a run wrote" in text
+    assert "plan.json is not shown: plan: is not a valid plan.json" in text
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

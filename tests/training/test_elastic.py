@@ -128,7 +128,7 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(synth_set, tmp_path, u
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert job.said().count("goes on after step") == 2
+    assert job.said().count("resuming after step") == 2
     assert job.losses() == pytest.approx(undisturbed, rel=0, abs=1e-9)
 
 

@@ -73,5 +73,5 @@ def test_a_run_goes_on_over_a_grown_set(tmp_path, monkeypatch):
     assert any(len(one.rows) for one in load_manifest(big).ancestors)
 
     foreign = prepare(tmp_path, "other", ["foreign"])
-    with pytest.raises(ConfigError, match=r"another vocabulary .* --like OLD --grow"):
+    with pytest.raises(ConfigError, match=r"vocabulary differs .* --like OLD --grow"):
         trained(tmp_path, "third", foreign, resume)

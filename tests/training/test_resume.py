@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert run(synth_set, tmp_path) == 0
     said = capfd.readouterr().err
     assert "step-8/rank-0.bin: damaged at bytes" in said
-    assert "goes on after step 4" in said
+    assert "resuming after step 4" in said
     assert events(tmp_path) == events(whole)
 
 
@@ -159,6 +159,23 @@ def test_a_damaged_run_file_ends_with_the_way_out(synth_set, tmp_path, monkeypat
     ways = [(tmp_path, "never"), (tmp_path / "b", str(tmp_path / "previous-1" / "checkpoints"))]
     for folder, resume in ways:  # the second starts from what the first has moved aside
         assert run(synth_set, folder, f"checkpoint.resume={resume}", "train.max_steps=6") == 0
+
+
+def test_checkpoints_without_their_run_file_are_not_moved_aside(synth_set, tmp_path, monkeypatch):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    folder = tmp_path / "checkpoints"
+    (folder / "run.json").unlink()
+    step = folder / "step-4"
+    with pytest.raises(ConfigError) as caught:
+        run(synth_set, tmp_path, "train.max_steps=6")
+    message = str(caught.value)
+    del caught  # its frames hold the lock
+    assert "run.json" in message
+    assert f"checkpoint.resume={step}" in message
+    assert "checkpoint.resume=never" in message
+    assert step.is_dir()
+    assert not (tmp_path / "previous-1").exists()
+    assert run(synth_set, tmp_path, "train.max_steps=6", "checkpoint.resume=never") == 0
 
 
 def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypatch):

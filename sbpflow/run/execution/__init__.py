@@ -1,1 +1,1 @@
-"""A run on its ranks: started, warmed up, trained or scored, and the machine checked."""
+"""Execute a run on its ranks: start, warm-up, training job, prediction, and machine checks."""

@@ -1,4 +1,4 @@
-"""A run on one rank, built from its plan: tables, dense part, optimizers, trainer."""
+"""Build one rank's part of a run from its plan: tables, dense part, optimizers, trainer."""
 
 import logging
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one rank needs to train, predict and be looked into."""
+    """Everything one rank needs to train, predict and be inspected."""
 
     trainer: Trainer
     model: DensePart
@@ -46,19 +46,22 @@ class Job:
         return {**self.model.parameters, **self.model.buffers}
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Everything that training changes, by logical name: ``tables/T``, ``tables/T/STATE``,
-        ``dense/P``, ``dense/P/STATE``; full shapes, and this rank's rectangles. P is a
-        parameter, or a buffer such as the running mean of a batch norm.
+        """Return everything that training changes, by logical name.
+
+        The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
+        is a parameter or a buffer, such as the running mean of a batch norm. Each value has the
+        full shape and this rank's rectangles.
         """
         model = self.model
         dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
         return {**self.embeddings.state(), **dense}
 
     def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
-        """Be the job that was saved, whatever it was laid out like: go on from its step.
+        """Restore all state and the step number from a checkpoint of any layout.
 
-        With ``grown`` tables may have more rows than were saved; those are as they were made.
-        CheckpointError where the checkpoint does not fit, or is damaged: then restore another.
+        With ``grown``, tables may have more rows than were saved; new rows keep their initial
+        values. Raises CheckpointError if the checkpoint is damaged or does not fit; the job is then
+        partly restored, and another checkpoint must be restored before it is used.
         """
         begin_state(self.trainer.optimizer, checkpoint.step)
         state = self.state()
@@ -77,9 +80,9 @@ def build_job(
     *,
     stores: StoreFactory = device_store,
 ) -> Job:
-    """Allocate and fill this rank's part of everything; ``boxing`` follows the plan from now on.
+    """Allocate and initialize this rank's part of the run; ``boxing`` then follows the plan.
 
-    ``stores`` as ``EmbeddingCollection`` takes it.
+    ``stores`` is passed to ``EmbeddingCollection``.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -99,20 +102,20 @@ def build_job(
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
     if not hasattr(model, "buffers"):
         raise SbpError(
-            f"model {config.model.name}: its dense part {type(model).__name__} has no buffers, the "
-            "state that no optimizer changes; without such state write self.buffers = {}"
+            f"model {config.model.name}: its dense part {type(model).__name__} has no attribute "
+            "buffers (state that no optimizer changes); if there is none, set self.buffers = {}"
         )
     parts = [parameter.part for parameter in model.parameters.values()]
-    captured = config.parallel.cuda_graph
-    if captured:
-        _check_captured(plan)
+    use_graph = config.parallel.cuda_graph
+    if use_graph:
+        _check_no_transfers(plan)
     clip, clipper = config.optimizer.clip, None
     if clip is not None:
         clipper = Clipper(clip, model.parameters, embeddings, boxing, plan.clip)
     trainer = Trainer(
         model,
         embeddings,
-        make_dense_optimizer(config.optimizer.dense, parts, capturable=captured),
+        make_dense_optimizer(config.optimizer.dense, parts, capturable=use_graph),
         boxing,
         dtype=dtype,
         seed=seed,
@@ -123,38 +126,37 @@ def build_job(
         schedule=plan.schedule,
         gradients=plan.dense_gradients,
         planned=(plan.batch_size, plan.dense_conversions),
-        cuda_graph=captured,
+        cuda_graph=use_graph,
         lookahead=plan.lookahead,
     )
     if boxing.world.rank == 0:
-        _say_what_is_fixed(config, trainer, embeddings)
+        _log_fixed_sizes(config, trainer, embeddings)
     return Job(trainer, model, embeddings, plan, boxing)
 
 
-def _say_what_is_fixed(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:
-    """In a line each: what is replayed, and what travels in buffers of a fixed size."""
+def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:
+    """Log what is captured in CUDA graphs, and which transfers use fixed-size buffers."""
     if trainer.graphs is not None:
         logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
     if config.parallel.row_buffer_fraction is not None:
-        found = embeddings.describe_buffers()
-        nothing = "nothing to do: of no table do single rows travel to a kernel torch or triton"
-        for line in found or [nothing]:
+        no_effect = "no effect: no table exchanges individual rows with the torch or triton kernel"
+        for line in embeddings.describe_buffers() or [no_effect]:
             logger.info("parallel.row_buffer_fraction: %s", line)
 
 
-def _check_captured(plan: RunPlan) -> None:
-    """ConfigError for a dense part that sends, which a graph of one rank cannot hold."""
-    sends = [*plan.dense_forward, *plan.dense_backward]
-    if sends:
+def _check_no_transfers(plan: RunPlan) -> None:
+    """Raise ConfigError if the dense part communicates, which a CUDA graph cannot capture."""
+    steps = [*plan.dense_forward, *plan.dense_backward]
+    if steps:
         raise ConfigError(
-            f"parallel.cuda_graph: true, but the dense part sends ({sends[0].id}) between ranks: "
-            "by a batch norm over all of them, or by parallel.dense; use model.norm: layer or "
-            "none, and leave parallel.dense out, or use parallel.cuda_graph=false"
+            f"parallel.cuda_graph: true, but the dense part communicates between ranks "
+            f"({steps[0].id}), because of a batch norm or parallel.dense; use model.norm: layer or "
+            "none without parallel.dense, or parallel.cuda_graph=false"
         )
 
 
 def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
-    """Plan a run over these columns and build it: for programs that bring their own batches."""
+    """Plan and build a run over these columns, for programs that provide their own batches."""
     world = boxing.world
     spec, plan = plan_run(
         config,

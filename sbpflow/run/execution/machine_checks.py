@@ -1,7 +1,7 @@
-"""What ``doctor`` finds by moving data: links between the ranks it runs on, and the disk of runs.
+"""The checks of ``doctor`` that move data: links between its ranks, and the disk for runs.
 
-Under torchrun every rank takes part and rank 0 reports. Each figure is the best of a few repeats:
-what the machines can do, not what they do on average.
+Under torchrun every rank takes part and rank 0 reports. Each figure is the best of a few repeats,
+so it shows what the machines can do and not the average.
 """
 
 import shutil
@@ -27,19 +27,22 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
 
 _SMALL, _LARGE = 1 << 10, 1 << 24  # elements of a message: 4 KiB, and 64 MiB
-_LARGE_WITHIN_S = 0.25  # of a tenth of it, or that tenth is all that is sent
+_LARGE_WITHIN_S = 0.25  # send the large message only if a tenth of it took less than this
 _REPEATS = 3
 _SAVED_BYTES = 32 << 20
 
 
 def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
-    """From each rank to the next, around: the slowest and the fastest way; all ranks call it."""
+    """Measure from each rank to the next, in a ring; every rank calls it.
+
+    Reports the slowest and, if it differs much, the fastest of these links.
+    """
     world = boxing.world
     if world.size == 1:
-        wanted = "torchrun --nproc-per-node N -m sbpflow doctor measures the links"
-        return Finding("link", "absent", f"one rank; {wanted}")
+        hint = "torchrun --nproc-per-node N -m sbpflow doctor measures the links"
+        return Finding("link", "absent", f"one rank; {hint}")
     hosts = [facts["host"] for facts in gather_facts(boxing, {"host": machine_name()})]
-    found: list[tuple[float, str]] = []
+    links: list[tuple[float, str]] = []
     for src in range(world.size):
         dst = (src + 1) % world.size
         latency = _seconds(boxing, src, dst, _SMALL)
@@ -47,23 +50,25 @@ def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
         if _seconds(boxing, src, dst, size) < _LARGE_WITHIN_S:
             size = large
         rate = 4 * size / _seconds(boxing, src, dst, size) / 1e9
-        apart = "" if hosts[src] == hosts[dst] else f" ({hosts[src]} to {hosts[dst]})"
-        said = f"{rate:.3f} GB/s, {1e3 * latency:.2f} ms for 4 KiB, rank {src} to {dst}{apart}"
-        found.append((rate, said))
-    slowest, fastest = min(found), max(found)
+        names = "" if hosts[src] == hosts[dst] else f" ({hosts[src]} to {hosts[dst]})"
+        text = f"{rate:.3f} GB/s, {1e3 * latency:.2f} ms for 4 KiB, rank {src} to {dst}{names}"
+        links.append((rate, text))
+    slowest, fastest = min(links), max(links)
     text = slowest[1]
-    if len(found) > 2 and fastest[0] > 1.2 * slowest[0]:
+    if len(links) > 2 and fastest[0] > 1.2 * slowest[0]:
         text = f"slowest {text}; fastest {fastest[1]}"
     return Finding("link", "ok", f"{world.size} ranks on {len(set(hosts))} machines: {text}")
 
 
 def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
-    """The least time of a transfer of ``size`` float32 from one rank to another, on all ranks."""
+    """Return the shortest time to send ``size`` float32 values from one rank to another.
+
+    Every rank calls it and gets the same result.
+    """
     world = boxing.world
-    kind = world.device.type
     steps = plan_boxing(
-        Layout(Placement.of(kind, [src]), (Broadcast(),)),
-        Layout(Placement.of(kind, [dst]), (Broadcast(),)),
+        Layout(Placement.of(world.device.type, [src]), (Broadcast(),)),
+        Layout(Placement.of(world.device.type, [dst]), (Broadcast(),)),
         (size,),
         torch.float32,
         id=f"doctor/link/{src}/{dst}/{size}",
@@ -71,7 +76,7 @@ def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
     )
     part = torch.ones(size, device=world.device) if world.rank == src else None
     times: list[float] = []
-    for _ in range(_REPEATS + 1):  # the first one connects
+    for _ in range(_REPEATS + 1):  # the first repeat connects
         world.barrier()
         begin = time.perf_counter()
         boxing.run(steps, part, "control")
@@ -83,50 +88,55 @@ def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
 
 
 def disk(folder: Path) -> Finding:
-    """Free bytes where runs are kept, by default."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    usage = shutil.disk_usage(there)
-    text = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free in {there}"
+    """Report the free space of the disk for runs, and whether it is writable."""
+    parent = _nearest_folder(folder)
+    usage = shutil.disk_usage(parent)
+    text = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free in {parent}"
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
-        return Finding("disk", "broken", f"{there}: cannot be written to ({reason}); --dir DIR")
+        text = f"{parent}: cannot be written to ({reason}); use --dir DIR"
+        return Finding("disk", "broken", text)
     return Finding("disk", "ok", text)
 
 
+def _nearest_folder(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
 def checkpoint(folder: Path, boxing: Boxing) -> Finding:
-    """A small checkpoint written by rank 0, read and compared by every rank; all ranks call it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    """Write a small checkpoint on rank 0, read and compare it on every rank; all ranks call it."""
+    parent = _nearest_folder(folder)
     values = torch.arange(_SAVED_BYTES // 4, dtype=torch.int32).view(-1, 16)
-    made: tempfile.TemporaryDirectory[str] | None = None
-    written_s, place, error = 0.0, "", ""
+    work: tempfile.TemporaryDirectory[str] | None = None
+    write_s, saved, error = 0.0, "", ""
     if boxing.world.rank == 0:
         try:
-            made = tempfile.TemporaryDirectory(dir=there, prefix=".sbpflow-doctor-")
+            work = tempfile.TemporaryDirectory(dir=parent, prefix=".sbpflow-doctor-")
             begin = time.perf_counter()
-            place = str(_save(Path(made.name), values).absolute())
-            written_s = time.perf_counter() - begin
+            saved = str(_save(Path(work.name), values).absolute())
+            write_s = time.perf_counter() - begin
         except (OSError, CheckpointError) as fault:
             error = str(fault)
-    place = gather_facts(boxing, {"place": place})[0]["place"]
+    saved = gather_facts(boxing, {"saved": saved})[0]["saved"]
     begin = time.perf_counter()
-    if place:
-        error = _read_back(Path(place), values)
+    if saved:
+        error = _read_back(Path(saved), values)
     read_s = time.perf_counter() - begin
-    facts = gather_facts(boxing, {"error": error, "host": machine_name()})
-    if made is not None:
-        made.cleanup()
-    wrong = [(rank, one) for rank, one in enumerate(facts) if one["error"]]
-    if wrong:
-        rank, one = wrong[0]
-        text = f"rank {rank} on {one['host']}: {one['error']}"
-        return Finding("checkpoint", "broken", f"{text}; --dir DIR of a disk that all ranks see")
-    rates = [_SAVED_BYTES / seconds / 1e9 for seconds in (written_s or read_s, read_s)]
+    by_rank = gather_facts(boxing, {"error": error, "host": machine_name()})
+    if work is not None:
+        work.cleanup()
+    for rank, facts in enumerate(by_rank):
+        if facts["error"]:
+            text = f"rank {rank} on {facts['host']}: {facts['error']}"
+            hint = "use --dir DIR on a disk that all ranks share"
+            return Finding("checkpoint", "broken", f"{text}; {hint}")
+    rates = [_SAVED_BYTES / seconds / 1e9 for seconds in (write_s or read_s, read_s)]
     size = f"{_SAVED_BYTES >> 20} MiB"
     text = f"{size} written at {rates[0]:.2f} GB/s, read and compared at {rates[1]:.2f} GB/s"
-    return Finding("checkpoint", "ok", f"{text} in {there}")
+    return Finding("checkpoint", "ok", f"{text} in {parent}")
 
 
 def _save(folder: Path, values: torch.Tensor) -> Path:
@@ -140,17 +150,17 @@ def _save(folder: Path, values: torch.Tensor) -> Path:
     return publish(folder, partial, index)
 
 
-def _read_back(place: Path, values: torch.Tensor) -> str:
-    """What is wrong with what was read; "" if it is what was written."""
+def _read_back(path: Path, values: torch.Tensor) -> str:
+    """Return what is wrong with the checkpoint, or ""."""
     try:
-        found = open_checkpoint(place).tensor("tables/t")
+        read = open_checkpoint(path).tensor("tables/t")
     except CheckpointError as error:
         return str(error)
-    return "" if torch.equal(found, values) else "what was read is not what was written"
+    return "" if torch.equal(read, values) else "the values read differ from those written"
 
 
 def checks(folder: Path) -> Sequence[Finding]:
-    """All of these, on every rank; the same list everywhere."""
+    """Run all checks; every rank calls it and gets the same list."""
     from sbpflow.runtime.ranks.world import World
 
     with World.start("cpu" if not torch.cuda.is_available() else "auto") as world:

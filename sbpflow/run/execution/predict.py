@@ -1,4 +1,4 @@
-"""Predictions of a trained job over a split, batch by batch, brought together on rank 0."""
+"""Predictions of a trained job over a split, batch by batch, gathered on rank 0."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -24,8 +24,9 @@ Result = TypeVar("Result")
 def predictions(
     trainer: Trainer, loader: Loader, boxing: Boxing
 ) -> Iterator[tuple[Floats, Floats]]:
-    """(probabilities, labels) of each batch in the order of the split, on rank 0; every rank calls
-    it, and the others get nothing. The logits are those that an evaluation sees.
+    """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
+
+    Every rank must iterate; on the others nothing is yielded. The logits equal an evaluation's.
     """
     world = boxing.world
     for batch in loader.epoch(0):
@@ -33,36 +34,40 @@ def predictions(
         part = torch.stack([logits, batch.labels.to(logits)], 1)
         rows = gather_rows(part, balanced_sizes(batch.batch_size, world.size), boxing)
         if rows is not None:
-            found, labels = rows.cpu().unbind(1)
-            yield probabilities(found.numpy()), labels.float().numpy()
+            logits, labels = rows.cpu().unbind(1)
+            yield probabilities(logits.numpy()), labels.float().numpy()
 
 
 def probabilities(logits: NDArray[np.floating]) -> Floats:
-    """Sigmoids by way of float64: torch's float32 ones differ in the last bit by their place."""
-    with np.errstate(over="ignore"):  # exp of a large negative logit's opposite: 1 / inf is 0
+    """Return the sigmoids, computed in float64 so that they do not depend on the batch size.
+
+    torch's float32 sigmoid rounds the vectorized part and the remainder of an array differently.
+    """
+    with np.errstate(over="ignore"):  # a large negative logit overflows exp; 1 / inf is 0
         return (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
 
 
 def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result | None:
-    """What ``work`` returns, on rank 0, which alone does it, however long; None elsewhere.
+    """Run ``work`` on rank 0 and return its result there; None on the other ranks.
 
-    Every rank calls it. The others hear every ``ask_s`` that it goes on, so that no timeout of a
-    collective counts its time; a mistake of the user that it raises is raised on all.
+    Every rank calls it. Rank 0 reports to the others every ``ask_s`` seconds, so that no collective
+    times out however long the work takes. A user's mistake raised by ``work`` is raised on
+    all ranks.
     """
     if boxing.world.size == 1:
         return work()
     attempt = in_background(work, "rank 0's work") if boxing.world.rank == 0 else None
     while True:
-        said = {"state": "done", "error": ""}
+        report = {"state": "done", "error": ""}
         if attempt is not None:
             wait([attempt], ask_s)
-            said["state"] = "done" if attempt.done() else "busy"
+            report["state"] = "done" if attempt.done() else "busy"
             if attempt.done() and isinstance(attempt.exception(), MESSAGE_ERRORS):
-                said["error"] = str(attempt.exception())
-        heard = gather_facts(boxing, said)[0]
-        if attempt is not None and heard["state"] == "done":
+                report["error"] = str(attempt.exception())
+        report = gather_facts(boxing, report)[0]
+        if attempt is not None and report["state"] == "done":
             return attempt.result()
-        if heard["error"]:
-            raise ConfigError(heard["error"])
-        if heard["state"] == "done":
+        if report["error"]:
+            raise ConfigError(report["error"])
+        if report["state"] == "done":
             return None

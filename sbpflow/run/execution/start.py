@@ -1,4 +1,4 @@
-"""The world of a run: ranks that agree on everything that they are about to do."""
+"""Start the world of a run: plan for its hosts, join the ranks, lock the run folder."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +24,11 @@ T = TypeVar("T")
 def plan_for_ranks(
     config: Config, device_type: str, make: Callable[[Topology], tuple[RunPlan, T]]
 ) -> tuple[RunPlan, T]:
-    """What ``make`` plans for ``parallel.topology``, or for the hosts that the ranks find together.
+    """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
 
-    Ranks meet to find their hosts, and may wait minutes for one that is missing. A mistake in the
-    configuration should not wait for that, so a plan for one host is made first; it stays if all
-    ranks turn out to be on one host. ``run_main`` keeps the ranks' store open.
+    To discover their hosts all ranks must join, which takes minutes if one is missing. So that a
+    mistake in the configuration is reported at once, a plan for one host is made first, and is
+    kept if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):
@@ -46,11 +46,11 @@ def plan_for_ranks(
 
 
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
-    """Join the other ranks, if they have this configuration, this plan and this data set; the
-    transfers of the run go through what is returned.
+    """Join the other ranks, which must have the same configuration, plan and data set.
 
-    ``data_set`` names it, with its fingerprint and where this rank found it. Raises what
-    ``World.start`` raises: ConfigError with what differs.
+    ``data_set`` describes the set: its fingerprint and this rank's path to it. The returned boxing
+    carries the transfers of the run. Raises ConfigError with the differences between ranks, and
+    whatever else ``World.start`` raises.
     """
     return Boxing(
         World.start(
@@ -64,5 +64,5 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 
 def lock_run_folder(config: Config, boxing: Boxing) -> RunLock:
-    """``run.dir`` for this run alone until it is closed; ConfigError on all ranks if taken."""
+    """Lock ``run.dir`` for this run; ConfigError on all ranks if another run holds it."""
     return run_on_all_ranks(boxing, lambda: RunLock(run_dir(config), rank=boxing.world.rank))

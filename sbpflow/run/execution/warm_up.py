@@ -1,11 +1,11 @@
-"""The process groups of a run, made and connected before its first step.
+"""Create and connect the process groups of a run before its first step.
 
-NCCL connects at a group's first collective. Inside a step that would wait for every rank in the
-middle of others' transfers; and where pairs of ranks pass rows directly, a rank that has none would
-stay out of a first call that all must make.
+NCCL connects at a group's first collective. Inside a step, that would block every rank amid other
+transfers. And where pairs of ranks exchange rows directly, a rank without rows would skip the first
+call, which all ranks of the group must make.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +22,15 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.training.clipping import CHANNEL as DENSE
 
-CONVERSIONS = "main"  # the channel of those inside a model
+CONVERSIONS = "main"  # the channel of conversions inside a model
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """Ranks that talk on a channel; ``pairs``: each with each other one, not in a ring or tree."""
+    """Ranks that communicate on a channel; ``pairs`` if each sends directly to every other.
+
+    Otherwise they use a ring or a tree.
+    """
 
     ranks: tuple[int, ...]
     channel: str
@@ -35,9 +38,9 @@ class GroupUse:
 
 
 def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
-    """The groups that the moves of a step use, in the order in which all ranks make them.
+    """Return the groups that a step uses, in the order in which all ranks create them.
 
-    That order is of the plan, which all ranks have alike: by channel, then by first use.
+    The order follows from the plan, which is equal on all ranks: by channel, then by first use.
     """
     tables, rows = plan.embeddings, plan.batch_size
     by_channel: dict[str, Sequence[Step]] = {
@@ -47,33 +50,30 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
         GRADIENTS: (*tables.push_steps(rows), *tables.update_steps(rows)),
         DENSE: (*plan.dense_gradients.steps, *plan.clip),
     }
-    found: dict[tuple[tuple[int, ...], str], bool] = {}
+    uses: dict[tuple[tuple[int, ...], str], bool] = {}
     for channel, steps in by_channel.items():
         for step in steps:
             pairs = not isinstance(step, BoxingStep) or step.collective == "all_to_all"
-            for ranks in _groups(step):
-                key = (tuple(sorted(ranks)), channel)
-                found[key] = found.get(key, False) or pairs
-    return tuple(GroupUse(ranks, channel, pairs) for (ranks, channel), pairs in found.items())
-
-
-def _groups(step: Step) -> Iterator[tuple[int, ...]]:
-    yield from (ranks for ranks in step.groups if len(ranks) > 1)
+            for ranks in step.groups:
+                if len(ranks) > 1:
+                    key = (tuple(sorted(ranks)), channel)
+                    uses[key] = uses.get(key, False) or pairs
+    return tuple(GroupUse(ranks, channel, pairs) for (ranks, channel), pairs in uses.items())
 
 
 def warm_up(plan: RunPlan, boxing: Boxing) -> None:
-    """One small collective of each kind on every group of the plan, and a wait for all of them.
+    """Run one small collective of each kind on every group of the plan, and wait for them.
 
-    Every rank of the world calls it; PeerLostError where one does not answer.
+    Every rank of the world calls it; PeerLostError if one does not respond.
     """
     world = boxing.world
     for use in groups_of(plan):
         line = Placement.of(world.device.type, use.ranks)
         size = len(use.ranks)
-        asked = [(Layout(line, (Partial(),)), Layout(line, (Broadcast(),)))]
+        conversions = [(Layout(line, (Partial(),)), Layout(line, (Broadcast(),)))]
         if use.pairs:
-            asked.append((Layout(line, (Split(0),)), Layout(line, (Split(1),))))
-        for src, dst in asked:
+            conversions.append((Layout(line, (Split(0),)), Layout(line, (Split(1),))))
+        for src, dst in conversions:
             steps = plan_boxing(
                 src,
                 dst,
@@ -82,8 +82,8 @@ def warm_up(plan: RunPlan, boxing: Boxing) -> None:
                 id=f"start/{use.channel}",
                 backend=world.backend,
             )
-            mine = src.part_shape((size, size), world.rank)
-            part = None if mine is None else torch.ones(mine, device=world.device)
+            shape = src.part_shape((size, size), world.rank)
+            part = None if shape is None else torch.ones(shape, device=world.device)
             boxing.run(steps, part, use.channel)
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)

@@ -1,9 +1,9 @@
-"""A trained model in a folder that needs no sbpflow: torch.export, safetensors, and what it takes.
+"""Write a trained model to a folder that does not need sbpflow: torch.export and safetensors.
 
-``model.pt2`` carries code and values: ``torch.export.load(FILE).module()`` is an ordinary module
-with torch alone. ``model.safetensors`` has the values by their logical names, for any other
-program. ``model.json`` says what goes in, what each table is, and where the model comes from. Why
-these: docs/decisions/export.md.
+``model.pt2`` contains code and values: ``torch.export.load(FILE).module()`` returns an ordinary
+module with only torch installed. ``model.safetensors`` contains the values by logical name, for
+other programs. ``model.json`` describes the inputs, the tables, and the origin of the model. The
+choice of formats is explained in docs/decisions/export.md.
 """
 
 import json
@@ -26,11 +26,11 @@ from sbpflow.training.metrics import Evaluation, evaluate
 FORMAT, VERSION = "sbpflow-model", 1
 Form = Literal["pt2", "safetensors"]
 FORMS: tuple[Form, ...] = ("pt2", "safetensors")
-_EXAMPLE_ROWS = 2  # torch.export takes sizes 0 and 1 for constants
+_EXAMPLE_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
 
 
 class LabelledBatch(Protocol):
-    """What scoring needs of a batch."""
+    """The attributes of a batch that scoring uses."""
 
     @property
     def labels(self) -> Tensor: ...
@@ -43,13 +43,13 @@ class LabelledBatch(Protocol):
 def write_model(
     folder: Path, model: PlainModel, facts: Mapping[str, Any], forms: Sequence[Form]
 ) -> list[Path]:
-    """Write the model into a new ``folder``; ``facts`` go into model.json. Returns the files.
+    """Write the model to a new ``folder`` and return the files; ``facts`` go to model.json.
 
-    The folder is made under another name and renamed, so it is there whole or not at all. Raises
-    ConfigError for a folder that is there.
+    The folder is written under another name and then renamed, so it is never incomplete. Raises
+    ConfigError if it exists.
     """
     if folder.exists():
-        raise ConfigError(f"--output {folder}: is there already; name a new folder")
+        raise ConfigError(f"--output {folder}: already exists; use a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(folder.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -63,7 +63,8 @@ def write_model(
         if "safetensors" in forms:
             file = work / "model.safetensors"
             _write_safetensors(file, model)
-            file.chmod((work / "model.json").stat().st_mode)  # it comes readable by its owner alone
+            # safetensors creates files that only their owner can read.
+            file.chmod((work / "model.json").stat().st_mode)
         work.replace(folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
@@ -72,7 +73,7 @@ def write_model(
 
 
 def exported(model: PlainModel) -> torch.export.ExportedProgram:
-    """The model traced, for any number of rows and of ids in bags."""
+    """Trace the model for any number of rows and of ids in bags."""
     ids, dense, bags = example_inputs(model)
     rows = torch.export.Dim("rows")
     sizes = {
@@ -82,42 +83,41 @@ def exported(model: PlainModel) -> torch.export.ExportedProgram:
     shapes = {
         "ids": {0: rows},
         "dense": {0: rows},
-        "bags": {name: (one[0], {0: rows}, *one[2:]) for name, one in sizes.items()},
+        "bags": {name: (size[0], {0: rows}, *size[2:]) for name, size in sizes.items()},
     }
     with torch.no_grad():
         return torch.export.export(model, (ids, dense, bags), dynamic_shapes=shapes)
 
 
 def example_inputs(model: PlainModel) -> tuple[Tensor, Tensor, dict[str, Bag]]:
-    """Inputs of two rows, of id 0 alone."""
+    """Return inputs of two rows in which every id is 0."""
     bags: dict[str, Bag] = {}
-    for one in model.features:
-        if one.name not in model.columns:
+    for feature in model.features:
+        if feature.name not in model.columns:
             values = torch.zeros(_EXAMPLE_ROWS + 1, dtype=torch.int32)
             lengths = torch.tensor([1, _EXAMPLE_ROWS], dtype=torch.int32)
-            weights = (torch.ones(values.shape),) if one.weighted else ()
-            bags[one.name] = (values, lengths, *weights)
+            weights = (torch.ones(values.shape),) if feature.weighted else ()
+            bags[feature.name] = (values, lengths, *weights)
     columns = max((place.stop for place in model.columns.values()), default=0)
     ids = torch.zeros(_EXAMPLE_ROWS, columns, dtype=torch.int32)
     return ids, torch.zeros(_EXAMPLE_ROWS, model.num_dense), bags
 
 
 def describe_model(model: PlainModel) -> dict[str, Any]:
-    """What goes in and what each table is, for model.json."""
-    names = list(model.columns)
+    """Describe the inputs and the tables for model.json."""
     return {
         "inputs": {
             "ids": {
-                "shape": ["rows", sum(one.hotness for one in model.features if one.name in names)],
+                "shape": ["rows", sum(s.stop - s.start for s in model.columns.values())],
                 "dtype": "int32 or int64",
                 "columns": {name: [s.start, s.stop] for name, s in model.columns.items()},
             },
             "dense": {"shape": ["rows", model.num_dense], "dtype": "float32"},
             "bags": {
-                one.name: ["values [ids]", "lengths [rows]"]
-                + (["weights [ids]"] if one.weighted else [])
-                for one in model.features
-                if one.name not in names
+                feature.name: ["values [ids]", "lengths [rows]"]
+                + (["weights [ids]"] if feature.weighted else [])
+                for feature in model.features
+                if feature.name not in model.columns
             },
         },
         "output": "logits [rows]; the probability of a click is their sigmoid",
@@ -136,32 +136,32 @@ def describe_model(model: PlainModel) -> dict[str, Any]:
 
 
 def parse_forms(text: str) -> tuple[Form, ...]:
-    """``--forms``; ConfigError for what there is not."""
+    """Parse ``--forms``; ConfigError for an unknown one."""
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in FORMS]:
-        raise ConfigError(f"--forms: {unknown[0]!r} is not one of {', '.join(FORMS)}")
+        raise ConfigError(f"--forms: {unknown[0]!r} is not supported; use {' or '.join(FORMS)}")
     return tuple(form for form in FORMS if form in names)
 
 
 def parse_rows(text: str) -> RowFormat:
-    """``--rows``; ConfigError for what there is not."""
+    """Parse ``--rows``; ConfigError for an unknown value."""
     for name in ROW_FORMATS:
         if text == name:
             return name
-    raise ConfigError(f"--rows: {text!r} is not one of {', '.join(ROW_FORMATS)}")
+    raise ConfigError(f"--rows: {text!r} is not supported; use {' or '.join(ROW_FORMATS)}")
 
 
 def check_unscored(rows: RowFormat, path: Path | None) -> None:
-    """ConfigError for rows that must be scored, where ``path`` is not a set to score."""
+    """Raise ConfigError if ``rows`` loses precision and there is no set to measure the loss on."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: rows of {rows} cost some AUC, and {path} is not a set to measure it on; "
-            "name one with labels"
+            f"--score: rows in {rows} cost some AUC, but {path} is not a set to measure it on; use "
+            "--score with a labelled set"
         )
 
 
 def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str, Any]:
-    """Where the values come from, for model.json."""
+    """Describe the origin of the values for model.json."""
     return {
         "trained": {
             "run": checkpoint.run,
@@ -174,7 +174,7 @@ def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str,
 
 @torch.no_grad()
 def score_plain(model: PlainModel, batches: Iterator[LabelledBatch]) -> Evaluation:
-    """Metrics of the model over labelled rows of one process."""
+    """Evaluate the model on labelled rows in one process."""
     logits: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in batches:
@@ -188,7 +188,7 @@ def _write_safetensors(path: Path, model: PlainModel) -> None:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigError(
-            f"--forms: safetensors is not installed ({error}); pip install 'sbpflow[export]', or "
-            "--forms pt2"
+            f"--forms: safetensors is not installed ({error}); run pip install 'sbpflow[export]', "
+            "or use --forms pt2"
         ) from error
     save_file(model.stored(), path, metadata={"format": "pt"})

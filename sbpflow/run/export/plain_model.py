@@ -1,8 +1,8 @@
-"""A trained model as one ordinary torch module: its tables and its dense part, in one process.
+"""A trained model as one ordinary torch module: its tables and its dense part in one process.
 
-It takes a batch as a prepared set has it and gives logits. What it computes is what a job computes
-(``EmbeddingCollection``, then the dense part), by operators that ``torch.export`` can trace. Where
-values come from is the caller's: modules are made empty of meaning and filled.
+It maps a batch of a prepared set to logits. It computes the same as a job
+(``EmbeddingCollection``, then the dense part), using operators that ``torch.export`` can trace. The
+caller provides the values.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -19,7 +19,7 @@ from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2, mix
 
-NUM_RESERVED_IDS = 2  # of a hashed column: 0 is missing, 1 is no hash
+NUM_RESERVED_IDS = 2  # of a hashed column: 0 means missing, and hashes never give 1
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
 ReadState = Callable[[str], Tensor]
@@ -28,11 +28,11 @@ ReadState = Callable[[str], Tensor]
 class PlainModel(nn.Module):
     """Tables and dense part of a trained model.
 
-    ``forward(ids, dense, bags)``: ids [rows, columns] int32 or int64, the columns of all features
-    with a fixed number of ids, in order; dense [rows, fields]; ``bags`` {ragged feature: (values
-    [n], lengths [rows])}, with weights [n] behind them where the feature has some. -> logits
-    [rows]. Columns that a loader hashes are computed here. Raises IndexError for an id that its
-    table has no row for, where the run refused such ids too.
+    ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` [rows, columns] int32 or int64 are
+    the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
+    ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
+    for weighted features. Columns that a loader hashes are computed here. Out-of-range ids are
+    treated as in the run; if it refused them, IndexError is raised.
     """
 
     def __init__(
@@ -61,28 +61,28 @@ class PlainModel(nn.Module):
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
-        """Of all outputs, in order."""
+        """The tables of all outputs, in order."""
         return tuple(table for output in self._outputs for table in output.tables)
 
     def rows_of(self, table: str) -> Rows:
-        """The rows of the table of this name."""
+        """Return the rows of a table by name."""
         rows = self.get_submodule(_module_name(table))
         if not isinstance(rows, Rows):
-            raise RuntimeError(f"{table}: is no table of this model")
+            raise RuntimeError(f"{table} is not a table of this model")
         return rows
 
     def stored(self) -> dict[str, Tensor]:
-        """All values by logical name: ``tables/T``, and ``dense/P``, buffers among them."""
-        found = {
-            f"tables/{table.name}{behind}": value
+        """Return all values by logical name: ``tables/T``, and ``dense/P`` including buffers."""
+        tables = {
+            f"tables/{table.name}{suffix}": value
             for table in self.tables
-            for behind, value in self.rows_of(table.name).stored().items()
+            for suffix, value in self.rows_of(table.name).stored().items()
         }
-        own = {f"dense/{name}": value for name, value in self.dense.state_dict().items()}
-        return found | {name: value.contiguous() for name, value in own.items()}
+        dense = self.dense.state_dict().items()
+        return tables | {f"dense/{name}": value.contiguous() for name, value in dense}
 
     def forward(self, ids: Tensor, dense: Tensor, bags: Mapping[str, Bag]) -> Tensor:
-        """Logits [rows]."""
+        """Compute logits [rows]."""
         vectors = {output.name: self._output(output, ids, bags) for output in self._outputs}
         logits = self.dense(vectors, dense.to(self._dtype))
         return logits.reshape(-1)
@@ -100,14 +100,15 @@ class PlainModel(nn.Module):
     def _pooled(
         self, table: TableConfig, name: str, ids: Tensor, bags: Mapping[str, Bag]
     ) -> Tensor:
-        """[rows, dim] of one feature in one table."""
+        """Look up one feature in one table and pool it: [rows, dim]."""
         rows = self.rows_of(table.name)
         if name in bags:
             values, lengths, *weights = bags[name]
             vectors = rows(self._in_range(values, table.num_rows))
             if weights:
                 vectors = vectors * weights[0].to(self._dtype).unsqueeze(1)
-            # Which sample each value belongs to: no operator whose result has a size of its own.
+            # The sample of each value. repeat_interleave would be simpler, but the size of its
+            # result depends on the data, which torch.export does not support well.
             ends = torch.cumsum(lengths.to(torch.int64), 0)
             places = torch.arange(values.shape[0], device=values.device)
             sample = torch.searchsorted(ends, places, right=True)
@@ -122,14 +123,14 @@ class PlainModel(nn.Module):
         return vectors.mean(1) if table.averages else vectors.sum(1)
 
     def _ids(self, name: str, ids: Tensor) -> Tensor:
-        """[rows, hotness] of a feature that comes as a matrix, or is computed from one."""
+        """Return ids [rows, hotness] of a feature in the matrix, or hashed from its columns."""
         if name in self._hashed:
             columns, rows = self._hashed[name]
             return hashed_ids([ids[:, column] for column in columns], rows).unsqueeze(1)
         return ids[:, self.columns[name]]
 
     def _in_range(self, ids: Tensor, num_rows: int) -> Tensor:
-        """As ``IdReader`` replaces ids, by the same policy."""
+        """Replace out-of-range ids by the same policy as ``IdReader``."""
         ids = ids.to(torch.int64)
         if self._out_of_range == "clamp":
             return ids.clamp(0, num_rows - 1)
@@ -141,19 +142,22 @@ class PlainModel(nn.Module):
         raise unknown_value("out_of_range", self._out_of_range, OutOfRange)
 
     def arguments_of(self, ids: Tensor | BatchIds, dense: Tensor) -> tuple[Tensor, Tensor, Bags]:
-        """What ``forward`` takes, from a batch of a loader."""
-        fixed = sum(one.hotness for one in self.features if one.name in self.columns)
-        ragged = [one for one in self.features if one.name not in self.columns]
+        """Convert a loader's batch to the arguments of ``forward``."""
+        fixed = sum(s.stop - s.start for s in self.columns.values())
+        ragged = [feature for feature in self.features if feature.name not in self.columns]
         if isinstance(ids, Tensor):
             return ids[:, :fixed], dense, {}
         bags: dict[str, Bag] = {}
-        for place, one in enumerate(ragged):
+        for number, feature in enumerate(ragged):
             if ids.lists is None:
-                raise ConfigError(f"feature {one.name}: is ragged, and the batch has no lists")
-            own = ids.lists.take(torch.tensor([place], device=ids.matrix.device))
-            bags[one.name] = (own.values, own.lengths.reshape(-1))
-            if one.weighted and own.weights is not None:
-                bags[one.name] += (own.weights,)
+                raise ConfigError(
+                    f"feature {feature.name}: is ragged, but the batch has no lists; use the set "
+                    "that the model was trained on"
+                )
+            lists = ids.lists.take(torch.tensor([number], device=ids.matrix.device))
+            bags[feature.name] = (lists.values, lists.lengths.reshape(-1))
+            if feature.weighted and lists.weights is not None:
+                bags[feature.name] += (lists.weights,)
         return ids.matrix[:, :fixed], dense, bags
 
 
@@ -167,16 +171,16 @@ def plain_model(
     seed: int,
     row_format: RowFormat = "as_trained",
 ) -> PlainModel:
-    """The model over ``num_dense`` dense fields, with the values that ``read`` gives.
+    """Build the model over ``num_dense`` dense fields, with values from ``read``.
 
-    ``read`` gets logical names, ``tables/T`` [rows, dim] and ``dense/P``, and gives whole tensors;
-    ``saved`` has all of these names: buffers of the dense part that are not among them stay.
-    A table is asked for once, and let go when it is in ``row_format``. Raises ConfigError for a
-    model without a plain form.
+    ``read`` takes a logical name, ``tables/T`` or ``dense/P``, and returns the whole tensor;
+    tables are [rows, dim]. ``saved`` contains all names; buffers of the dense part that are not in
+    it keep their values. Each table is read once and released after conversion to
+    ``row_format``. Raises ConfigError for a model without a plain form.
     """
     for table in (table for output in plan.outputs for table in output.tables if table.by_key):
         raise ConfigError(
-            f"table {table.name}: has its rows by key, for which an exported model has no form; "
+            f"table {table.name}: has rows by key, which exported models do not support; "
             "score batches with the run's own job, Job.trainer.predict(batch)"
         )
     dense = _dense_part(spec, plan, read, saved, seed)
@@ -193,26 +197,25 @@ def _dense_part(
 ) -> nn.Module:
     if not hasattr(spec, "plain"):
         raise ConfigError(
-            f"model: {type(spec).__name__} has no method plain(seed), which gives its dense part "
-            "as an ordinary torch module; add one, as models/ and docs/embeddings.md show"
+            f"model: {type(spec).__name__} has no method plain(seed), which returns its dense part "
+            "as an ordinary torch module; add one, as shown in models/ and docs/embeddings.md"
         )
-    exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (has it, see above)
+    exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (checked above)
     module = exportable.plain(seed=seed).to(plan.dtype)
-    found = dict(module.named_parameters())
-    if absent := sorted(set(spec.parameters) - set(found)):
+    parameters = dict(module.named_parameters())
+    if missing := sorted(set(spec.parameters) - set(parameters)):
         raise ConfigError(
-            f"model: plain() of {type(spec).__name__} has no parameter {absent[0]}; it has "
-            f"{', '.join(sorted(found)) or 'none'}, and needs those of the spec by name"
+            f"model: plain() of {type(spec).__name__} has no parameter {missing[0]}; it has "
+            f"{', '.join(sorted(parameters)) or 'none'}, but needs all parameters of the spec"
         )
     with torch.no_grad():
-        for name, one in spec.parameters.items():
-            value = read(f"dense/{name}")
-            if tuple(found[name].shape) != one.shape:
+        for name, expected in spec.parameters.items():
+            if tuple(parameters[name].shape) != expected.shape:
                 raise ConfigError(
-                    f"model: plain() of {type(spec).__name__} has {name} "
-                    f"{list(found[name].shape)}; its spec says {list(one.shape)}"
+                    f"model: plain() of {type(spec).__name__} has {name} of shape "
+                    f"{list(parameters[name].shape)}; its spec has {list(expected.shape)}"
                 )
-            found[name].copy_(value.reshape(one.shape))
+            parameters[name].copy_(read(f"dense/{name}").reshape(expected.shape))
         for name, buffer in module.named_buffers():
             if f"dense/{name}" in saved:
                 buffer.copy_(read(f"dense/{name}").reshape(buffer.shape))
@@ -220,10 +223,11 @@ def _dense_part(
 
 
 def hashed_ids(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """[n] ids of a ``HashedColumn`` from those of its columns, as ``data.read.crosses`` has them.
+    """Hash ids [n] of several columns to those of a ``HashedColumn``, like ``data.read.crosses``.
 
-    That one works on unsigned numbers of numpy; here int64 wraps alike, and the remainder of an
-    unsigned number is put together from that of the signed one.
+    That function uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
+    identically, but the remainder must be computed from the signed one: a negative number stands
+    for itself plus 2**64.
     """
     state = torch.zeros_like(parts[0], dtype=torch.int64)
     for part in parts:
@@ -233,9 +237,9 @@ def hashed_ids(parts: Sequence[Tensor], rows: int) -> Tensor:
         state = state ^ _shift_right(state, 31)
     size = rows - NUM_RESERVED_IDS
     over = torch.where(state < 0, (1 << 64) % size, 0)
-    found = (state.remainder(size) + over).remainder(size) + NUM_RESERVED_IDS
+    ids = (state.remainder(size) + over).remainder(size) + NUM_RESERVED_IDS
     missing = torch.stack([part == 0 for part in parts]).any(0)
-    return torch.where(missing, 0, found)
+    return torch.where(missing, 0, ids)
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
@@ -243,16 +247,16 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def _columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
-    """Where the matrix of a batch has each feature that is in it."""
-    found: dict[str, slice] = {}
-    column = 0
-    for one in features:
-        if not one.ragged and not one.weighted:
-            found[one.name] = slice(column, column + one.hotness)
-            column += one.hotness
-    return found
+    """Return the columns of each feature in the matrix of a batch, without ragged features."""
+    columns: dict[str, slice] = {}
+    start = 0
+    for feature in features:
+        if not feature.ragged and not feature.weighted:
+            columns[feature.name] = slice(start, start + feature.hotness)
+            start += feature.hotness
+    return columns
 
 
 def _module_name(table: str) -> str:
-    """A slash keeps it apart from every attribute of a module, and a dot would nest it."""
+    """Return a submodule name: "/" avoids clashes with attributes, and "." is not allowed."""
     return "tables/" + table.replace(".", "/")

@@ -1,7 +1,7 @@
-"""How the rows of an exported table are stored, and what reading them gives: float or 8 bits.
+"""Storage formats for the rows of an exported table: floating point or 8 bits.
 
-A row of 8 bits is low + scale * q with q in 0..255, ``low`` and ``scale`` float32 per row: its
-values lie on 256 even steps from its least to its greatest (as FBGEMM's rowwise 8 bits).
+An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale`` per row, so its
+values are 256 even steps from its minimum to its maximum (as in FBGEMM's rowwise 8-bit format).
 """
 
 from typing import Literal, get_args
@@ -14,12 +14,12 @@ from sbpflow.errors import DataError, unknown_value
 
 RowFormat = Literal["as_trained", "float16", "int8"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
-_BLOCK = 1 << 16  # rows converted at a time, so that the float copy of a table stays small
+_BLOCK = 1 << 16  # rows converted at a time, to keep the float32 copy small
 _STEPS = 255
 
 
 class FloatRows(nn.Module):
-    """Rows of floating numbers."""
+    """Floating-point rows."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class FloatRows(nn.Module):
         self.format = str(weight.dtype).removeprefix("torch.")
 
     def stored(self) -> dict[str, Tensor]:
-        """What a file holds, by what comes behind the name of the table."""
+        """Return the tensors of a file, by their suffix to the table name."""
         return {"": self.weight}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids of any shape -> [*ids.shape, dim] of ``dtype``; IndexError for one that is no row."""
+        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``; IndexError if out of range."""
         return F.embedding(ids, self.weight).to(self.dtype)
 
 
 class ByteRows(nn.Module):
-    """Rows of 8 bits with a scale and a least value each."""
+    """8-bit rows with a scale and a minimum each."""
 
     def __init__(self, values: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class ByteRows(nn.Module):
         self.format = "int8"
 
     def stored(self) -> dict[str, Tensor]:
-        """What a file holds, by what comes behind the name of the table."""
+        """Return the tensors of a file, by their suffix to the table name."""
         return {"/int8": self.values, "/scale": self.scale, "/low": self.low}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids of any shape -> [*ids.shape, dim] of ``dtype``; IndexError for one that is no row."""
+        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``; IndexError if out of range."""
         values = F.embedding(ids, self.values).to(torch.float32)
-        scale, low = (F.embedding(ids, one.unsqueeze(1)) for one in (self.scale, self.low))
+        scale, low = (F.embedding(ids, each.unsqueeze(1)) for each in (self.scale, self.low))
         return (values * scale + low).to(self.dtype)
 
 
@@ -66,10 +66,10 @@ Rows = FloatRows | ByteRows
 
 
 def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Rows:
-    """Table ``name``, [rows, dim], in ``row_format``; ``dtype`` is what the dense part computes in.
+    """Convert table ``name`` [rows, dim] to ``row_format``; ``dtype`` is that of the dense part.
 
-    ``int8`` needs dim + 8 bytes a row: where float16 needs no more, rows are of float16. Raises
-    DataError for a value that the format has none for.
+    ``int8`` needs dim + 8 bytes per row, so narrow tables for which float16 takes no more are
+    stored as float16. Raises DataError for a value that the format cannot represent.
     """
     if row_format == "as_trained":
         return FloatRows(weight.contiguous(), dtype)
@@ -90,7 +90,7 @@ def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dty
 
 
 def to_bytes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, dim] float32 -> [n, dim] uint8, scale [n], low [n]; off by half a step at most."""
+    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n] and low [n], to half a step."""
     low, high = rows.aminmax(dim=1)
     scale = (high - low) / _STEPS
     step = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
@@ -109,8 +109,8 @@ def _as_float16(name: str, weight: Tensor) -> Tensor:
 
 
 def _refused(name: str, bad: Tensor, start: int, weight: Tensor, row_format: str) -> DataError:
-    row, column = (int(place) for place in bad.nonzero()[0])
+    row, column = bad.nonzero()[0].tolist()
     return DataError(
-        f"table {name}: {float(weight[start + row, column])} in row {start + row} has no value in "
-        f"{row_format}; export the rows as they were trained, --rows as_trained"
+        f"table {name}: {float(weight[start + row, column])} in row {start + row} cannot be "
+        f"represented in {row_format}; use --rows as_trained"
     )

@@ -1,1 +1,1 @@
-"""What a model is to a run, and an ordinary torch module as one."""
+"""The model interface of a run, and ordinary torch modules as models."""

@@ -1,9 +1,10 @@
-"""Batch norms of torch modules, taken over the rows of all ranks.
+"""Batch norms of torch modules, computed over the rows of all ranks.
 
-Torch's own would normalise by the rows of one rank, and weights would depend on their number.
+torch's own would normalize over the rows of one rank, so the trained weights would depend on the
+number of ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,15 +22,15 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsa
 
 
 class GlobalBatchNorm(nn.Module):
-    """``ops.batch_norm`` in the place of a ``BatchNorm1d``, with its parameters and buffers.
+    """Replaces a ``BatchNorm1d`` by ``ops.batch_norm``, with its parameters and buffers.
 
-    ``take_rows`` tells it before each forward which rows of the batch this rank has.
+    ``take_rows`` must be called before each forward.
     """
 
     def __init__(self, norm: nn.BatchNorm1d, name: str) -> None:
         super().__init__()
         if norm.running_mean is None or norm.running_var is None or norm.momentum is None:
-            raise RuntimeError(f"module {name}: check_norms lets none such pass")
+            raise RuntimeError(f"module {name}: check_norms should have refused this norm")
         self.name = name
         self.weight: nn.Parameter | None = norm.weight
         self.bias: nn.Parameter | None = norm.bias
@@ -42,18 +43,19 @@ class GlobalBatchNorm(nn.Module):
         self._bound_to = 0
 
     def take_rows(self, batch: GlobalTensor) -> None:
-        """``batch`` is S(0) over the rows of the next forward."""
+        """Set the layout of the next forward's rows; ``batch`` is S(0) over them."""
         self._batch = batch
-        if self._bound_to != id(self):  # not yet, or this is a copy of one that was
-            # Its transfer stays out of compiled graphs. Not in the class: that loads the compiler.
-            own = partial(type(self).forward, self)
-            self.__dict__["forward"] = torch.compiler.disable(own)
+        if self._bound_to != id(self):  # not bound yet, or a copy of a module that was
+            # Transfers must stay out of compiled graphs. This is done per instance, because a
+            # decorator on the class would load the compiler on import.
+            forward = partial(type(self).forward, self)
+            self.__dict__["forward"] = torch.compiler.disable(forward)
             self._bound_to = id(self)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor
     ) -> Tensor:
-        """[rows of this rank, n] -> the same shape; in training over the rows of all ranks."""
+        """Normalize [rows of this rank, n]; in training over the rows of all ranks."""
         x = x.to(self.running_mean.dtype)
         if not self.training:
             mean, var = self.running_mean, self.running_var
@@ -63,11 +65,12 @@ class GlobalBatchNorm(nn.Module):
             rows = "the rows of a batch" if batch is None else f"{batch.part.shape[0]} rows"
             raise SbpError(
                 f"module {self.name}: BatchNorm1d got {list(x.shape)} for {rows}; over all ranks "
-                "it takes [rows, features], a row for each of the batch: use LayerNorm for others"
+                "its input must be [rows, features] with one row per row of the batch; otherwise "
+                "use LayerNorm"
             )
         weight = torch.ones_like(self.running_mean) if self.weight is None else self.weight
         bias = torch.zeros_like(self.running_mean) if self.bias is None else self.bias
-        whole = [self._everywhere(one, batch) for one in (weight, bias, *self.running)]
+        whole = [self._everywhere(value, batch) for value in (weight, bias, *self.running)]
         rows = GlobalTensor(x, batch.layout, (batch.shape[0], x.shape[1]), batch.boxing)
         y = ops.batch_norm(
             rows,
@@ -81,7 +84,7 @@ class GlobalBatchNorm(nn.Module):
 
     @property
     def running(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance, [n] each."""
+        """Running mean and variance, [n] each."""
         return self.running_mean, self.running_var
 
     def _everywhere(self, value: Tensor, batch: GlobalTensor) -> GlobalTensor:
@@ -90,32 +93,32 @@ class GlobalBatchNorm(nn.Module):
 
 
 def step_name(module: str) -> str:
-    """What the transfers of a norm are called."""
+    """Return the step ID of a norm's transfers."""
     return f"module.{module}"
 
 
 def check_norms(module: nn.Module) -> None:
-    """Raise SbpError for batch norms that cannot be taken over the rows of all ranks."""
+    """Raise SbpError for batch norms that cannot be computed over the rows of all ranks."""
     for name, part in module.named_modules():
         if not isinstance(part, _BatchNorm):
             continue
         kind, where = type(part).__name__, name or type(part).__name__
-        wrong = ""
+        fault = ""
         if type(part) is not nn.BatchNorm1d:
-            wrong = "takes mean and variance over this rank's rows"
+            fault = "computes mean and variance over this rank's rows"
         elif not part.track_running_stats:
-            wrong = "keeps no running statistics (track_running_stats=False)"
+            fault = "has no running statistics (track_running_stats=False)"
         elif part.momentum is None:
-            wrong = "has momentum=None, an average over all batches so far"
-        if wrong:
+            fault = "has momentum=None, an average over all batches so far"
+        if fault:
             raise SbpError(
-                f"module {where}: {kind} {wrong}; nn.BatchNorm1d(features) over [rows, features] "
-                "is taken over the rows of all ranks, or use LayerNorm"
+                f"module {where}: {kind} {fault}; use nn.BatchNorm1d(features) over "
+                "[rows, features], which is computed over the rows of all ranks, or LayerNorm"
             )
 
 
 def replace_norms(module: nn.Module) -> nn.Module:
-    """``module`` with a ``GlobalBatchNorm`` in the place of each ``BatchNorm1d``."""
+    """Replace each ``BatchNorm1d`` in ``module`` by a ``GlobalBatchNorm``; return the module."""
     for name, part in list(module.named_modules()):
         if not isinstance(part, nn.BatchNorm1d):
             continue
@@ -128,64 +131,58 @@ def replace_norms(module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """The name that a part of a module has without ``torch.compile`` around it."""
+    """Return the name that a submodule or parameter has without ``torch.compile``."""
     return name.replace("_orig_mod.", "")
 
 
 def norms_of(module: nn.Module) -> dict[str, GlobalBatchNorm]:
-    """The norms over all ranks, by name."""
+    """Return the norms over all ranks, by name."""
     return {part.name: part for part in module.modules() if isinstance(part, GlobalBatchNorm)}
 
 
 def buffers_of(
     norms: Mapping[str, GlobalBatchNorm], everywhere: Layout, boxing: Boxing
 ) -> dict[str, GlobalTensor]:
-    """Running statistics by name, B, which share storage with the norms."""
+    """Return the running statistics by name, B; they share storage with the norms."""
     return {
-        f"{name}.{what}": GlobalTensor(value, everywhere, tuple(value.shape), boxing)
+        f"{name}.{statistic}": GlobalTensor(value, everywhere, tuple(value.shape), boxing)
         for name, norm in norms.items()
-        for what, value in zip(("running_mean", "running_var"), norm.running, strict=True)
+        for statistic, value in zip(("running_mean", "running_var"), norm.running, strict=True)
     }
 
 
 def calls_of_norms(
     module: nn.Module, widths: Mapping[str, int], num_dense: int
 ) -> list[tuple[str, int]]:
-    """(name, features) of each batch norm in the order in which a forward calls them.
+    """Return (name, features) of each batch norm in the order in which a forward calls them.
 
-    Found by a forward over two rows of zeros on the CPU, without gradients; ``module`` is one that
-    nothing else uses.
+    Runs a forward over two rows of zeros on the CPU, without gradients and in evaluation mode, so
+    ``module`` must not be used elsewhere.
     """
-    called: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
+
+    def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        calls.append((name, inputs[0].shape[-1]))
+
     hooks = [
-        part.register_forward_pre_hook(_note(called, plain_name(name) or type(part).__name__))
+        part.register_forward_pre_hook(partial(record, plain_name(name) or type(part).__name__))
         for name, part in module.named_modules()
         if isinstance(part, nn.BatchNorm1d)
     ]
     if hooks:
         module.eval()
+        vectors = {name: torch.zeros(2, width) for name, width in widths.items()}
         with torch.no_grad():
-            module(
-                {name: torch.zeros(2, n) for name, n in widths.items()}, torch.zeros(2, num_dense)
-            )
+            module(vectors, torch.zeros(2, num_dense))
     for hook in hooks:
         hook.remove()
-    return called
-
-
-def _note(
-    called: list[tuple[str, int]], name: str
-) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        called.append((name, inputs[0].shape[-1]))
-
-    return hook
+    return calls
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """The transfers of these norms over rows without values, each of what the one before gave.
+    """Run the transfers of these norms on the meta device, where each depends on the previous one.
 
-    ``carry`` [b, 1] is on the meta device, and so is what comes out, [b, 1].
+    ``carry`` [b, 1] -> [b, 1].
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]

@@ -1,12 +1,11 @@
-"""What a model is to a run: embedding outputs over given fields, dense parameters, a dense part.
+"""The model interface: embedding outputs over given fields, dense parameters, a dense part.
 
 A model is one module with a frozen configuration class, tagged by its field ``name``, whose
-``spec(fields)`` gives a ``ModelSpec``. Pure up to ``build``: no ranks, no device, so that plans and
-``explain`` can ask it anything. Nothing here knows a model.
+``spec(fields)`` returns a ``ModelSpec``. Everything except ``build`` is pure, without ranks or
+devices, so that planning and ``explain`` can use it. No specific model is known here.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,10 +35,10 @@ from sbpflow.training.dense_part import DensePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """A column of ids, each below ``rows``; hotness as in ``FeatureConfig``.
+    """A column of ids, each below ``rows``; ``hotness`` is defined in ``FeatureConfig``.
 
-    Fields of one ``vocabulary`` have the same id for the same value; "" is one of its own.
-    ``frequencies`` is what is known of how ids repeat; what a step costs is estimated with it.
+    Fields with the same ``vocabulary`` have the same id for a value; "" is a private vocabulary.
+    ``frequencies`` describes how ids repeat, if known; it is used to estimate the cost of a step.
     """
 
     name: str
@@ -51,7 +50,7 @@ class IdField:
     frequencies: IdFrequencies | None = None
 
     def feature(self) -> FeatureConfig:
-        """The same, as the embedding engine names it."""
+        """Return the field as a feature of the embedding engine."""
         return FeatureConfig(
             name=self.name, hotness=self.hotness, ragged=self.ragged, weighted=self.weighted
         )
@@ -59,9 +58,9 @@ class IdField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """The columns of a data set, in the order of its batches: ``sparse`` ids, then ``crosses``.
+    """The columns of a data set; a batch has the ids of ``sparse``, then of ``crosses``.
 
-    ``grouped``: its rows name a group, which GAUC needs.
+    ``grouped`` is set if rows have a group, which GAUC needs.
     """
 
     dense: tuple[str, ...] = ()
@@ -71,7 +70,7 @@ class Fields:
 
     @property
     def ids(self) -> tuple[IdField, ...]:
-        """Every column of ids, as a batch has them."""
+        """All columns of ids, in the order of a batch."""
         return self.sparse + self.crosses
 
     @staticmethod
@@ -80,7 +79,7 @@ class Fields:
         sparse: Mapping[str, int],
         crosses: Mapping[str, int] | None = None,
     ) -> "Fields":
-        """One id per sample and field; ``sparse`` and ``crosses`` map names to table rows."""
+        """Return fields with one id per sample; ``sparse`` and ``crosses`` map names to rows."""
         return Fields(
             dense=tuple(dense),
             sparse=tuple(IdField(name=name, rows=rows) for name, rows in sparse.items()),
@@ -90,24 +89,27 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedColumn:
-    """A column of ids that the loader computes: those of other columns hashed together."""
+    """A column of ids that the loader computes by hashing the ids of other columns together."""
 
     columns: tuple[str, ...]
     rows: int
 
     @property
     def name(self) -> str:
-        """Of the column; another than that of a cross which the set was prepared with."""
+        """The column's name, which differs from those of crosses stored in the set."""
         return f"hashed.{'x'.join(self.columns)}"
 
     def field(self) -> IdField:
-        """The column as embeddings know it."""
+        """Return the column as an id field."""
         return IdField(name=self.name, rows=self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """A dense parameter: its full shape and its initial values, U(-bound, bound) or ``value``."""
+    """A dense parameter: its full shape and its initial values, U(-bound, bound) or ``value``.
+
+    Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
+    """
 
     shape: tuple[int, ...]
     bound: float = 0.0
@@ -116,13 +118,13 @@ class ParameterSpec:
     def __post_init__(self) -> None:
         if self.bound and self.value:
             raise ConfigError(
-                f"parameter of {list(self.shape)}: bound {self.bound} and value {self.value}; "
-                "give one of them"
+                f"parameter of shape {list(self.shape)}: bound {self.bound} and value {self.value} "
+                "are both given; give one of them"
             )
         if self.bound and len(self.shape) not in (1, 2):
             raise ConfigError(
-                f"parameter of {list(self.shape)}: bound fills 1 or 2 dims; use value, or a shape "
-                "of 2 dims and ops.reshape"
+                f"parameter of shape {list(self.shape)}: bound supports 1 or 2 dims; use value, or "
+                "a shape of 2 dims and ops.reshape"
             )
 
 
@@ -131,45 +133,46 @@ class ModelSpec(Protocol):
 
     @property
     def outputs(self) -> tuple[OutputConfig, ...]:
-        """The embedding outputs that the dense part takes, with their tables."""
+        """The embedding outputs that the dense part uses, with their tables."""
         ...
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Every dense parameter by name."""
+        """All dense parameters by name."""
         ...
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """What ``parallel.scheme`` means: rules by pattern of table names; see ``schemes_of``."""
+        """The rules of each ``parallel.scheme``, by pattern of table names; see ``schemes_of``."""
         ...
 
     @property
     def hashed_columns(self) -> tuple[HashedColumn, ...]:
-        """Columns that the loader computes, behind the others in a batch's matrix of ids."""
+        """Columns that the loader computes; they come last in a batch's matrix of ids."""
         ...
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether ``parallel.dense`` may split dense parameters."""
+        """True if ``parallel.dense`` may split dense parameters."""
         ...
 
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> DensePart:
-        """The dense part on this rank, its parameters in ``layouts``."""
+        """Build the dense part on this rank, with its parameters in ``layouts``."""
         ...
 
 
 class ExportableSpec(ModelSpec, Protocol):
-    """A ``ModelSpec`` whose dense part also has the form of an ordinary module, for export."""
+    """A ``ModelSpec`` that can also build its dense part as an ordinary module, for export."""
 
     def plain(self, *, seed: int) -> nn.Module:
-        """A new module with the parameters of ``parameters`` under the same names, to be filled.
+        """Return a new module with the parameters of ``parameters`` under the same names.
 
         ``forward(vectors, dense)``: {output: [rows, width]}, [rows, fields] -> logits [rows] or
-        [rows, 1], equal to those of the part that ``build`` makes. It uses torch alone and can be
-        traced by ``torch.export``. What is not in ``parameters`` depends on ``seed`` at most.
+        [rows, 1], equal to those of the part that ``build`` returns. It uses only torch and can be
+        traced by ``torch.export``. The caller fills the parameters; other tensors may depend on
+        ``seed`` only.
         """
         ...
 
@@ -179,11 +182,11 @@ class ModelConfig(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``model.name`` says to choose it."""
+        """The value of ``model.name`` that selects this class."""
         ...
 
     def spec(self, fields: Fields) -> ModelSpec:
-        """The model over these columns; ConfigError for what does not fit, with what would do."""
+        """Return the model over these columns; ConfigError, with a fix, for what does not fit."""
         ...
 
 
@@ -197,10 +200,11 @@ def embedding_output(
     rules: TableRules | None = None,
     fixed_dim: str = "",
 ) -> OutputConfig:
-    """An output with a table ``<name>.<field>`` of ``dim`` columns per field.
+    """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
 
-    ``rules``, a model's configuration with ``fields`` and ``tables``, may say otherwise by pattern;
-    ``fixed_dim`` is why this output's dim is not theirs to set, "" if it is. Raises ConfigError.
+    ``rules``, a model's configuration with ``fields`` and ``tables``, may override this by pattern.
+    ``fixed_dim`` is the reason why rules must not set the dim, or "". Raises ConfigError for rules
+    that do, and for fields that cannot share a table.
     """
     tables: list[TableConfig] = []
     for own, members in _tables_of(fields, rules).items():
@@ -208,14 +212,14 @@ def embedding_output(
         shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
         if fixed_dim and shape.dim not in (None, dim):
             raise ConfigError(
-                f"model.tables.{pattern}: dim {shape.dim} for {table}, which has {dim}: "
-                f"{fixed_dim}; write a pattern that leaves it out"
+                f"model.tables.{pattern}: dim {shape.dim} for {table}, whose dim must be {dim}: "
+                f"{fixed_dim}; use a pattern that does not match it"
             )
         initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
         tables.append(
             TableConfig(
                 name=table,
-                features=tuple(one.name for one in members),
+                features=tuple(field.name for field in members),
                 num_rows=members[0].rows,
                 dim=shape.dim or dim,
                 pooling=shape.pooling or pooling,
@@ -226,48 +230,49 @@ def embedding_output(
 
 
 def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str, list[IdField]]:
-    """The fields of each table, by the table's name, in the order of the first of them."""
-    found: dict[str, list[IdField]] = {}
-    shared: dict[str, str] = {}
-    for one in fields:
-        table = table_of(rules, one.name) if rules is not None else None
+    """Return the fields of each table by its name, in the order of their first fields."""
+    by_table: dict[str, list[IdField]] = {}
+    shared: set[str] = set()
+    for field in fields:
+        table = table_of(rules, field.name) if rules is not None else None
         if table is not None:
-            shared[one.name] = table
-        found.setdefault(table or one.name, []).append(one)
-    for table, members in found.items():
+            shared.add(field.name)
+        by_table.setdefault(table or field.name, []).append(field)
+    for table, members in by_table.items():
         _check_shared(table, members, shared)
-    return found
+    return by_table
 
 
-def _check_shared(table: str, members: Sequence[IdField], shared: Mapping[str, str]) -> None:
+def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str]) -> None:
+    """Raise ConfigError if the fields cannot share a table; ``shared`` were assigned by a rule."""
     first = members[0]
     for other in members[1:]:
-        pair = f"{first.name} and {other.name} in one table {table}"
+        pair = f"{first.name} and {other.name} share table {table}"
         if first.name not in shared or other.name not in shared:
             alone = first.name if first.name not in shared else other.name
             raise ConfigError(
-                f"model.fields: {pair}, which is {alone}'s own; let a pattern match both, or call "
-                "the table otherwise"
+                f"model.fields: {pair}, which is the default table of {alone}; use a pattern that "
+                f"matches both, or another name, for example table: {table}_shared"
             )
         if first.vocabulary != other.vocabulary or not first.vocabulary:
             raise ConfigError(
-                f"model.fields: {pair}, but each has ids of its own: one id would be two values; "
-                f"prepare the set with `vocabulary: {table}` for both in its schema"
+                f"model.fields: {pair}, but their vocabularies differ, so one id would mean two "
+                f"values; prepare the set with `vocabulary: {table}` for both in its schema"
             )
         if first.rows != other.rows:
             raise ConfigError(
-                f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
-                "of one table have as many"
+                f"model.fields: {pair}, but have {first.rows} and {other.rows} rows; fields "
+                "of one table must have equal numbers of rows"
             )
 
 
 def schemes_of(
     outputs: Sequence[OutputConfig],
 ) -> dict[Scheme, dict[str, TableRule]]:
-    """The four schemes for these outputs, as OneFlow's three and data parallelism.
+    """Return the rules of the four schemes: OneFlow's three and data parallelism.
 
-    dp: B. 1: S(1), which exchanges whole vectors, but S(0) for tables of one column, which cannot
-    be split by columns. 2: S(0), terms added up. 3: S(0), unique rows fetched from their owners.
+    dp: B. 1: S(1), exchanging whole vectors; tables with one column cannot be split by columns and
+    are S(0). 2: S(0), summing partial results. 3: S(0), fetching unique rows from their owners.
     """
     narrow = TableRule(sbp="S(0)", exchange="reduce")
     by_columns = TableRule(sbp="S(1)", exchange="columns")
@@ -275,16 +280,9 @@ def schemes_of(
     return {
         "dp": {table.name: TableRule(sbp="B", exchange="local") for table in tables},
         "1": {table.name: narrow if table.dim == 1 else by_columns for table in tables},
-        "2": {table.name: TableRule(sbp="S(0)", exchange="reduce") for table in tables},
+        "2": {table.name: narrow for table in tables},
         "3": {table.name: TableRule(sbp="S(0)", exchange="unique") for table in tables},
     }
-
-
-def count_parameters(spec: ModelSpec) -> int:
-    """Trained numbers of a model: the rows of its tables and its dense parameters."""
-    tables = {table.name: table for output in spec.outputs for table in output.tables}
-    dense = sum(math.prod(one.shape) for one in spec.parameters.values())
-    return dense + sum(table.num_rows * table.dim for table in tables.values())
 
 
 def make_parameters(
@@ -295,7 +293,7 @@ def make_parameters(
     seed: int,
     dtype: torch.dtype,
 ) -> dict[str, GlobalTensor]:
-    """This rank's part of each dense parameter, filled without the rest of it."""
+    """Return this rank's part of each dense parameter, without creating the other parts."""
     return {
         name: _parameter(name, spec, layouts[name], boxing, seed=seed, dtype=dtype)
         for name, spec in specs.items()
@@ -309,7 +307,7 @@ def make_buffers(
     *,
     dtype: torch.dtype,
 ) -> dict[str, GlobalTensor]:
-    """The whole of each buffer on every rank of ``placement``, B."""
+    """Return each buffer, B, whole on every rank of ``placement``."""
     layout = Layout(placement, (Broadcast(),) * placement.ndim)
     device = boxing.world.device
     return {
@@ -326,7 +324,7 @@ def make_buffers(
 def initial_values(
     name: str, spec: ParameterSpec, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The whole of a parameter as a run of this seed starts with it, on the CPU."""
+    """Return the whole initial parameter of a run with this seed, on the CPU."""
     whole = torch.empty(spec.shape, dtype=dtype)
     _fill(whole, name, spec, tuple(slice(0, size) for size in spec.shape), seed)
     return whole
@@ -353,7 +351,7 @@ def _parameter(
 
 
 def _fill(part: Tensor, name: str, spec: ParameterSpec, slices: Sequence[slice], seed: int) -> None:
-    """Initial values of the part of a parameter that ``slices`` cut out of it."""
+    """Fill the part of a parameter that ``slices`` select with its initial values."""
     if not spec.bound:
         part.fill_(spec.value)
         return

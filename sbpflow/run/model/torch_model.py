@@ -1,8 +1,8 @@
-"""An ordinary ``nn.Module`` as the dense part of a model.
+"""Use an ordinary ``nn.Module`` as the dense part of a model.
 
-Its parameters are B leaves that share storage with the module: every rank runs it on its own rows,
-gradients are added up in the trainer's buckets beside the embedding backward. No DDP, which would
-average what the engine has already shared out by rows.
+Its parameters are B leaves that share storage with the module. Every rank runs it on its own rows,
+and the trainer sums the gradients in buckets, overlapped with the embedding backward. DDP is not
+used, because it would average gradients that the engine already scales by rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,26 +37,27 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.health import check_initial
 
-LOOKED_AT = 3  # batches after which the values of buffers are compared
+LOOKED_AT = 3  # number of first batches after which the values of buffers are compared
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def bce_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy of each row: [rows], [rows] -> [rows]."""
+    """Return the binary cross entropy of each row: [rows], [rows] -> [rows]."""
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchModel:
-    """A ``ModelSpec`` around a module; what the ``spec`` of a model's configuration returns.
+    """A ``ModelSpec`` around a module, for the ``spec`` method of a model's configuration.
 
-    ``make`` builds a new module at each call: once for its shapes, and once on every rank under one
-    seed, so that initial values are equal. ``forward(vectors, dense)`` of the module gets this
-    rank's rows, none in a short last batch: the ``outputs`` by name, [rows, width] each, and the
-    dense fields [rows, fields]; it returns logits [rows] or [rows, 1], each from its own row alone.
-    ``row_loss(logits, labels)``, [rows] each, gives the loss of each row; the trainer takes the
-    mean over the whole batch. Modules may be compiled (``torch.compile``), and run under
-    ``torch.autocast`` of a dtype. A ``BatchNorm1d`` is taken over the rows of all ranks.
+    ``make`` must build a new module at each call: it is called once for the shapes, and once on
+    every rank with the same seed, so that initial values are equal. The module's
+    ``forward(vectors, dense)`` gets this rank's rows: the ``outputs`` by name, [rows, width] each,
+    and the dense fields [rows, fields]. A short last batch may have 0 rows. It returns logits
+    [rows] or [rows, 1], each computed from its own row only. ``row_loss(logits, labels)`` with
+    [rows] each returns the loss of each row; the trainer averages over the whole batch. The module
+    may be compiled (``torch.compile``), and may run under ``torch.autocast`` with a dtype. A
+    ``BatchNorm1d`` is computed over the rows of all ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -68,27 +69,27 @@ class TorchModel:
 
     @cached_property
     def _first(self) -> nn.Module:
-        """Made for its shapes."""
+        """The module built for its shapes."""
         module = self._make(0, torch.device("cpu"))
         _check_module(module)
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
-        keep_compiled_privately()  # before the user's code may compile
+        keep_compiled_privately()  # must precede the user's code, which may compile
         with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SbpError(
-                f"make: returned a {type(module).__name__}, not a torch.nn.Module; for example "
+                f"make: returned a {type(module).__name__}, not a torch.nn.Module; use for example "
                 "make=lambda: nn.Linear(width, 1)"
             )
         return module
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Names and shapes of what is trained; the module fills them itself.
+        """Names and shapes of the trained parameters; the module initializes them itself.
 
-        Raises SbpError for norms over the rows of a rank, lazy modules and sparse gradients.
+        Raises SbpError for norms over the rows of one rank, lazy modules and sparse gradients.
         """
         return {
             name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(self._first)
@@ -96,20 +97,20 @@ class TorchModel:
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """dp, 1, 2 and 3 for the outputs; the module has no part in them."""
+        """Rules of schemes dp, 1, 2 and 3 for the outputs; they do not involve the module."""
         return schemes_of(self.outputs)
 
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> "TorchPart | ShapesOnly":
-        """The module on this rank's device, all its floating tensors of ``dtype``.
+        """Build the module on this rank's device with its floating-point tensors in ``dtype``.
 
-        Raises SbpError if ranks start with different values.
+        Raises SbpError if ranks have different initial values.
         """
         device = boxing.world.device
         if self.autocast is not None and dtype != torch.float32:
             raise SbpError(
-                f"autocast: {self.autocast} with {dtype}; it narrows float32 alone, so use "
+                f"autocast: {self.autocast} with {dtype}, but it applies only to float32; use "
                 "parallel.dtype: float32, or leave autocast out"
             )
         if device.type == "meta":
@@ -118,8 +119,8 @@ class TorchModel:
         module = self._make(stream_key(seed, "module"), device)
         if module is self._first:
             raise SbpError(
-                f"make: returned the same {type(module).__name__} twice; build a new one at each "
-                "call, and load what it shall start with in there"
+                f"make: returned the same {type(module).__name__} twice; build a new module at "
+                "each call, and load any initial values inside that call"
             )
         module = replace_norms(module).to(device=device, dtype=dtype)
         part = TorchPart(module, layouts, boxing, self.row_loss, autocast=self.autocast)
@@ -127,14 +128,14 @@ class TorchModel:
         return part
 
     def plain(self, *, seed: int) -> nn.Module:
-        """A new module as ``make`` gives it; what is not trained is what a run of ``seed`` has."""
+        """Build a new module on the CPU, with untrained tensors as in a run with ``seed``."""
         module = self._make(stream_key(seed, "module"), torch.device("cpu"))
-        original: object = getattr(module, "_orig_mod", module)  # without torch.compile around it
+        original: object = getattr(module, "_orig_mod", module)  # unwraps torch.compile
         return original if isinstance(original, nn.Module) else module
 
 
 class TorchPart:
-    """The module on one rank, as the trainer sees it."""
+    """The module on one rank, with the trainer's ``DensePart`` interface."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class TorchPart:
         for name, value in _leaves(module):
             if layouts[name].nd_sbp != (Broadcast(),):
                 raise SbpError(
-                    f"parameter {name}: {layouts[name]}; a torch module runs whole on every rank, "
-                    "so its parameters are B"
+                    f"parameter {name}: has layout {layouts[name]}, but a torch module runs whole "
+                    "on every rank; use B"
                 )
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
         self._norms = norms_of(module)
@@ -170,12 +171,12 @@ class TorchPart:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Logits [batch, 1], S(0), from this rank's rows.
+        """Compute logits [batch, 1], S(0), from this rank's rows.
 
-        In training all of torch's random numbers inside the module are drawn from ``seed`` and the
-        rank, and the generators outside keep their state.
+        In training, torch's random numbers inside the module depend on ``seed`` and the rank, and
+        the generators' state outside is preserved.
         """
-        parts = {name: one.part for name, one in vectors.items()}
+        parts = {name: vector.part for name, vector in vectors.items()}
         self.module.train(training)
         for norm in self._norms.values():
             norm.take_rows(dense)
@@ -193,71 +194,71 @@ class TorchPart:
         return _over_batch(logits.reshape(-1, 1).to(dense.dtype), dense)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """[batch, 1], S(0): ``row_loss`` of this rank's rows."""
+        """Compute ``row_loss`` of this rank's rows: [batch, 1], S(0)."""
         losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
-                f"row_loss: returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
-                "the loss of each row, such as reduction='none' gives, and no mean"
+                f"row_loss: returned {list(losses.shape)} for {logits.part.shape[0]} rows; it must "
+                "return one loss per row, as with reduction='none', and not their mean"
             )
         return _over_batch(losses.unsqueeze(1), logits)
 
     def _check_logits(self, logits: object, rows: int, training: bool) -> None:
-        what = f"{type(self.module).__name__}.forward: returned "
+        returned = f"{type(self.module).__name__}.forward: returned"
         if not isinstance(logits, Tensor) or logits.shape not in ((rows,), (rows, 1)):
             given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise SbpError(
-                f"{what}{given} for {rows} rows; return their logits, [rows] or [rows, 1]"
+                f"{returned} {given} for {rows} rows; return their logits, [rows] or [rows, 1]"
             )
         if not logits.is_floating_point():
-            raise SbpError(f"{what}{logits.dtype}; logits are floating, float32 for example")
+            raise SbpError(
+                f"{returned} {logits.dtype} logits; use a floating-point dtype such as float32"
+            )
         if training and not logits.requires_grad:
             raise SbpError(
-                f"{what}logits without a gradient; compute them from the vectors, outside of "
+                f"{returned} logits without a gradient; compute them from the vectors, without "
                 "torch.no_grad() and detach()"
             )
 
-    def _buffers(self) -> list[tuple[str, int, int, Tensor | None]]:
-        """Which tensors the buffers are, how often each was written to, and its values at first.
+    def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
+        """Return identity, version and, in the first batches, values of the module's buffers.
 
-        A write through ``.data`` leaves no other trace than the values; a module that does it does
-        it from the start, so the first batches are looked at.
+        A write through ``.data`` does not change the version, so values are compared as well. A
+        module that writes this way does so from the start, so the first batches suffice.
         """
         self._batches += 1
-        look = self._batches <= LOOKED_AT
-        return [
-            (name, id(value), value._version, value.clone() if look else None)
-            for name, value in self.module.named_buffers()
-            if plain_name(name) not in self.buffers
-        ]
-
-    def _check_buffers(self, before: list[tuple[str, int, int, Tensor | None]]) -> None:
-        found = {
-            name: value
-            for name, value in self.module.named_buffers()
-            if plain_name(name) not in self.buffers
+        compare = self._batches <= LOOKED_AT
+        return {
+            name: (id(value), value._version, value.clone() if compare else None)
+            for name, value in self._own_buffers().items()
         }
-        for name, number, version, values in before:
-            now = found.pop(name, None)
-            same = now is not None and (id(now), now._version) == (number, version)
-            if same and values is not None and now is not None:
-                same = torch.equal(now.nan_to_num(), values.nan_to_num())
-            if not same:
-                self._refuse_buffer(name)
-        for name in found:
-            self._refuse_buffer(name)
 
-    def _refuse_buffer(self, name: str) -> None:
-        raise SbpError(
-            f"{type(self.module).__name__}: forward changed the buffer {name} in training; each "
-            "rank would change its own copy. Keep no state but parameters in the module"
-        )
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Return the module's buffers except those of global batch norms."""
+        buffers = self.module.named_buffers()
+        return {name: value for name, value in buffers if plain_name(name) not in self.buffers}
+
+    def _check_buffers(self, before: Mapping[str, tuple[int, int, Tensor | None]]) -> None:
+        """Raise SbpError if the forward replaced, added, removed or wrote to a buffer."""
+        after = self._own_buffers()
+        for name in {**before, **after}:
+            value, (number, version, values) = after.get(name), before.get(name, (0, 0, None))
+            same = value is not None and (id(value), value._version) == (number, version)
+            if same and values is not None and value is not None:
+                same = torch.equal(value.nan_to_num(), values.nan_to_num())
+            if not same:
+                raise SbpError(
+                    f"{type(self.module).__name__}: forward changed the buffer {name} in training, "
+                    "so the copies on different ranks would differ; use parameters as the only "
+                    "state of the module"
+                )
 
 
 class ShapesOnly:
-    """Stands for a module in a dry run: only batch norms send anything inside one.
+    """Replaces a module in a dry run, where only its batch norms communicate.
 
-    ``calls`` gives theirs, in order, from the widths of the vectors and of the dense fields.
+    ``calls`` returns the batch norms in order of their calls, given the widths of the vectors and
+    the number of dense fields.
     """
 
     def __init__(
@@ -288,17 +289,17 @@ class ShapesOnly:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Logits [batch, 1] without values, which all that goes in has a part in."""
+        """Return logits [batch, 1] without values, with gradients to all inputs."""
         del seed
-        sums = [one.part.sum(1, keepdim=True) for one in (*vectors.values(), dense)]
+        sums = [x.part.sum(1, keepdim=True) for x in (*vectors.values(), dense)]
         logits = _over_batch(torch.stack(sums).sum(0), dense)
         if not training or self._calls is None:
             return logits
-        widths = {name: one.shape[1] for name, one in vectors.items()}
+        widths = {name: vector.shape[1] for name, vector in vectors.items()}
         return dry_norms(self._calls(widths, dense.shape[1]), logits)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """[batch, 1] without values."""
+        """Return [batch, 1] without values."""
         return _over_batch(logits.part * labels.part, logits)
 
 
@@ -307,7 +308,7 @@ def _over_batch(part: Tensor, like: GlobalTensor) -> GlobalTensor:
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters to train, by the names they have without ``torch.compile`` around them."""
+    """Yield the trainable parameters with their names, without prefixes of ``torch.compile``."""
     for name, value in module.named_parameters():
         if value.requires_grad:
             yield plain_name(name), value
@@ -319,14 +320,17 @@ def _check_module(module: nn.Module) -> None:
         kind, where = type(part).__name__, name or type(part).__name__
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SbpError(
-                f"module {where}: {kind} with sparse=True has sparse gradients, which dense "
-                "buckets do not take; leave sparse out, or make it a table of an output"
+                f"module {where}: {kind} with sparse=True has sparse gradients, which gradient "
+                "buckets do not support; use sparse=False, or make it a table of an output"
             )
     for name, value in module.named_parameters():
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise SbpError(
-                f"parameter {name}: has no shape yet (a lazy module); give its sizes, for example "
-                "nn.Linear(64, 1)"
+                f"parameter {name}: belongs to a lazy module and has no shape yet; give its sizes, "
+                "for example nn.Linear(64, 1)"
             )
         if not value.is_floating_point():
-            raise SbpError(f"parameter {name}: {value.dtype} is no floating dtype; use float32")
+            raise SbpError(
+                f"parameter {name}: has dtype {value.dtype}; use a floating-point one such as "
+                "float32"
+            )

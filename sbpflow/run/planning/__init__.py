@@ -1,1 +1,1 @@
-"""From a configuration to a plan: layouts, kernels, transfers, and how they are explained."""
+"""From a configuration to a plan: layouts, kernels, transfers, and ``explain``."""

@@ -1,9 +1,10 @@
-"""``parallel.scheme: auto``: complete plans side by side, and the cheapest of them.
+"""``parallel.scheme: auto``: price complete plans and take the cheapest.
 
-A candidate says where every table lives; what it costs is a property of the whole plan, for tables
-that travel together share their calls. ``embedding/plan/price.py`` prices them.
+A candidate places every table. Only whole plans are priced, because tables that are exchanged
+together share their calls. The prices are from ``embedding/plan/price.py``.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
@@ -22,7 +23,7 @@ Rules = dict[str, TableRule]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete plan by its name, with its price."""
+    """A complete plan with its name and price."""
 
     name: str
     rules: Rules
@@ -37,28 +38,30 @@ def candidates(
     batch_size: int,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> dict[str, Rules]:
-    """Rules per table: all alike, whole tables balanced, and small tables copied beside those."""
+    """Return rules per table for each candidate plan, by name.
+
+    In some candidates all tables have the same layout, or whole tables are balanced over the ranks;
+    the others combine one of these with copies of small tables on every rank.
+    """
     alike: dict[str, Callable[[TableConfig], TableRule]] = {
         "all B": lambda _: TableRule(sbp="B", exchange="local"),
     }
     if world_size > 1:
         whole = _balanced(tables, features, world_size, batch_size, frequencies or {})
+        columns = TableRule(sbp="S(1)", exchange="columns")
+        unique_columns = TableRule(sbp="S(1)", exchange="unique")
+
+        def if_wide(rule: TableRule, table: TableConfig) -> TableRule:
+            return rule if table.dim >= world_size else whole[table.name]
+
         alike |= {
             "all unique": lambda _: TableRule(sbp="S(0)", exchange="unique"),
             "all reduce": lambda _: TableRule(sbp="S(0)", exchange="reduce"),
             "all whole": lambda table: whole[table.name],
-            "all S(1)": lambda table: (
-                TableRule(sbp="S(1)", exchange="columns")
-                if table.dim >= world_size
-                else whole[table.name]
-            ),
-            "all S(1), unique": lambda table: (
-                TableRule(sbp="S(1)", exchange="unique")
-                if table.dim >= world_size
-                else whole[table.name]
-            ),
+            "all S(1)": lambda table: if_wide(columns, table),
+            "all S(1), unique": lambda table: if_wide(unique_columns, table),
         }
-    found = {
+    rules = {
         name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
     }
     for limit in (batch_size // (2 * world_size), 2 * batch_size):
@@ -68,10 +71,9 @@ def candidates(
         copied = {escape(table.name): alike["all B"](table) for table in small}
         for name in alike:
             if name != "all B":
-                found[f"B up to {limit:,} rows, else {name.removeprefix('all ')}"] = (
-                    found[name] | copied
-                )
-    return found
+                mixed = f"B up to {limit:,} rows, else {name.removeprefix('all ')}"
+                rules[mixed] = rules[name] | copied
+    return rules
 
 
 def _balanced(
@@ -81,13 +83,13 @@ def _balanced(
     batch_size: int,
     known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
-    """Each table whole on one rank: the heaviest first, to the rank with the least so far."""
+    """Place each table whole on one rank: heaviest first, each on the least loaded rank."""
     by_name = {feature.name: feature for feature in features}
 
     def weight(table: TableConfig) -> float:
         lookups = batch_size * sum(ids_per_sample(by_name[name], known) for name in table.features)
-        found = curve_of_table(table, known).touched(lookups)
-        return (lookups + 5 * min(found, table.num_rows)) * (8 + table.dim)
+        touched = min(curve_of_table(table, known).touched(lookups), table.num_rows)
+        return (lookups + 5 * touched) * (8 + table.dim)
 
     loads = [0.0] * world_size
     rules: dict[str, TableRule] = {}
@@ -106,33 +108,33 @@ def rank_candidates(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
-    """All that fit in memory, the cheapest first; PlanError if none does."""
-    limit = None if topology.memory_bytes is None else sum(topology.memory_bytes)
-    found: list[Candidate] = []
-    least = None
+    """Return the candidates that fit in memory, cheapest first; PlanError if none fits."""
+    limit = math.inf if topology.memory_bytes is None else sum(topology.memory_bytes)
+    fitting: list[Candidate] = []
+    smallest = math.inf
     equal: dict[tuple[tuple[str, TableRule], ...], list[str]] = {}  # planned and priced once
     for name, chosen in rules.items():
         equal.setdefault(tuple(chosen.items()), []).append(name)
     for names in equal.values():
         planned = plan(rules[names[0]])
-        held = table_bytes(planned)
-        least = held if least is None else min(least, held)
-        if limit is None or held <= limit:
+        size = table_bytes(planned)
+        smallest = min(smallest, size)
+        if size <= limit:
             price = price_plan(planned, batch_size, topology, frequencies)
-            found += [Candidate(name, rules[name], price, planned) for name in names]
-    if not found:
+            fitting += [Candidate(name, rules[name], price, planned) for name in names]
+    if not fitting:
         raise PlanError(
-            f"parallel.scheme: auto: the tables take {(least or 0) / 1e9:.1f} GB with their state, "
-            f"the ranks have {(limit or 0) / 1e9:.1f} GB; use fewer rows, a smaller "
-            "model.embedding_dim, parallel.table_dtype: bfloat16, or name a scheme and run it "
-            "on more machines"
+            f"parallel.scheme: auto: the tables take {smallest / 1e9:.1f} GB with their state, but "
+            f"the ranks have {limit / 1e9:.1f} GB; use fewer rows, a smaller "
+            "model.embedding_dim, parallel.table_dtype: bfloat16, or more machines with a scheme "
+            "such as parallel.scheme: row_dedup"
         )
     order = list(rules)
-    return sorted(found, key=lambda one: (one.price.ms, order.index(one.name)))
+    return sorted(fitting, key=lambda each: (each.price.ms, order.index(each.name)))
 
 
 def table_bytes(plan: EmbeddingPlan) -> int:
-    """Bytes of rows and optimizer state, over all ranks."""
+    """Return the bytes of rows and optimizer state over all ranks."""
     total = 0
     for group in plan.groups:
         for stack in group.stacks:

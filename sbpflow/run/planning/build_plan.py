@@ -1,6 +1,6 @@
-"""From a configuration and the columns of a data set to everything static about a run.
+"""Plan a run: from a configuration and the columns of a data set to everything static about it.
 
-``run.job`` executes the result and ``sbpflow explain`` prints it.
+``run.execution.job`` executes the result and ``sbpflow explain`` prints it.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,7 @@ from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
 from sbpflow.config.topology_file import read_topology
 from sbpflow.costs.ids import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.tables import (
-    KernelRequest,
-    OutputConfig,
-    TableConfig,
-    TableLayout,
-)
+from sbpflow.embedding.plan.tables import OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import with_constants
 from sbpflow.embedding.storage.choose import choose_kernels
@@ -43,44 +38,34 @@ from sbpflow.training.evaluate import slice_columns
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
 
 
-def _with_optimizers(
-    outputs: tuple[OutputConfig, ...],
-    patterns: Mapping[str, TableOptimizer],
-    sparse: SparseOptimizer,
-) -> tuple[OutputConfig, ...]:
-    """Each table with the optimizer of the last pattern that matches its name, and the changes of
-    those after it; ``sparse`` is what tables without a pattern have.
+def _with_patterns(outputs: tuple[OutputConfig, ...], config: Config) -> tuple[OutputConfig, ...]:
+    """Apply ``optimizer.tables`` and ``parallel.kernels`` to the tables whose names match.
+
+    Patterns apply in order, so a later optimizer or kernel replaces an earlier one, and
+    ``TableChanges`` modify the optimizer so far.
     """
+    optimizers, kernels = config.optimizer.tables, config.parallel.kernels
     names = [table.name for output in outputs for table in output.tables]
-    check_matches("optimizer.tables", patterns, names, "table")
+    check_matches("optimizer.tables", optimizers, names, "table")
+    check_matches("parallel.kernels", kernels, names, "table")
 
     def changed(table: TableConfig) -> TableConfig:
-        for pattern, given in patterns.items():
+        for pattern, given in optimizers.items():
             if fnmatchcase(table.name, pattern):
-                table = _changed(table, f"optimizer.tables.{pattern}", given, sparse)
+                key = f"optimizer.tables.{pattern}"
+                table = _with_optimizer(table, key, given, config.optimizer.sparse)
+        for pattern, kernel in kernels.items():
+            if fnmatchcase(table.name, pattern):
+                table = replace(table, kernel=kernel)
         return table
 
     return tuple(replace(out, tables=tuple(map(changed, out.tables))) for out in outputs)
 
 
-def _with_kernels(
-    outputs: tuple[OutputConfig, ...], patterns: Mapping[str, KernelRequest]
-) -> tuple[OutputConfig, ...]:
-    """Each table with the kernel of the last pattern that matches its name."""
-    names = [table.name for output in outputs for table in output.tables]
-    check_matches("parallel.kernels", patterns, names, "table")
-
-    def asked(table: TableConfig) -> TableConfig:
-        found = [kernel for pattern, kernel in patterns.items() if fnmatchcase(table.name, pattern)]
-        return replace(table, kernel=found[-1]) if found else table
-
-    return tuple(replace(out, tables=tuple(map(asked, out.tables))) for out in outputs)
-
-
-def _changed(
+def _with_optimizer(
     table: TableConfig, key: str, given: TableOptimizer, sparse: SparseOptimizer
 ) -> TableConfig:
-    """``table`` with what one pattern gives it."""
+    """Apply what one pattern gives; ``sparse`` is the optimizer of tables without a pattern."""
     if not isinstance(given, TableChanges):
         return replace(table, optimizer=given)
     rule = table.optimizer or sparse
@@ -103,22 +88,22 @@ def plan_run(
     planned: Mapping[str, TableRule] | None = None,
     topology: Topology | None = None,
 ) -> tuple[ModelSpec, RunPlan]:
-    """The model's shapes and the plan of the run; ConfigError for what does not fit together.
+    """Return the model's shapes and the plan of the run; ConfigError for what does not fit.
 
-    ``planned`` are the rules that stand for ``parallel.plan``: a planner's for ``auto``, or those
-    that a saved run had. Without them a file is read. Without the ``topology`` that ranks found it
-    is that of ``parallel.topology``, or one host like this machine.
+    ``planned`` are the rules to use for ``parallel.plan``: the planner's for ``auto``, or those of
+    a saved run. If omitted, the file that it names is read. If ``topology`` is omitted, it is that
+    of ``parallel.topology``, or else one host like this machine.
     """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
     if missing := [part for part in parts if not hasattr(spec, part)]:
         raise SbpError(
-            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which has "
-            f"no {', '.join(missing)}; a TorchModel has all, docs/embeddings.md shows a spec whole"
+            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which "
+            f"lacks {', '.join(missing)}; use a TorchModel, or the spec shown in docs/embeddings.md"
         )
     if not spec.outputs:
         raise ConfigError(
-            f"model {config.model.name}: its spec has no embedding outputs; give one at least, "
+            f"model {config.model.name}: its spec has no embedding outputs; give at least one, "
             'such as embedding_output("fields", fields.sparse, dim=8)'
         )
     _check_table_rules(config.model, fields, spec.outputs)
@@ -167,26 +152,26 @@ def plan_run(
 
 
 def given_topology(config: Config, world_size: int) -> Topology | None:
-    """What ``parallel.topology`` describes, if it is given."""
+    """Read ``parallel.topology`` if it is given."""
     path = config.parallel.topology
     return None if path is None else read_topology(path, world_size=world_size)
 
 
 def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
-    """ConfigError for a pattern of ``model.fields`` or ``model.tables`` that matches nothing."""
+    """Raise ConfigError if a pattern of ``model.fields`` or ``model.tables`` matches nothing."""
     if isinstance(model, TableRules):
         names = [table.name for output in outputs for table in output.tables]
-        check_matches("model.fields", model.fields, (one.name for one in fields.ids), "field")
+        check_matches("model.fields", model.fields, (field.name for field in fields.ids), "field")
         check_matches("model.tables", model.tables, names, "table")
 
 
 def _check_metrics(train: TrainConfig, fields: Fields) -> None:
-    """ConfigError if a run would wait for a metric that its set cannot have."""
+    """Raise ConfigError if the run watches a metric that is undefined for its set."""
     for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
         if watch is not None and watch.metric == "gauc" and not fields.grouped:
             raise ConfigError(
-                f"train.{name}.metric: gauc needs rows that name a group, and the set has none; "
-                "prepare it with a group in its schema, such as `group: {user: string}`, or use "
+                f"train.{name}.metric: gauc, but the rows of this set have no group; prepare "
+                "the set with a group in its schema, such as `group: {user: string}`, or use "
                 f"train.{name}.metric=auc"
             )
 
@@ -194,16 +179,16 @@ def _check_metrics(train: TrainConfig, fields: Fields) -> None:
 def _planned_rules(
     config: Config, chosen: Mapping[str, TableRule] | None, world_size: int
 ) -> Mapping[str, TableRule] | None:
-    """What stands for ``parallel.plan``, if it is given."""
+    """Return the rules of ``parallel.plan`` if it is given."""
     plan = config.parallel.plan
     if plan is None or chosen is not None:
         return None if plan is None else chosen
     if plan != "auto":
         return read_table_plan(Path(plan), world_size=world_size)
     raise ConfigError(
-        "parallel.plan: auto is chosen by a planner, which `sbpflow train` and `sbpflow "
-        "explain` call; this program does not: give it a file, parallel.plan: plan.yaml, that "
-        "`sbpflow plan` wrote, or use parallel.scheme: auto"
+        "parallel.plan: auto is supported by `sbpflow train` and `sbpflow explain`, which run the "
+        "planner, but not by this program; use parallel.plan: plan.yaml with a file that "
+        "`sbpflow plan` wrote, or parallel.scheme: auto"
     )
 
 
@@ -215,7 +200,7 @@ def _plan_tables(
     planned: Mapping[str, TableRule] | None,
     topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
-    """The tables' layouts and their plan; with ``scheme: auto`` the cheapest, and the others."""
+    """Return the layouts and plan of the tables, and with ``scheme: auto`` all priced plans."""
     tables = [table for output in spec.outputs for table in output.tables]
     shapes = {table.name: table.shape for table in tables}
     features = [
@@ -227,8 +212,7 @@ def _plan_tables(
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
         return check(config, shapes, schemes, world.size, world.device_type, planned)
 
-    outputs = _with_optimizers(spec.outputs, config.optimizer.tables, sparse)
-    outputs = _with_kernels(outputs, parallel.kernels)
+    outputs = _with_patterns(spec.outputs, config)
 
     def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
         return plan_embeddings(
@@ -255,29 +239,31 @@ def _plan_tables(
         topology=topology,
         frequencies=frequencies,
     )
-    priced = tuple(PricedPlan(name=one.name, ms=one.price.ms) for one in ranked)
+    priced = tuple(PricedPlan(name=each.name, ms=each.price.ms) for each in ranked)
     return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
 
 
 def _frequencies(fields: Fields) -> dict[str, IdFrequencies]:
-    return {one.name: one.frequencies for one in fields.ids if one.frequencies is not None}
+    return {field.name: field.frequencies for field in fields.ids if field.frequencies is not None}
 
 
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
-    """By table, how its ids repeat in a batch, as ``costs.ids`` counts it; what is known."""
+    """Return how the ids of each table repeat in a batch, as in ``costs.ids``, if known.
+
+    The exponents of a table's features are averaged by their numbers of ids and rounded to halves.
+    """
     known = _frequencies(fields)
-    found: dict[str, float] = {}
+    skews: dict[str, float] = {}
     for table in (table for group in embeddings.groups for table in group.tables):
-        of_table = [known[name] for name in table.features if name in known]
-        draws = [batch_size * one.per_sample for one in of_table]
+        frequencies = [known[name] for name in table.features if name in known]
+        draws = [batch_size * each.per_sample for each in frequencies]
         if sum(draws) > 0:
-            exponents = [
-                exponent_of(one.curve, table.num_rows, number)
-                for one, number in zip(of_table, draws, strict=True)
-            ]
-            weighted = sum(e * n for e, n in zip(exponents, draws, strict=True)) / sum(draws)
-            found[table.name] = round(2 * weighted) / 2
-    return found
+            weighted = sum(
+                count * exponent_of(each.curve, table.num_rows, count)
+                for each, count in zip(frequencies, draws, strict=True)
+            )
+            skews[table.name] = round(2 * weighted / sum(draws)) / 2
+    return skews
 
 
 def _dense_parameters(
@@ -286,11 +272,11 @@ def _dense_parameters(
     if config.parallel.dense and not spec.splits_parameters:
         pattern = next(iter(config.parallel.dense))
         raise ConfigError(
-            f"parallel.dense.{pattern}: the parameters of {config.model.name} are those of a torch "
-            "module, whole on every rank (B); remove parallel.dense, or write the model on global "
-            "tensors, whose ops take split parameters"
+            f"parallel.dense.{pattern}: {config.model.name} is a torch module, whose parameters "
+            "are whole on every rank (B); remove parallel.dense, or write the model with global "
+            "tensors, whose ops accept split parameters"
         )
-    shapes = {name: one.shape for name, one in spec.parameters.items()}
+    shapes = {name: parameter.shape for name, parameter in spec.parameters.items()}
     layouts = resolve_dense_layouts(config.parallel, shapes, device_type, world_size)
     return tuple(
         DenseParameter(

@@ -1,7 +1,7 @@
-"""The conversions that the dense part of a model makes, found by running it without data.
+"""Find the conversions that the dense part of a model makes, by running it without data.
 
 Ops choose their signatures when they run, so the steps are recorded from a real forward and
-backward over tensors without storage (torch's meta device), with no other rank there.
+backward over tensors without storage (torch's meta device), on a single process.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from sbpflow.training.losses import PLAIN, row_losses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSteps:
-    """``forward`` and ``backward`` steps that send something, in order, and what was asked for.
+    """``forward`` and ``backward`` steps that communicate, in order.
 
-    ``conversions`` are those of the forward and of the row losses, each with its adjoint.
+    ``conversions`` are those requested by the forward and the row losses, each with its adjoint.
     """
 
     forward: tuple[BoxingStep, ...]
@@ -45,7 +45,7 @@ def dense_steps(
     batch_size: int,
     loss: LossConfig = PLAIN,
 ) -> DenseSteps:
-    """What the dense part sends for a global batch of ``batch_size`` rows, as rank 0 plans it."""
+    """Return the dense part's steps for a global batch of ``batch_size`` rows, seen from rank 0."""
     boxing = DryBoxing(world.size)
     boxing.world.backend = backend
     part = spec.build(layouts, boxing, seed=0, dtype=dtype)
@@ -59,7 +59,7 @@ def dense_steps(
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
     logits = part.forward(vectors, rows(len(fields.dense)), training=True, seed=0)
     losses = row_losses(part, logits, rows(1), loss)
-    asked = tuple(boxing.conversions)
+    conversions = tuple(boxing.conversions)
     mean = ops.reduce_mean(losses, id="loss")
     num_forward = len(boxing.trace)
     mean.backward()
@@ -67,5 +67,5 @@ def dense_steps(
     return DenseSteps(
         forward=tuple(step for step in forward if step.groups),
         backward=tuple(step for step in backward if step.groups),
-        conversions=asked,
+        conversions=conversions,
     )

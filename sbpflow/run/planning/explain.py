@@ -1,7 +1,7 @@
-"""What a run will do, without starting a rank: tables, shards, steps, bytes, memory.
+"""Describe what a run will do without starting a rank: tables, shards, steps, bytes, memory.
 
-Renders the very plan objects that a run executes, so that the two cannot differ. Text for people,
-the same facts as a dictionary for programs.
+Renders the plan objects that a run executes, so that the two cannot differ: as text for people,
+or with the same facts as a dictionary for programs.
 """
 
 import hashlib
@@ -11,41 +11,45 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from sbpflow.embedding.plan.group_plan import ExchangeStep, Step
+from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.plan.tables import shards_of
+from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.sbp.sbp import format_nd_sbp
-from sbpflow.training.step_schedule import (
-    Move,
-)
+from sbpflow.training.step_schedule import Move
 
-MANY = 8  # ranks; of more, text shows ranges
-_MOST_RANKS = 65_536
+MANY = 8  # lists of more ranks are shown as ranges
+_MAX_RANKS = 65_536
 
 
 def check_world_size(world_size: int) -> None:
-    """ConfigError for a ``--world-size`` that is not explained."""
-    if not 1 <= world_size <= _MOST_RANKS:
-        raise ConfigError(
-            f"--world-size: {world_size} ranks; use 1 to {_MOST_RANKS}, for example 2"
-        )
+    """Raise ConfigError if ``--world-size`` is out of range."""
+    if not 1 <= world_size <= _MAX_RANKS:
+        raise ConfigError(f"--world-size: {world_size} ranks; use 1 to {_MAX_RANKS}, for example 2")
 
 
 def describe(plan: RunPlan) -> dict[str, Any]:
-    """The plan as JSON-ready values; bytes are per iteration of ``batch_size`` rows, an update
-    included, of which there is one in ``accumulate`` iterations.
+    """Return the plan as JSON-ready values.
+
+    Bytes are per iteration of ``batch_size`` rows including an update, although only one in
+    ``accumulate`` iterations updates.
     """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
-    tables = [_describe_table(plan, name) for name in plan.layouts]
+    location = {
+        table.name: (group, stack, table)
+        for group in plan.embeddings.groups
+        for stack in group.stacks
+        for table in stack.tables
+    }
+    tables = [_describe_table(plan, *location[name]) for name in plan.layouts]
     return {
         "world_size": plan.world_size,
         "backend": plan.embeddings.backend,
         "topology": asdict(plan.topology),
         "batch_size": plan.batch_size,
         "accumulate": plan.accumulate,
-        "compared": [{"plan": one.name, "priced_ms": one.ms} for one in plan.priced],
+        "compared": [{"plan": priced.name, "priced_ms": priced.ms} for priced in plan.priced],
         "tables": tables,
         "steps": steps,
         "lookahead": plan.lookahead,
@@ -58,12 +62,12 @@ def describe(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
-    stack = _stack_of(plan, name)
-    table = stack.tables[[t.name for t in stack.tables].index(name)]
-    layout, optimizer = plan.layouts[name], stack.optimizer
+def _describe_table(
+    plan: RunPlan, group: GroupPlan, stack: TableBatch, table: TableConfig
+) -> dict[str, Any]:
+    layout, kernel = plan.layouts[table.name], plan.kernels[table.name]
     itemsize = plan.embeddings.dtype.itemsize
-    by_row, by_element = optimizer.state_counts
+    by_row, by_element = stack.optimizer.state_counts
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
         state = shard.num_rows * (by_row + by_element * shard.width)
@@ -77,69 +81,59 @@ def _describe_table(plan: RunPlan, name: str) -> dict[str, Any]:
             }
         )
     return {
-        "name": name,
+        "name": table.name,
         "features": list(table.features),
         "rows": table.num_rows,
         "dim": table.dim,
         "sbp": format_nd_sbp(layout.layout.nd_sbp),
         "ranks": layout.layout.placement.nested(),
-        "exchange": next(g.exchange for g in plan.embeddings.groups if table in g.tables),
-        "kernel": plan.kernels[name].name,
-        "kernel_reason": plan.kernels[name].reason,
-        "skew": plan.skew.get(name),
+        "exchange": group.exchange,
+        "kernel": kernel.name,
+        "kernel_reason": kernel.reason,
+        "skew": plan.skew.get(table.name),
         "shards": shards,
     }
 
 
-def _stack_of(plan: RunPlan, name: str) -> TableBatch:
-    for group in plan.embeddings.groups:
-        for stack in group.stacks:
-            if any(table.name == name for table in stack.tables):
-                return stack
-    raise KeyError(name)
-
-
 def _describe_step(phase: str, step: Step, world_size: int) -> dict[str, Any]:
-    common = {"phase": phase, "id": step.id, "collective": step.collective}
-    dtype = str(step.dtype).removeprefix("torch.")
     if isinstance(step, ExchangeStep):
-        return common | {
-            "what": step.what,
-            "groups": [list(group) for group in step.groups],
-            "dtype": dtype,
-            "exact": False,
-            "bytes_per_rank": [step.bound_bytes] * world_size,
-            "total_bytes": step.total_bound_bytes,
-        }
-    return common | {
-        "what": f"{step.src} -> {step.dst} {list(step.shape)}",
+        what, exact = step.what, False
+        by_rank, total = [step.bound_bytes] * world_size, step.total_bound_bytes
+    else:
+        what, exact = f"{step.src} -> {step.dst} {list(step.shape)}", True
+        by_rank, total = [step.bytes_sent(rank) for rank in range(world_size)], step.total_bytes
+    return {
+        "phase": phase,
+        "id": step.id,
+        "collective": step.collective,
+        "what": what,
         "groups": [list(group) for group in step.groups],
-        "dtype": dtype,
-        "exact": True,
-        "bytes_per_rank": [step.bytes_sent(rank) for rank in range(world_size)],
-        "total_bytes": step.total_bytes,
+        "dtype": str(step.dtype).removeprefix("torch."),
+        "exact": exact,
+        "bytes_per_rank": by_rank,
+        "total_bytes": total,
     }
 
 
-def _describe_move(plan: RunPlan, move: Move, under_way: Sequence[str]) -> dict[str, Any]:
+def _describe_move(plan: RunPlan, move: Move, in_flight: Sequence[str]) -> dict[str, Any]:
     distance = plan.schedule.distance(move, plan.lookahead)
     return {
         "move": move.name,
         "batch": ("this", "next")[distance] if distance < 2 else f"+{distance}",
         "what": move.says,
-        "under_way": list(under_way),
+        "under_way": list(in_flight),
     }
 
 
 def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Memory of each rank."""
+    """Return the memory of each rank."""
     itemsize = plan.embeddings.dtype.itemsize
     window_bytes = plan.window_bytes()
     ranks: dict[int, dict[str, Any]] = {}
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {
+        ranks[rank] = {  # in the order of the columns of _rank_lines
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,
@@ -156,12 +150,12 @@ def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[
 
 
 def plan_digest(plan: RunPlan) -> str:
-    """Equal on ranks that will run the same: tables, kernels, transfers and their order."""
+    """Return a digest that is equal on ranks with equal tables, kernels and transfer order."""
     return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
 
 
 def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
-    """The plan as text: tables, transfers, the order of a step's moves, then memory per rank."""
+    """Return the plan as text: tables, transfers, the moves of a step, and memory per rank."""
     facts = describe(plan)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
@@ -176,36 +170,37 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         plan.schedule.describe(plan.transfers(), plan.lookahead),
         "",
         *_rank_lines(facts["ranks"]),
-        f"ids: at most, of the {1 + plan.lookahead} batches in the window (train.lookahead "
-        f"{plan.lookahead}); dense values, activations and exchange buffers come on top",
+        f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window "
+        f"(train.lookahead {plan.lookahead}); dense features, activations and exchange buffers "
+        "are not included",
     ]
     return "\n".join(lines)
 
 
 def _topology_lines(topology: Mapping[str, Any]) -> list[str]:
-    """Hosts, links, memory and speeds, each with where it is from."""
+    """Describe hosts, links, memory and speeds, each with its source."""
     hosts = topology["hosts"]
     counts = _by_rank([len(host) for host in hosts])
-    many = f"{len(hosts)} host{'s' * (len(hosts) > 1)} of {counts} rank{'s' * (counts != '1')}"
-    listed = " ".join(str(list(host)) for host in hosts[:MANY]) + " .." * (len(hosts) > MANY)
+    title = f"{len(hosts)} host{'s' * (len(hosts) > 1)} of {counts} rank{'s' * (counts != '1')}"
+    ranks = " ".join(str(list(host)) for host in hosts[:MANY]) + " .." * (len(hosts) > MANY)
     links = [("on a host", topology["host_link"]), ("between hosts", topology["network_link"])]
-    priced = [
+    link_texts = [
         f"{where} {link['gb_per_s']:g} GB/s, {link['latency_ms']:g} ms a call ({link['source']})"
         for where, link in (links if len(hosts) > 1 else links[:1])
     ]
     memory, source = topology["memory_bytes"], topology["memory_source"]
     speeds = topology["speeds"]
-    held = "unknown" if memory is None else f"{_by_rank([m / 1e9 for m in memory])} GB ({source})"
+    sizes = "unknown" if memory is None else f"{_by_rank([m / 1e9 for m in memory])} GB ({source})"
     relative = "1 (assumed)" if speeds is None else f"{_by_rank(speeds)} (given)"
     return [
-        f"{many} ({topology['hosts_source']}): {short_lists(listed)}",
-        f"links: {'; '.join(priced)}",
-        f"a rank's memory: {held}; its relative speed: {relative}",
+        f"{title} ({topology['hosts_source']}): {short_lists(ranks)}",
+        f"links: {'; '.join(link_texts)}",
+        f"a rank's memory: {sizes}; its relative speed: {relative}",
     ]
 
 
 def _by_rank(values: Sequence[float]) -> str:
-    """One number where all are equal."""
+    """List the values, or show a single one if all are equal."""
     shown = [f"{value:.3g}" for value in values]
     if len(set(shown)) == 1:
         return shown[0]
@@ -213,21 +208,21 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def _compared_lines(compared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ``scheme: auto`` took, and what it is next to."""
+    """Show the plan that ``scheme: auto`` chose and the next cheapest ones."""
     if not compared:
         return []
-    first, *others = (f"{one['plan']} {one['priced_ms']:.1f} ms" for one in compared)
+    first, *others = (f"{each['plan']} {each['priced_ms']:.1f} ms" for each in compared)
     then = f"; then {', '.join(others[:4])}" if others else ""
-    return [f"scheme auto, tables and their exchange as priced: {first}{then}"]
+    return [f"scheme auto, predicted time of tables and their exchange: {first}{then}"]
 
 
 def _total_line(facts: Mapping[str, Any]) -> str:
     bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
-    size = _size(facts["bytes_per_iteration"])
+    size = format_size(facts["bytes_per_iteration"])
     update = ""
     if facts["accumulate"] > 1:
-        update = f"; dense gradients and phase update once in {facts['accumulate']} iterations"
-    return f"all steps: {bound}{size} per iteration, all ranks together{update}"
+        update = f"; dense gradients and phase update once per {facts['accumulate']} iterations"
+    return f"all steps: {bound}{size} per iteration over all ranks{update}"
 
 
 def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:
@@ -251,7 +246,7 @@ def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[s
 
 
 def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line per shard; of many ranks, one for all neighbours that hold as much."""
+    """Return a line per shard, or with many ranks a line per run of shards of equal size."""
     runs: list[list[Mapping[str, Any]]] = []
     for shard in shards:
         last = runs[-1][-1] if runs else None
@@ -267,24 +262,23 @@ def _amount(shard: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _extent(run: Sequence[Mapping[str, Any]]) -> str:
-    """Of shards of equal size; several lie one after the other, or one is on several ranks."""
+    """Describe shards of equal size: adjacent ones, or one shard copied on several ranks."""
     (r0, _), (c0, _) = run[0]["rows"], run[0]["columns"]
     (_, r1), (_, c1) = run[-1]["rows"], run[-1]["columns"]
     num_rows, num_columns, size = _amount(run[0])
     ranks = f"rank {run[0]['rank']}"
     each = ""
     if len(run) > 1:
-        listed = ", ".join(str(shard["rank"]) for shard in run)
-        ranks = f"ranks {short_lists(f'[{listed}]')[1:-1]}"
+        ranks = f"ranks {short_lists(str([shard['rank'] for shard in run]))[1:-1]}"
         each = f" each, of {num_rows:,} x {num_columns}"
-    return f"  {ranks}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {_size(size)}{each}"
+    return f"  {ranks}: rows {r0:,}..{r1:,} columns {c0}..{c1}, {format_size(size)}{each}"
 
 
 def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [("step", "phase", "collective", "group", "bytes", "what")]
     for step in steps:
         groups = " ".join(str(group) for group in step["groups"]) or "-"
-        size = _size(step["total_bytes"])
+        size = format_size(step["total_bytes"])
         rows.append(
             (
                 step["id"],
@@ -299,41 +293,32 @@ def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = (
-        "table_bytes",
-        "table_state_bytes",
-        "dense_bytes",
-        "dense_gradient_bytes",
-        "dense_state_bytes",
-        "window_bytes",
-    )
     rows: list[tuple[str, ...]] = [
         ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum")
     ]
-    for sizes, alike in groupby(ranks, key=lambda rank: [rank[name] for name in names]):
-        numbers = [rank["rank"] for rank in alike]
-        listed = [numbers] if len(numbers) > MANY else [[number] for number in numbers]
-        for few in listed:
-            named = short_lists(str(few))[1:-1]
-            rows.append((named, *(_size(size) for size in (*sizes, sum(sizes)))))
+    for sizes, equal in groupby(ranks, key=lambda rank: [*rank.values()][1:]):
+        numbers = [rank["rank"] for rank in equal]
+        for few in [numbers] if len(numbers) > MANY else [[number] for number in numbers]:
+            name = short_lists(str(few))[1:-1]
+            rows.append((name, *(format_size(size) for size in (*sizes, sum(sizes)))))
     return _columns(rows)
 
 
 def short_lists(text: str) -> str:
-    """The text with lists of more than eight numbers as ranges and repeats: [0..255], [64 x 4].
+    """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
 
-    A plan of many ranks would otherwise list each of them in each line.
+    Otherwise a plan for many ranks would list all of them on each line.
     """
 
-    def shorten(found: "re.Match[str]") -> str:
-        numbers = [int(number) for number in found[1].split(", ")]
-        return f"[{', '.join(_runs(numbers))}]" if len(numbers) > MANY else found[0]
+    def shorten(match: "re.Match[str]") -> str:
+        numbers = [int(number) for number in match[1].split(", ")]
+        return f"[{', '.join(_runs(numbers))}]" if len(numbers) > MANY else match[0]
 
     return re.sub(r"\[(\d+(?:, \d+)*)\]", shorten, text)
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Three or more that rise by one as ``a..b``, three or more that are equal as ``n x a``."""
+    """Show three or more consecutive numbers as ``a..b``, three or more equal ones as ``n x a``."""
     shown: list[str] = []
     start = 0
     while start < len(numbers):
@@ -355,23 +340,16 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-aligned columns; a row that is only an extent (second cell) runs on."""
+    """Left-align columns; a row with an empty first cell is a line of text in its second cell."""
     rows = [tuple(short_lists(cell) for cell in row) for row in rows]
-    wide = [row for row in rows if row[0]]
-    widths = [max(len(row[i]) for row in wide) for i in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = (
-            [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            if row[0]
-            else [row[1]]
-        )
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    full = [row for row in rows if row[0]]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths) if row[0] else [row[1]]).rstrip() for row in rows]
 
 
-def _size(num_bytes: int) -> str:
+def format_size(num_bytes: float) -> str:
+    """Return a number of bytes with a binary unit, such as 1.50 MiB."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} B"
+    return f"{num_bytes:.0f} B"

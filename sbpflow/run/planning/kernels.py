@@ -1,6 +1,6 @@
-"""The kernels of a run, measured on the machine at hand: rank 0 does, and all ranks take the same.
+"""Choose the kernels of a run: rank 0 measures them, and all ranks use the same.
 
-``explain`` finds what a run on this machine has measured; it measures nothing itself.
+``explain`` uses the times that runs on this machine have measured, but does not measure.
 """
 
 import logging
@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 
 
 def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
-    """The plan with the kernels that the profile of this machine has times for."""
+    """Return the plan with kernels chosen by the times in this machine's profile."""
     profile = Profile()
     kernels = dict(plan.kernels)
     for stack, shape, names in _measurable(plan, request):
@@ -43,15 +43,15 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
 
 
 def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
-    """The plan with the fastest kernel of each stack; every rank calls it, and gets the same.
+    """Return the plan with the fastest kernel of each stack; every rank calls it.
 
-    Rank 0 measures what the profile of its machine does not have, a few hundred milliseconds per
-    kind of stack, while the others wait.
+    Rank 0 measures what its machine's profile lacks, a few hundred milliseconds per kind of stack,
+    while the others wait.
     """
     stacks = list(_measurable(plan, request))
     if not stacks:
         return plan
-    found = torch.full((len(stacks), len(KERNEL_NAMES)), float("inf"), dtype=torch.float64)
+    table = torch.full((len(stacks), len(KERNEL_NAMES)), float("inf"), dtype=torch.float64)
     if boxing.world.rank == 0:
         profile = Profile()
         for row, (stack, shape, names) in enumerate(stacks):
@@ -59,18 +59,17 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
             if times is None or set(times) != set(names):
                 times = measure(shape, names)
                 profile.keep(shape, times)
-                said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-                LOG.info("measured kernels of %s and alike: %s", stack.tables[0].name, said)
+                text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+                LOG.info("kernels of tables like %s: %s", stack.tables[0].name, text)
             for name, ms in times.items():
-                found[row, KERNEL_NAMES.index(name)] = ms
-    agreed = _of_rank_0(found, boxing)
+                table[row, KERNEL_NAMES.index(name)] = ms
     kernels = dict(plan.kernels)
-    for (stack, _, names), row in zip(stacks, agreed.tolist(), strict=True):
+    for (stack, _, names), row in zip(stacks, _from_rank_0(table, boxing).tolist(), strict=True):
         _take(kernels, stack, {name: row[KERNEL_NAMES.index(name)] for name in names})
     return replace(plan, kernels=kernels)
 
 
-def _of_rank_0(value: torch.Tensor, boxing: Boxing) -> torch.Tensor:
+def _from_rank_0(value: torch.Tensor, boxing: Boxing) -> torch.Tensor:
     size = boxing.world.size
     if size == 1:
         return value
@@ -80,7 +79,7 @@ def _of_rank_0(value: torch.Tensor, boxing: Boxing) -> torch.Tensor:
     steps = plan_boxing(src, dst, shape, value.dtype, id="run/kernels", backend="gloo")
     out = boxing.run(steps, value if boxing.world.rank == 0 else None, "control")
     if out is None:
-        raise RuntimeError("run/kernels: the times of rank 0 did not come")
+        raise RuntimeError("run/kernels: rank 0's times were not received")
     return out
 
 
@@ -93,8 +92,10 @@ def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, 
 def _measurable(
     run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
-    """Stacks whose kernel is for the run to choose, in the plan's order, and which can serve them;
-    those that several can, where the device of the run is at hand.
+    """Yield each stack for which several kernels are possible and none is requested.
+
+    In the plan's order, with the kernels that support it. Yields nothing for a plan for CUDA on a
+    machine without it.
     """
     plan, missing = run.embeddings, missing_kernels("auto")
     device = "cpu"

@@ -1,4 +1,4 @@
-"""Everything static about a run, as one value: what ``explain`` prints and the trainer executes."""
+"""``RunPlan``: everything static about a run, which ``explain`` prints and the trainer executes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseParameter:
-    """One parameter of the dense part; ``state_per_element`` counts its optimizer's numbers."""
+    """A parameter of the dense part; ``state_per_element`` counts optimizer values per element."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class DenseParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan that ``scheme: auto`` compared, and the milliseconds it was priced at."""
+    """A plan that ``scheme: auto`` compared, with its price in milliseconds."""
 
     name: str
     ms: float
@@ -53,11 +53,11 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Everything static about a run: what ``explain`` prints and the trainer executes.
+    """Everything static about a run.
 
-    ``dense_conversions`` are what the dense part asks for in a batch of ``batch_size`` rows;
-    ``dense_forward`` and ``dense_backward`` are their steps that send something. All are in order.
-    ``clip`` adds up the norm of the gradients, where that takes an exchange.
+    ``dense_conversions`` are the conversions of the dense part for a batch of ``batch_size`` rows;
+    ``dense_forward`` and ``dense_backward`` are their steps that communicate. All are in order.
+    ``clip`` are the steps that sum the gradient norm over ranks, if any.
     """
 
     embeddings: EmbeddingPlan
@@ -73,9 +73,9 @@ class RunPlan:
     topology: Topology
     batch_size: int
     accumulate: int
-    lookahead: int = 1  # batches whose ids are exchanged ahead of the one being trained
-    priced: tuple[PricedPlan, ...] = ()  # by scheme: auto, this plan first
-    # By table, where it is known: how ids repeat, as ``costs.ids.click_curve`` takes it.
+    lookahead: int = 1  # batches whose ids are exchanged ahead of the batch being trained
+    priced: tuple[PricedPlan, ...] = ()  # with scheme: auto; this plan is the first
+    # How ids repeat, by table where known: the exponent that ``costs.ids.click_curve`` takes.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -83,16 +83,16 @@ class RunPlan:
         return self.embeddings.world.size
 
     def steps(self) -> tuple[tuple[str, Step], ...]:
-        """(phase, step) of one iteration of ``batch_size`` rows, in the order they are issued.
+        """Return (phase, step) for one iteration of ``batch_size`` rows, in the order of issue.
 
-        With overlap the ids of a batch travel during the iteration before it.
+        With overlap, the ids of a batch are exchanged during the previous iteration.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
             ("clip", self.clip),
             ("update", tables.update_steps(rows)),
         )
-        if self.schedule.clips is CLIP:  # the rows do not wait for it
+        if self.schedule.clips is CLIP:  # row updates do not wait for the norm
             update = update[::-1]
         phases: tuple[tuple[str, Sequence[Step]], ...] = (
             ("ids", tables.ahead_steps(rows)),
@@ -104,28 +104,29 @@ class RunPlan:
         return tuple((phase, step) for phase, steps in phases for step in steps)
 
     def window_bytes(self) -> list[int]:
-        """Memory for the ids of the batches in the window, by rank: those of the rank's samples,
-        and at most those that it receives.
+        """Return each rank's memory for the ids of the batches in the lookahead window.
+
+        Counts the ids of the rank's own samples and the upper bound of those it receives.
         """
         tables, rows = self.embeddings, self.batch_size
         steps = tables.ahead_steps(rows)
         bounds = sum(step.bound_bytes for step in steps if isinstance(step, ExchangeStep))
         sample = tables.ids.num_columns * tables.ids_dtype.itemsize
-        found: list[int] = []
-        for rank, mine in enumerate(balanced_sizes(rows, self.world_size)):
-            total = mine * sample + bounds
+        by_rank: list[int] = []
+        for rank, num_samples in enumerate(balanced_sizes(rows, self.world_size)):
+            total = num_samples * sample + bounds
             for step in steps:
                 if not isinstance(step, ExchangeStep):
                     part = step.dst.part_shape(step.shape, rank)
                     total += 0 if part is None else math.prod(part) * step.dtype.itemsize
-            found.append((1 + self.lookahead) * total)
-        return found
+            by_rank.append((1 + self.lookahead) * total)
+        return by_rank
 
     def transfers(self) -> frozenset[str]:
-        """The kinds of transfers that a step of this run makes, of ``step_schedule.TRANSFERS``."""
+        """Return which of ``step_schedule.TRANSFERS`` a step of this run makes."""
         tables, rows = self.embeddings, self.batch_size
         counted = tables.count_steps(rows)
-        made: dict[str, Sequence[Step]] = {
+        by_kind: dict[str, Sequence[Step]] = {
             IDS: tables.id_steps(rows),
             COUNTS: (*tables.length_steps(rows), *counted),
             COUNTED_IDS: (*tables.list_steps(rows), *counted),
@@ -133,7 +134,7 @@ class RunPlan:
             ROW_GRADIENTS: tables.push_steps(rows),
             DENSE_GRADIENTS: self.dense_gradients.steps,
         }
-        return frozenset(kind for kind, steps in made.items() if any(_sends(s) for s in steps))
+        return frozenset(kind for kind, steps in by_kind.items() if any(_sends(s) for s in steps))
 
 
 def _sends(step: Step) -> bool:

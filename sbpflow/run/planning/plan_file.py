@@ -1,8 +1,8 @@
-"""A plan of a run as JSON and back, equal to the value it came from; only classes listed are made.
+"""Read and write the plan of a run as JSON; only the classes listed here are constructed.
 
-A dataclass is an object with its class name under "is", a dtype {"dtype": name}, a mapping
-{"map": [[key, value], ...]}, a tuple a list. A sparse optimizer is one by its name, or by its
-"class" where that is a user's own.
+A dataclass is an object with its class name under "is", a dtype is {"dtype": name}, a mapping is
+{"map": [[key, value], ...]}, and a tuple is a list. A sparse optimizer is identified by its name,
+or by "class" if it is a user's own.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ from sbpflow.training.step_schedule import (
     saved_move,
 )
 
-FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # the older one has the next batch's moves marked as ahead
-# Fields, classes and moves of older files.
+FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # in format 2, moves of the next batch are marked "ahead"
+# Fields and classes of older files.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 _CLASSES: dict[str, type[Any]] = {
@@ -85,7 +85,7 @@ _CLASSES: dict[str, type[Any]] = {
 
 
 def plan_to_json(plan: RunPlan) -> str:
-    """The whole plan; ``plan_from_json`` of it gives an equal one."""
+    """Encode the plan; ``plan_from_json`` returns an equal one."""
     content = _encode(plan)
     return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
 
@@ -95,20 +95,21 @@ def _digest(content: object) -> str:
 
 
 def plan_from_json(text: str) -> RunPlan:
-    """The plan of ``plan_to_json``; DataError for anything else. Nothing is imported or run."""
+    """Decode the text of ``plan_to_json``; DataError for anything else. Imports nothing."""
     try:
         content = object_of(parse_json(text), "the file")
-        found = content["format"]
+        version = content["format"]
         if _digest(content["plan"]) != content["sha256"]:
-            raise ValueError("its checksum does not fit: it was changed")
-        known = found is not True and found in (FORMAT, WITHOUT_LOOKAHEAD)
+            raise ValueError("its checksum is wrong, so it was changed")
+        known = version is not True and version in (FORMAT, WITHOUT_LOOKAHEAD)
         plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"plan: is not what a run wrote into {PLAN_FILE} ({why_not(error)})"
+            f"plan: is not a valid {PLAN_FILE} of a run ({why_not(error)}); use the file that the "
+            "run wrote"
         ) from error
     if not isinstance(plan, RunPlan):
-        raise DataError(f"plan: format {found!r}; this version reads {FORMAT}")
+        raise DataError(f"plan: format {version!r}; this version reads {FORMAT}")
     return plan
 
 
@@ -120,7 +121,7 @@ def _encode(value: object) -> object:
         if isinstance(value, SparseOptimizer):
             return _encode_rule(value)
         if _CLASSES.get(name) is not type(value):
-            raise TypeError(f"a plan holds a {name}, which its file has no form for")
+            raise TypeError(f"a plan contains a {name}, which cannot be encoded")
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"is": name, **fields}
     if isinstance(value, Mapping):
@@ -139,18 +140,18 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """An older file has every constant of every optimizer: those of the named one are taken."""
+    """Decode an optimizer; older files have the constants of all optimizers, so take its own."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
-    """Format 2 knew two orders, each with or without a move that clips."""
+    """Decode a schedule of format 2: one of two orders, with or without a clipping move."""
     schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
-    said = {move["says"] for move in content["each_step"]}
+    moves = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):
-        if clip.says in said:
+        if clip.says in moves:
             return clipped(schedule, rows=clip is CLIP_ROWS)
     return schedule
 
@@ -164,7 +165,7 @@ def _decode(value: object) -> object:
     if "dtype" in content and "is" not in content:
         dtype = getattr(torch, content["dtype"], None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"no dtype {content['dtype']!r}")
+            raise ValueError(f"{content['dtype']!r} is not a dtype")
         return dtype
     if "map" in content and "is" not in content:
         return {_decode(key): _decode(item) for key, item in content["map"]}
@@ -191,7 +192,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
-    """Whether a decoded value, whose own parts were checked before, may stand for ``hint``."""
+    """Return whether a decoded value has type ``hint``; its dataclasses were already checked."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, arg) for arg in args)

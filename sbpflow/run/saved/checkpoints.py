@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when it is saved, what is written beside the tensors, what is kept."""
+"""When a run is saved, which documents go with its tensors, and which checkpoints are kept."""
 
 import json
 import uuid
@@ -28,22 +28,22 @@ from sbpflow.training.metrics import Evaluation
 
 
 class Read(Protocol):
-    """A loader whose read can go on: ``data.read.loader.RowLoader``."""
+    """A loader that can resume: ``data.read.loader.RowLoader``."""
 
     def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
-        """Where the read goes on after ``batch``."""
+        """Return the position after ``batch``."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         ...
 
 
 class Checkpoints:
-    """Saves a run as ``config.checkpoint`` says; ``training/saving.py`` has what each call means.
+    """Save a run as ``config.checkpoint`` says; ``training/saving.py`` documents the calls.
 
-    Every rank makes one. ``read`` is the loader of the train part, ``metrics_bytes`` the length of
-    what was reported so far; ``keep_set`` leaves the set, without its rows, in a folder.
+    Every rank creates one. ``read`` is the loader of the train split. ``metrics_bytes`` returns the
+    present length of metrics.jsonl. ``keep_set`` copies the set's metadata to a folder.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Checkpoints:
             self._stop = CoordinatedStop(self._signals, self._world, timeout_s=timeout_s)
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
-        """Remember the best."""
+        """Remember the step with the best AUC."""
         auc = None if evaluation is None else evaluation.auc
         if auc is not None and (self._best is None or auc > self._best["auc"]):
             self._best = {"step": step, "auc": auc}
@@ -115,7 +115,8 @@ class Checkpoints:
             return
         documents = self._documents(batch, loop)
         if self._config.checkpoint.background and not self._stopping:
-            best = self._best  # a later one may be known, and not be saved, when this one is
+            # When this save has finished, a better step may be known that is not saved yet.
+            best = self._best
             self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
             self._saver.save(step, documents)
@@ -127,7 +128,7 @@ class Checkpoints:
 
     def leave(self) -> None:
         if self._stop is None:
-            raise RuntimeError("nobody asked this run to stop")
+            raise RuntimeError("this run was not asked to stop")
         self._stop.leave()
 
     def _prune(self, step: int, best: Mapping[str, Any] | None) -> None:
@@ -142,7 +143,7 @@ class Checkpoints:
         )
 
     def finished(self) -> None:
-        """The run is over: nothing goes on from here by itself."""
+        """Mark the run as finished, so that it is not resumed automatically."""
         if self._signals is not None:
             self._signals.end()
         if self._saver is not None:
@@ -153,18 +154,14 @@ class Checkpoints:
             self._lock.close()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Rank 0's are written; the others' cost nothing."""
+        """Return the documents of a checkpoint; empty except on rank 0, which writes them."""
         if self._world.rank:
             return {}
+        names = ("path", "fingerprint", "content_id", "vocabulary_digest")
         return {
             "config": plain(self._config),
             "plan": json.loads(plan_to_json(self._job.plan)),
-            "data": {
-                "path": self._data.path,
-                "fingerprint": self._data.fingerprint,
-                "content_id": self._data.content_id,
-                "vocabulary_digest": self._data.vocabulary_digest,
-            },
+            "data": {name: getattr(self._data, name) for name in names},
             "cursor": self._read.state_after(batch),
             "steps_of_before": self.steps_of_before,
             "loop": dict(loop),
@@ -180,16 +177,16 @@ def _folder(folder: Path) -> Path:
 
 
 def check_shared(folder: Path, boxing: Boxing) -> None:
-    """ConfigError on every rank, naming those that do not see the same folder as rank 0.
+    """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder.
 
-    Rank 0 writes a number of its own into a file there, and the others read it.
+    Rank 0 writes a random number to a file there, and the others read it.
     """
     if boxing.world.size == 1:
         return
-    file, mine = folder / ".seen-by-all", uuid.uuid4().hex
+    file, number = folder / ".seen-by-all", uuid.uuid4().hex
     if boxing.world.rank == 0:
-        file.write_text(mine, encoding="ascii")
-    written = gather_facts(boxing, {"number": mine})[0]["number"]
+        file.write_text(number, encoding="ascii")
+    written = gather_facts(boxing, {"number": number})[0]["number"]
     try:
         seen = file.read_text(encoding="ascii") == written
     except OSError:
@@ -199,7 +196,7 @@ def check_shared(folder: Path, boxing: Boxing) -> None:
         file.unlink(missing_ok=True)
     if blind := [rank for rank, facts in enumerate(everyone) if not facts["seen"]]:
         raise ConfigError(
-            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 has there; "
-            "give a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
-            "save nothing with checkpoint.every=0"
+            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 uses; "
+            "use a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
+            "checkpoint.every=0 to save nothing"
         )

@@ -1,6 +1,7 @@
-"""The step after which all ranks of a run save and end, once one of them was asked to stop.
+"""Agree on the step after which all ranks save and exit, once any rank received a stop signal.
 
-A preemption tells one machine; the others would train on until it is gone, and nobody would save.
+A preemption signals a single machine. Without an agreement the others would keep training until
+that machine is gone, and nothing would be saved.
 """
 
 import time
@@ -10,7 +11,7 @@ from sbpflow.errors import PeerStoppedError
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
-_LOOK_S = 1.0  # between two looks at whether another rank was asked: a round trip to the store
+_LOOK_S = 1.0  # between checks for another rank's signal, each a round trip to the store
 
 
 class Asked(Protocol):
@@ -19,14 +20,14 @@ class Asked(Protocol):
     asked: int
 
     def leave(self) -> None:
-        """Raise what the signal raises."""
+        """Raise the exception of the signal."""
         ...
 
 
 class CoordinatedStop:
-    """Every rank makes one, and asks ``after`` between its steps.
+    """Every rank creates one and calls ``after`` between its steps.
 
-    ``timeout_s`` is for an answer of the store: a link that is only slow ends nothing.
+    ``timeout_s`` limits each store operation. It is long, so that a slow link does not end the run.
     """
 
     def __init__(self, stop: Asked, world: World, *, timeout_s: float) -> None:
@@ -36,10 +37,11 @@ class CoordinatedStop:
         self._next_look = 0.0
 
     def after(self, step: int) -> bool:
-        """Whether the run ends after ``step``.
+        """Return whether the run ends after ``step``.
 
-        Rank 0 names the step after the one under way, once every rank has said that it knows: each
-        looks between its steps from then on, and none can finish that step without rank 0.
+        A rank that learns of the signal writes ``knows/RANK`` and from then on reads ``at`` between
+        its steps. Once all ranks have written, rank 0 sets ``at`` to the next step. No rank
+        can complete that step without rank 0, so all of them read ``at`` in time.
         """
         size, rank = self._world.size, self._world.rank
         if size == 1:
@@ -50,17 +52,16 @@ class CoordinatedStop:
         if not self._voted:
             store.set_all({"asked": "yes", f"knows/{rank}": "yes"})
             self._voted = True
-        at = ["at"]
-        if rank == 0 and not store.check(at):
-            if store.check([f"knows/{one}" for one in range(size)]):
+        if rank == 0 and not store.check(["at"]):
+            if store.check([f"knows/{other}" for other in range(size)]):
                 store.set("at", str(step + 1))
             return False
-        return store.check(at) and step >= int(store.get("at"))
+        return store.check(["at"]) and step >= int(store.get("at"))
 
     def leave(self) -> None:
-        """End this rank, when it has saved: raise what the signal raises, or PeerStoppedError."""
+        """End this rank after saving: raise what the signal raises, or PeerStoppedError."""
         if not self._stop.asked:
-            raise PeerStoppedError("another rank was told to stop; the run was saved")
+            raise PeerStoppedError("another rank received a stop signal; the run was saved")
         self._stop.leave()
 
     def _is_asked(self, store: TimedStore) -> bool:

@@ -1,13 +1,13 @@
-"""What a run goes on from: decided by rank 0 from the folder of its checkpoints, told to all.
+"""Decide whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
 
-An unfinished run of the same results goes on; another one is refused, saying what differs; what
-else is there makes room. Reads checkpoints, changes no tensor.
+An unfinished run resumes if every key that affects results has the same value; otherwise it is
+refused with the differences. Checkpoints of any other run are moved aside.
 """
 
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,14 @@ from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, set_aside
 
 logger = logging.getLogger(__name__)
 
-_SET = "the set in data.path"
+_SET = "the set in data.path"  # a key of run.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """A set, as far as a checkpoint must know it: the digests of its files, of its rows, of its
-    vocabulary and of the ones that grew into it.
+    """Identity of a prepared set: digests of its files, its rows and its vocabulary.
+
+    ``ancestors`` are the vocabulary digests of the sets that it was grown from.
     """
 
     path: str
@@ -49,10 +50,10 @@ class DataFacts:
     ancestors: tuple[str, ...] = ()
 
     def relation(self, saved: Mapping[str, Any]) -> str:
-        """What this set is to the one that ``saved`` is of: "same", "grown" or "other".
+        """Compare this set with the ``saved`` one: "same", "grown" or "other".
 
-        The same rows in other files are the same set. A set of the same vocabulary is "grown" by no
-        row: its ids mean the same.
+        The same rows in other files are the same set. A set with the same vocabulary but other rows
+        counts as "grown", because its ids have the same meaning.
         """
         if self.content_id == saved.get("content_id") or self.fingerprint == saved.get(
             "fingerprint"
@@ -65,21 +66,21 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a run begins with. ``newest`` is the checkpoint to try first, None to start anew.
+    """How a run starts: ``newest`` is the checkpoint to try first, None to start from scratch.
 
-    ``run`` names the run. ``goes_on``: it is the same run, whose files are appended to; else it is
-    a new one that starts from a checkpoint of another.
+    ``run`` is the run's ID. With ``resumes`` it is the run that was saved, and its files are
+    appended to; otherwise it is a new run, perhaps initialized from another run's checkpoint.
     """
 
     folder: Path
     run: str
     newest: Path | None = None
-    goes_on: bool = False
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: ``training/loop.py`` says what step, epoch and steps_of_before are."""
+    """Position a run starts at; ``training/loop.py`` defines step, epoch and steps_of_before."""
 
     step: int = 0
     epoch: int = 0
@@ -92,7 +93,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A decision, what came of it, and the set that the run reads."""
+    """A decision, the position it led to, and the set that the run reads."""
 
     decision: Decision
     start: Start
@@ -100,108 +101,123 @@ class Resumed:
 
 
 def checkpoint_dir(config: Config) -> Path:
-    """Where the checkpoints of a run are; nothing is made."""
+    """Return the folder of a run's checkpoints without creating it."""
     return config.checkpoint.dir or config.run.dir / CHECKPOINTS_FOLDER
 
 
 def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
-    """The keys that results depend on, and the set."""
-    scores_decide = config.train.stop is not None or config.train.plateau is not None
-    facts = config_facts(config, ("results", "scores") if scores_decide else ("results",))
+    """Return the keys and values that results depend on, including the set."""
+    scores_matter = config.train.stop is not None or config.train.plateau is not None
+    facts = config_facts(config, ("results", "scores") if scores_matter else ("results",))
     return {**facts, _SET: data.content_id[:16]}
 
 
 def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
-    """What the run begins with, the same on every rank; what is in the way is moved aside.
+    """Decide how the run starts, equally on all ranks, and move older checkpoints aside.
 
-    ConfigError on every rank where that is not to be decided without the user.
+    Every rank calls it. Raises ConfigError on every rank if the user has to decide.
     """
-    folder, found = checkpoint_dir(config), Decision(folder=Path(), run="")
+    folder = checkpoint_dir(config)
+    decision = Decision(folder=folder, run="")
 
-    def ask() -> Decision:
+    def decide_on_rank_0() -> Decision:
         if boxing.world.rank:
-            return found
+            return decision
         try:
             return _decide(config, data, folder)
         except CheckpointError as error:
             raise ConfigError(f"checkpoint.resume: {error}") from error
 
-    found = run_on_all_ranks(boxing, ask)
+    decision = run_on_all_ranks(boxing, decide_on_rank_0)
     if boxing.world.size == 1:
-        return found
-    newest = "" if found.newest is None else str(found.newest)
-    facts = {"run": found.run, "newest": newest, "goes_on": "yes" if found.goes_on else ""}
-    told = gather_facts(boxing, facts)[0]
+        return decision
+    newest = "" if decision.newest is None else str(decision.newest)
+    facts = {"run": decision.run, "newest": newest, "resumes": "yes" if decision.resumes else ""}
+    facts = gather_facts(boxing, facts)[0]
     return Decision(
         folder=folder,
-        run=told["run"],
-        newest=Path(told["newest"]) if told["newest"] else None,
-        goes_on=bool(told["goes_on"]),
+        run=facts["run"],
+        newest=Path(facts["newest"]) if facts["newest"] else None,
+        resumes=bool(facts["resumes"]),
     )
 
 
 def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
-    wanted = config.checkpoint.resume
-    new = Decision(folder=folder, run=uuid.uuid4().hex[:12])
-    if wanted not in ("auto", "never"):
-        newest = _given(Path(wanted))
+    resume = config.checkpoint.resume
+    new_run = Decision(folder=folder, run=uuid.uuid4().hex[:12])
+    if resume not in ("auto", "never"):
+        newest = _checkpoint_at(Path(resume))
         if newest.parent.resolve() == folder.resolve():
             raise ConfigError(
-                f"checkpoint.resume: {wanted} is in checkpoint.dir, {folder}, which a run that "
-                "starts from it would move aside; use checkpoint.resume=auto to go on, or another "
-                "run.dir"
+                f"checkpoint.resume: {resume} is in checkpoint.dir, {folder}, whose checkpoints a "
+                "new run moves aside; use checkpoint.resume=auto to resume that run, or another "
+                "run.dir to start a new run from its checkpoint"
             )
-        _make_room(config)
-        return Decision(folder=folder, run=new.run, newest=newest)
-    facts = read_run(folder) if wanted == "auto" else None
-    if facts is None or facts.status == "finished" or config.checkpoint.every == 0:
-        _make_room(config)
-        return new
-    run = facts.run
-    newest = next(good_checkpoints(folder, run=run), None)
+        _move_aside(config)
+        return replace(new_run, newest=newest)
+    saved = None
+    if resume == "auto" and config.checkpoint.every != 0:
+        saved = read_run(folder)
+        if saved is None:
+            _check_no_checkpoints(folder)
+    if saved is None or saved.status == "finished":
+        _move_aside(config)
+        return new_run
+    newest = next(good_checkpoints(folder, run=saved.run), None)
     if newest is None and not list_checkpoints(folder):
-        _make_room(config)  # it ended before it was saved
-        return new
-    _check_same(facts.facts, config, data, folder)
+        _move_aside(config)  # it ended before its first checkpoint
+        return new_run
+    _check_same(saved.facts, config, data, folder)
     if newest is None:
         raise ConfigError(
-            f"checkpoint.resume: none of the checkpoints in {folder} can be used, as said above; "
-            "use checkpoint.resume=never to start anew (they are moved aside), or another run.dir"
+            f"checkpoint.resume: no checkpoint in {folder} is usable (see the warnings above); use "
+            "checkpoint.resume=never to start from scratch (they are moved aside), or another "
+            "run.dir"
         )
     tidy(folder)
-    return Decision(folder=folder, run=run, newest=newest.path, goes_on=True)
+    return Decision(folder=folder, run=saved.run, newest=newest.path, resumes=True)
 
 
-def _given(path: Path) -> Path:
-    """A checkpoint, or the newest good one of a folder of them."""
-    if list_checkpoints(path):
-        found = next(good_checkpoints(path), None)
-        if found is None:
-            raise CheckpointError(f"{path}: none of its checkpoints can be used, as said above")
-        return found.path
-    return checked(path).path
+def _check_no_checkpoints(folder: Path) -> None:
+    """Raise ConfigError for checkpoints without run.json: their run cannot be identified."""
+    if checkpoints := list_checkpoints(folder):
+        raise ConfigError(
+            f"checkpoint.resume: auto, but {folder} contains checkpoints and no {RUN_FILE}, which "
+            "identifies their run; restore that file, or use another run.dir with "
+            f"checkpoint.resume={checkpoints[0]} to start from the newest, or "
+            "checkpoint.resume=never to start from scratch (they are moved aside)"
+        )
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """Return the checkpoint at ``path``, or the newest good one of a folder of checkpoints."""
+    if not list_checkpoints(path):
+        return checked(path).path
+    for checkpoint in good_checkpoints(path):
+        return checkpoint.path
+    raise CheckpointError(f"{path}: none of its checkpoints is usable (see the warnings above)")
 
 
 def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: Path) -> None:
-    mine = relevant_facts(config, data)
+    current = relevant_facts(config, data)
     saved = {current_key(key): value for key, value in saved.items()}
-    if saved.get(_SET) == data.fingerprint[:16]:  # what earlier versions wrote there
-        saved = {**saved, _SET: mine[_SET]}
-    differ = [
-        f"{key} was {saved.get(key, 'not given')} and is {mine.get(key, 'not given')}"
-        for key in sorted(saved.keys() | mine.keys())
-        if saved.get(key) != mine.get(key)
+    if saved.get(_SET) == data.fingerprint[:16]:  # earlier versions saved the fingerprint
+        saved = {**saved, _SET: current[_SET]}
+    differences = [
+        f"{key} was {saved.get(key, 'not given')} and is {current.get(key, 'not given')}"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
     ]
-    if differ:
+    if differences:
         raise ConfigError(
-            f"checkpoint.resume: the unfinished run in {folder} is another one: "
-            f"{'; '.join(differ)}. Give it back these values to go on, or start anew with "
-            "checkpoint.resume=never (it is moved aside) or another run.dir"
+            f"checkpoint.resume: the unfinished run in {folder} has other settings: "
+            f"{'; '.join(differences)}. Restore these values to resume it, or start from scratch "
+            "with checkpoint.resume=never (it is moved aside) or another run.dir"
         )
 
 
-def _make_room(config: Config) -> None:
-    """Move what another run left in checkpoint.dir aside; within run.dir its report does."""
+def _move_aside(config: Config) -> None:
+    """Move another run's files in checkpoint.dir aside; in run.dir the report does it."""
     folder = checkpoint_dir(config)
     if not folder.is_dir():
         return
@@ -211,43 +227,40 @@ def _make_room(config: Config) -> None:
     names = [path.name for path in list_checkpoints(folder)]
     aside = set_aside(folder, [*names, RUN_FILE, DATA_FOLDER])
     if aside is not None:
-        logger.info("checkpoints of an earlier run in %s are now in %s", folder, aside)
+        logger.info("moved the checkpoints of an earlier run in %s to %s", folder, aside)
 
 
 def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start:
     """Restore the job from the newest checkpoint that every rank can read; every rank calls it.
 
-    Of a run that goes on a damaged one is named, and the one before it taken. ConfigError on every
-    rank if there is none, or if it does not fit the job or the set.
+    A run that resumes logs and skips damaged checkpoints. Raises ConfigError on every rank if no
+    checkpoint is left, or if one does not fit the job or the set.
     """
     newest = decision.newest
     if newest is None:
         return Start()
-    while True:
-        reason = _first(boxing, _restored(newest, job, data))
-        if not reason:
-            break
-        following = _before(decision, newest, boxing) if decision.goes_on else None
-        if following is None:
+    while reason := _first(boxing, _restore(newest, job, data)):
+        previous = _previous(decision, newest, boxing) if decision.resumes else None
+        if previous is None:
             raise ConfigError(f"checkpoint.resume: {reason}")
         logger.warning("skipped a checkpoint: %s", reason)
-        newest = following
+        newest = previous
     start = _start(open_checkpoint(newest), decision, data)
-    logger.info("goes on after step %d, from %s", start.step, newest)
+    logger.info("resuming after step %d from %s", start.step, newest)
     return start
 
 
-def _restored(path: Path, job: Job, data: DataFacts) -> str:
-    """Why this rank could not restore the job from there; "" if it has."""
+def _restore(path: Path, job: Job, data: DataFacts) -> str:
+    """Restore the job; return why this rank could not, or ""."""
     try:
         checkpoint = open_checkpoint(path)
         saved = saved_set(checkpoint)
         relation = data.relation(saved)
         if relation == "other":
             raise CheckpointError(
-                f"{path}: was trained on the set {saved['path']}, whose ids are of another "
-                f"vocabulary than those of {data.path}; use that set, or one that was grown from "
-                "it (sbpflow prepare --like OLD --grow)"
+                f"{path}: was trained on the set {saved['path']}, whose vocabulary differs from "
+                f"that of {data.path}; use that set, or one that was grown from it (sbpflow "
+                "prepare --like OLD --grow)"
             )
         check_loop(checkpoint) if relation == "grown" else check_start(checkpoint)
         job.restore(checkpoint, grown=relation == "grown")
@@ -256,24 +269,22 @@ def _restored(path: Path, job: Job, data: DataFacts) -> str:
     return ""
 
 
-def _first(boxing: Boxing, reason: str) -> str:
-    """The first reason that a rank has; "" if none has one."""
+def _first(boxing: Boxing, text: str) -> str:
+    """Return the text of the lowest rank that has one, or "", on every rank."""
     if boxing.world.size == 1:
-        return reason
-    return next(
-        filter(None, (one["reason"] for one in gather_facts(boxing, {"reason": reason}))), ""
-    )
+        return text
+    texts = [facts["text"] for facts in gather_facts(boxing, {"text": text})]
+    return next(filter(None, texts), "")
 
 
-def _before(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
-    """The good checkpoint before ``newest``, which rank 0 looks for."""
-    step, found = step_of(newest), ""
+def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
+    """Return the good checkpoint before ``newest`` that rank 0 finds."""
+    path = ""
     if boxing.world.rank == 0:
         good = good_checkpoints(decision.folder, run=decision.run)
-        found = next((str(one.path) for one in good if one.step < step), "")
-    if boxing.world.size > 1:
-        found = gather_facts(boxing, {"path": found})[0]["path"]
-    return Path(found) if found else None
+        path = next((str(one.path) for one in good if one.step < step_of(newest)), "")
+    path = _first(boxing, path)
+    return Path(path) if path else None
 
 
 def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start:
@@ -287,6 +298,6 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
         steps_of_before=documents["steps_of_before"],
         cursor=cursor,
         loop=documents["loop"],
-        going_on=(step, documents["metrics_bytes"]) if decision.goes_on else None,
-        best=documents["best"] if decision.goes_on else None,
+        going_on=(step, documents["metrics_bytes"]) if decision.resumes else None,
+        best=documents["best"] if decision.resumes else None,
     )

@@ -1,6 +1,6 @@
-"""What a run keeps in a checkpoint beside its tensors, checked before anything goes on from it.
+"""Validate the documents that a run stores in a checkpoint with its tensors.
 
-An index has a digest, but a valid one is no proof of its form: another program may have written it.
+The index has a digest, but a valid digest does not prove that sbpflow wrote the documents.
 """
 
 import math
@@ -14,7 +14,7 @@ from sbpflow.runtime.files.json_file import is_count, is_number
 
 
 def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Path and digests of the set that it was trained on; CheckpointError naming the key."""
+    """Return path and digests of the training set; CheckpointError names an invalid key."""
     data = _object(checkpoint, "data", checkpoint.documents.get("data"))
     for key in ("path", "fingerprint"):
         _need(checkpoint, f"data.{key}", data.get(key), _is_text, "text")
@@ -24,7 +24,7 @@ def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_start(checkpoint: Checkpoint) -> None:
-    """CheckpointError, naming the key, unless it says where a run goes on."""
+    """Raise CheckpointError, naming the key, unless a run can resume from these documents."""
     documents = checkpoint.documents
     cursor = _object(checkpoint, "cursor", documents.get("cursor"))
     _need(checkpoint, "cursor.epoch", cursor.get("epoch"), is_count, "a whole number")
@@ -38,7 +38,7 @@ def check_start(checkpoint: Checkpoint) -> None:
 
 
 def check_loop(checkpoint: Checkpoint) -> None:
-    """CheckpointError unless ``loop`` has states of ``Watchers``; a loss may be infinite."""
+    """Raise CheckpointError unless ``loop`` holds ``Watchers`` states; losses may be infinite."""
     loop = _object(checkpoint, "loop", checkpoint.documents.get("loop"))
     for name, given in loop.items():
         state = _object(checkpoint, f"loop.{name}", given)
@@ -58,7 +58,7 @@ def _need(
     checkpoint: Checkpoint, key: str, value: object, fits: Callable[[object], bool], rule: str
 ) -> None:
     if not fits(value):
-        given = "not there" if value is None else brief(value)
+        given = "missing" if value is None else brief(value)
         raise CheckpointError(
             f"{checkpoint.path}: its {key} is {given} and must be {rule}; use another checkpoint"
         )

@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint: which one, its configuration, and its values into a job."""
+"""Load a trained model: find its checkpoint, rebuild its configuration and plan, fill a job."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -27,21 +27,22 @@ from sbpflow.run.planning.plan_file import plan_from_json
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``, or the newest good one of a run or a folder of checkpoints.
+    """Return the checkpoint at ``path``, or the newest good one of a run or checkpoint folder.
 
-    Damaged ones are named in a warning and skipped. Raises CheckpointError if there is none.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if none is left.
     """
     if (path / INDEX_FILE).exists():
         return checked(path)
     folder = checkpoint_folder(path)
     if not list_checkpoints(folder):
         raise CheckpointError(
-            f"--checkpoint {path}: holds no checkpoint; give a folder of a run, or one step-N"
+            f"--checkpoint {path}: contains no checkpoint; use a run folder or a folder step-N"
         )
-    for found in good_checkpoints(folder):
-        return found
+    for checkpoint in good_checkpoints(folder):
+        return checkpoint
     raise CheckpointError(
-        f"--checkpoint {path}: every checkpoint there is damaged, as the warnings say; use another"
+        f"--checkpoint {path}: every checkpoint there is damaged (see the warnings above); use "
+        "another run folder or checkpoint"
     )
 
 
@@ -53,10 +54,12 @@ def saved_config(
     own_model: str | None,
     own_optimizers: Collection[str] = (),
 ) -> Config:
-    """The configuration of the run, with ``key=value`` overrides of the command."""
+    """Return the configuration of the run with the command's ``key=value`` overrides."""
     tree = checkpoint.documents.get("config")
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{checkpoint.path}: has no configuration; use one that a run wrote")
+        raise CheckpointError(
+            f"{checkpoint.path}: has no configuration; use a checkpoint written by `sbpflow train`"
+        )
     tree = with_current_keys(cast("dict[str, Any]", tree))
     return config_from_tree(
         tree, overrides, models=models, own_model=own_model, own_optimizers=own_optimizers
@@ -66,19 +69,20 @@ def saved_config(
 def saved_layouts(
     checkpoint: Checkpoint, config: Config, world_size: int
 ) -> tuple[Config, dict[str, TableRule] | None]:
-    """The configuration for so many ranks, and what stands for ``parallel.plan`` in ``plan_run``.
+    """Adapt the saved configuration to ``world_size`` ranks; also return rules for ``plan_run``.
 
-    In place of the plan that the run was made with are the layouts that it had, on as many ranks,
-    and S(0) on another number: nothing is planned anew, and no file need be there. Rules of
-    ``parallel.tables`` on ranks that are not there become S(0), too. The hosts that the run had are
-    not described any more (``parallel.topology``). What overrides name is left.
+    The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
+    other. So the planner does not run again, and the plan file may be gone. Rules of
+    ``parallel.tables`` that name missing ranks become S(0), and the saved ``parallel.topology`` is
+    dropped. Keys given as overrides are kept as they are.
     """
     given: Any = plain(config.parallel)
     saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
     saved_tables = _group(saved, "tables")
     tables = {
         pattern: TableRule(sbp="S(0)", comm_dtype=rule.comm_dtype)
-        if _outside(rule, world_size) and given["tables"][pattern] == saved_tables.get(pattern)
+        if _needs_other_ranks(rule, world_size)
+        and given["tables"][pattern] == saved_tables.get(pattern)
         else rule
         for pattern, rule in config.parallel.tables.items()
     }
@@ -89,46 +93,49 @@ def saved_layouts(
 
 
 def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The group of keys there; none where it is not given."""
-    found = tree.get(key)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+    """Return a group of keys, or an empty one."""
+    group = tree.get(key)
+    return cast("Mapping[str, Any]", group) if isinstance(group, Mapping) else {}
 
 
-def _outside(rule: TableRule, world_size: int) -> bool:
-    """Whether it names ranks, or sizes of as many parts, that are not there."""
+def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
+    """Return whether a rule names ranks, or a number of parts, that this world does not have."""
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
-    flat = [rank for one in rule.ranks for rank in (one if isinstance(one, tuple) else (one,))]
-    return max(flat) >= world_size
+    ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
+    return max(ranks) >= world_size
 
 
 def _planned_rules(checkpoint: Checkpoint, world_size: int) -> dict[str, TableRule]:
-    try:
-        kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))
-    except DataError:
-        kept = None
-    if kept is None or kept.world_size != world_size:
+    saved = _plan_of(checkpoint)
+    if saved is None or saved.world_size != world_size:
         return {"*": TableRule(sbp="S(0)")}
-    return {escape(name): rule_of(layout) for name, layout in kept.layouts.items()}
+    return {escape(name): rule_of(layout) for name, layout in saved.layouts.items()}
+
+
+def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
+    try:
+        return plan_from_json(json.dumps(checkpoint.documents.get("plan")))
+    except DataError:
+        return None
 
 
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
-    """The plan that the run followed, kernels included, if ``plan`` is that but for these.
+    """Return the saved plan with its kernels if ``plan`` equals it except for the kernels.
 
-    Kernels are chosen by their times, which another start would measure anew, and they differ in
-    the last bits: so a run that goes on and a prediction take those that there were, where the
-    ``request`` (``parallel.kernel``) is auto. None too if one of them is not to be had here.
+    Kernels are chosen by measured times, which vary between starts, and their results differ in the
+    last bits. So where ``request`` (``parallel.kernel``) is auto, resumed runs and predictions keep
+    the saved kernels. Returns None if one of them is unavailable here, or the plans differ.
     """
-    try:
-        kept = plan_from_json(json.dumps(checkpoint.documents.get("plan")))
-    except DataError:
+    saved = _plan_of(checkpoint)
+    if saved is None:
         return None
-    kept = replace(kept, topology=plan.topology)
-    if replace(kept, kernels=plan.kernels, priced=plan.priced) != plan:
+    saved = replace(saved, topology=plan.topology)
+    if replace(saved, kernels=plan.kernels, priced=plan.priced) != plan:
         return None
-    if kept.kernels.keys() != plan.kernels.keys():
+    if saved.kernels.keys() != plan.kernels.keys():
         return None
-    asked = {
+    requested = {
         table.name
         for group in plan.embeddings.groups
         for stack in group.stacks
@@ -136,19 +143,19 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) ->
         if request_of(stack, request) != "auto"
     }
     kernels = {
-        name: plan.kernels[name] if name in asked else kernel
-        for name, kernel in kept.kernels.items()
+        name: plan.kernels[name] if name in requested else kernel
+        for name, kernel in saved.kernels.items()
     }
     missing = missing_kernels("auto")
-    if any(one.name in missing for one in kernels.values()):
+    if any(kernel.name in missing for kernel in kernels.values()):
         return None
-    return replace(kept, kernels=kernels)
+    return replace(saved, kernels=kernels)
 
 
 def load_values(job: Job, checkpoint: Checkpoint) -> None:
-    """Fill tables and the dense part of this rank; state of optimizers stays as it is.
+    """Fill the tables and the dense part of this rank, but not the optimizer state.
 
-    Raises CheckpointError for a tensor that is absent or has another shape.
+    Raises CheckpointError for a tensor that is missing or has another shape.
     """
     tables = [table for out in job.plan.embeddings.outputs for table in out.tables]
     wanted = {f"tables/{table.name}" for table in tables}
@@ -157,9 +164,11 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
     state = {name: tensor for name, tensor in job.state().items() if name in wanted}
     for name, tensor in state.items():
         saved = checkpoint.saved(name)
-        if saved.shape[tensor.by_key :] != tensor.shape[tensor.by_key :]:  # keys: any number
+        if (
+            saved.shape[tensor.by_key :] != tensor.shape[tensor.by_key :]
+        ):  # keys: any number of rows
             raise CheckpointError(
-                f"{checkpoint.path}: {name} is {list(saved.shape)}, this model has "
-                f"{list(tensor.shape)}; use the model and the set that it was trained with"
+                f"{checkpoint.path}: {name} has shape {list(saved.shape)}, but this model has "
+                f"{list(tensor.shape)}; use the model and the set of the training run"
             )
     restore(checkpoint, state)

@@ -1,7 +1,7 @@
-"""The one converter from text to a path of this machine, for configuration keys and options.
+"""Convert text to a path of this machine, for configuration keys and command-line options.
 
-``Path`` would take a URL for a folder: ``Path("s3://bucket/set")`` is ``s3:/bucket/set``, below the
-folder that the process runs in, and what is written there is lost with a container.
+``Path`` would accept a URL as a folder: ``Path("s3://bucket/set")`` is ``s3:/bucket/set`` below the
+working folder, and files written there are lost when a container ends.
 """
 
 import os
@@ -11,51 +11,61 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 
-# With one slash too: that is what Path makes of a URL. "a::b://" is a chain of fsspec.
+# Also matches a single slash, which is what Path makes of "//". fsspec chains are "a::b://".
 _URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*:/")
 
-# Room is left for the names of files in the folder, and for what is put behind a name.
+# Below Linux's limits of 4096 and 255, to leave room for file names and suffixes.
 MAX_BYTES, MAX_NAME_BYTES = 3800, 240
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 
 
 class PathError(ConfigError, ArgumentTypeError):
-    """Text that is not a local path; argparse shows the message after the option's name."""
+    """Text is not a local path. argparse prints the message after the option's name."""
 
 
 def local_path(given: str | Path) -> Path:
-    """``given`` as a path; PathError for a URL and for text that no file system takes."""
+    """Convert ``given`` to a path; PathError for a URL or text that no file system accepts."""
     text = str(given)
     if _URL.match(text):
         raise PathError(
-            f"{text!r} is a URL, and only folders and files of this machine can be used here; use "
-            "a local path such as out/criteo, or mount the store and use the path of the mount (a "
-            "local folder with such a name needs its absolute path)"
+            f"{text!r} is a URL, but only files and folders of this machine are supported here; "
+            "use a local path such as out/criteo, or mount the store and use the path of the mount "
+            "(a local folder with such a name needs its absolute path)"
         )
     return plain_path(text)
 
 
 def plain_path(text: str) -> Path:
-    """``text`` as a path, whatever it looks like; PathError for what no file system takes."""
-    if what := _fault(text):
-        shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}.."
-        raise PathError(f"{shown!r} {what}; use a local path such as out/criteo")
-    return Path(text)
+    """Convert text to a path even if it looks like a URL, with a leading ``~`` expanded.
+
+    A shell does not expand the ``~`` of ``key=~/x`` and ``--option=~/x``. Raises PathError for text
+    that no file system accepts, and for the home folder of an unknown user.
+    """
+    if fault := _fault(text):
+        shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
+        raise PathError(f"{shown!r} {fault}; use a local path such as out/criteo")
+    expanded = os.path.expanduser(text)  # unlike Path.expanduser it leaves "./~" alone
+    if text.startswith("~") and expanded == text:
+        raise PathError(
+            f"{text!r}: the home folder of {Path(text).parts[0]} cannot be found; use an absolute "
+            f"path, or ./{text} for a folder of that name"
+        )
+    return Path(expanded)
 
 
 def _fault(text: str) -> str:
-    """Why no file can have this path; "" if one can."""
+    """Return why no file can have this path, or ""."""
     if not text:
         return "is empty"
     if "\0" in text:
-        return "has a NUL character"
+        return "contains a NUL character"
     try:
         raw = os.fsencode(text)
     except UnicodeEncodeError:
-        return "has half of a surrogate pair"
+        return "contains half of a surrogate pair"
     if len(raw) > MAX_BYTES:
-        return f"has {len(raw):,} bytes, and a path has at most {MAX_BYTES:,}"
+        return f"has {len(raw):,} bytes; a path has at most {MAX_BYTES:,}"
     longest = max(map(len, raw.split(b"/")))
     if longest > MAX_NAME_BYTES:
-        return f"has a name of {longest:,} bytes, and names have at most {MAX_NAME_BYTES}"
+        return f"contains a name of {longest:,} bytes; a name has at most {MAX_NAME_BYTES}"
     return ""
