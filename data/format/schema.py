@@ -55,7 +55,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Many:
+class ListColumn:
     """A sparse column with several values in a cell: ``a|b|c``, or a list in Parquet."""
 
     name: str
@@ -80,7 +80,7 @@ class Many:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
+class DenseColumn:
     """How a dense column is read, and what becomes of its values."""
 
     name: str
@@ -110,10 +110,10 @@ class Schema:
     """Whether every text file starts with a line of names; ``columns`` then needs no order."""
     quote: str | None = None
     """What cells of text with separators or line ends in them stand in; None: nothing does."""
-    many: tuple[Many, ...] = ()
+    many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
     """Sparse columns that share the vocabulary of the name beside them."""
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[DenseColumn, ...] = ()
     """Dense columns that are not whole numbers under the transform of ``--dense``."""
     labels: tuple[str, ...] = ()
     """Further labels."""
@@ -127,15 +127,15 @@ class Schema:
         """One value per cell, whole numbers, nothing beside the features: the fast way of text."""
         beside = (self.labels, self.weight, self.group, self.time, self.row_key)
         return not (self.header or self.quote or self.many or any(beside)) and all(
-            self.number(name).whole for name in self.dense
+            self.dense_column(name).whole for name in self.dense
         )
 
-    def number(self, name: str) -> Number:
+    def dense_column(self, name: str) -> DenseColumn:
         """How dense column ``name`` is read."""
-        plain = Number(name=name, whole=True)
+        plain = DenseColumn(name=name, whole=True)
         return next((number for number in self.numbers if number.name == name), plain)
 
-    def several(self, name: str) -> Many | None:
+    def list_column(self, name: str) -> ListColumn | None:
         """How a sparse column holds several values; None where it holds one."""
         return next((many for many in self.many if many.name == name), None)
 
@@ -153,9 +153,11 @@ class Schema:
         return (self.label, *self.dense, *self.sparse, *self.beside, *weights)
 
     @property
-    def buckets(self) -> tuple[Number, ...]:
+    def buckets(self) -> tuple[DenseColumn, ...]:
         """The dense columns that become id fields."""
-        return tuple(self.number(name) for name in self.dense if self.number(name).buckets)
+        return tuple(
+            self.dense_column(name) for name in self.dense if self.dense_column(name).buckets
+        )
 
     def kind(self, name: str) -> Kind:
         """How the cells of sparse column ``name`` are written."""
