@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.lists import SplitPart
-from sbpflow.data.format.manifest import MANIFEST, Manifest, Part, load_manifest
+from sbpflow.data.format.manifest import MANIFEST, Manifest, ShardPart, load_manifest
 from sbpflow.data.format.npy import open_array
 from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError
@@ -178,7 +178,7 @@ def _texts(manifest: Manifest, split: str) -> list[str]:
     return found
 
 
-def _part(manifest: Manifest, rows: int, parts: Mapping[str, Part], part: str) -> NDArray[Any]:
+def _part(manifest: Manifest, rows: int, parts: Mapping[str, ShardPart], part: str) -> NDArray[Any]:
     kind = manifest.part_types[f"row_key_{part}"]
     file = parts[f"row_key_{part}"]
     return open_array(manifest.path / file.file, kind.dtype, kind.shape(rows, file.count))
