@@ -9,6 +9,7 @@ from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.source import check_exists
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
@@ -33,6 +34,7 @@ def encode(
             f"--output {output}: is the set of --like, which the new rows would replace; choose "
             "another folder"
         )
+    check_exists(inputs)  # before the vocabularies of ``like``, which the user may not have named
     options = PrepareOptions(
         inputs=tuple(inputs),
         output=output,

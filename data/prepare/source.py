@@ -78,6 +78,7 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
 
     Raises ConfigError if there are none, one is given twice, or one starts like another format.
     """
+    check_exists(paths)
     files: list[InputPath] = []
     for path in paths:
         if path.is_dir():
@@ -89,10 +90,8 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
                     "like day_0; name files with other names one by one"
                 )
             files += inside
-        elif path.is_file():
-            files.append(path)
         else:
-            raise ConfigError(f"--input {path}: no such file or folder")
+            files.append(path)
     inputs = tuple(Input(i, path, size_of(path)) for i, path in enumerate(files))
     known: dict[tuple[object, ...], Input] = {}
     for source in inputs:
@@ -104,6 +103,13 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
             )
         _check_start(source)
     return inputs
+
+
+def check_exists(paths: Sequence[InputPath]) -> None:
+    """Raise ConfigError for the first path that does not exist."""
+    for path in paths:
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"--input {path}: no such file or folder")
 
 
 def _is_data(path: InputPath) -> bool:
